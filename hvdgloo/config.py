@@ -663,6 +663,33 @@ class Config:
         help="also trace when rank 0 orders operations",
     )
 
+    # What the job says of itself.
+    observe: bool = _setting(
+        True,
+        env="HVDGLOO_OBSERVE",
+        flag="--observe",
+        yaml="observe.enabled",
+        parse=_boolean,
+        help="count operations, bytes, steps and what they wait for, for hvd.metrics(), the job's page, its report and "
+        "hvdgloo-run top; 0 counts nothing",
+    )
+    observe_interval: float = _setting(
+        1.0,
+        env="HVDGLOO_OBSERVE_INTERVAL",
+        flag="--observe-interval",
+        yaml="observe.interval_seconds",
+        unit="seconds",
+        parse=_number(positive=True),
+        help="how often each rank says what it has counted, while somebody looks and something changes",
+    )
+    observer: str = _setting(
+        "",
+        env="HVDGLOO_OBSERVER",
+        place=True,
+        parse=_text,
+        help="the socket at which this host's agent takes what its workers have counted, while somebody looks",
+    )
+
     # Messages.
     log_level: str = _setting(
         "WARNING",

@@ -283,18 +283,22 @@ class Engine:
         elif filed == 1:
             self._control.wake()
 
-    def start_timeline(self, path: str, *, clock_offset: float = 0.0, mark_cycles: bool = False) -> None:
-        """Trace operations into a file from now on, until ``stop_timeline`` or the end. Does nothing if a trace is
-        already being written.
+    def start_timeline(self, path: str, *, clock_offset: float = 0.0, mark_cycles: bool = False) -> bool:
+        """Trace operations into a file from now on, until ``stop_timeline`` or the end.
+
+        Returns:
+            False if a trace is already being written, or the engine has ended: then nothing was done.
 
         Raises:
             ConfigError: the file cannot be written.
         """
         with self._closing:
-            if self._timeline is None and not self._closed and not self._forked:
-                from hvdgloo._engine.timeline import Timeline
+            if self._timeline is not None or self._closed or self._forked:
+                return False
+            from hvdgloo._engine.timeline import Timeline
 
-                self._show(Timeline(path, self.rank, clock_offset, mark_cycles=mark_cycles))
+            self._show(Timeline(path, self.rank, clock_offset, mark_cycles=mark_cycles))
+            return True
 
     def stop_timeline(self) -> None:
         """End the trace, if there is one; its file is complete then."""

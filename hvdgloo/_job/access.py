@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdgloo._backends.select import Planes, idle_provider
 from hvdgloo._engine.engine import Engine
@@ -17,11 +17,15 @@ from hvdgloo._job.links import Meeting, World, seat_of
 from hvdgloo._job.settings import engine_settings
 from hvdgloo._net.handshake import listen
 from hvdgloo._net.tls import Tls
+from hvdgloo._observe.counters import Counters
 from hvdgloo._platform.nics import tell_nccl
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, InvalidArgumentError, RendezvousError
 from hvdgloo.rendezvous import RendezvousClient, WorkerInfo, host_identity
 from hvdgloo.topology import Topology
+
+if TYPE_CHECKING:
+    from hvdgloo._observe.reporter import Reporter
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,7 @@ class Access:
 
     Args:
         config: of a job with a server.
+        counters: of this process, into which its engines write; None if nothing is to be counted.
 
     Attributes:
         address: at which other hosts reach this one.
@@ -46,8 +51,9 @@ class Access:
         RendezvousError: the server cannot be reached.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, counters: Counters | None = None) -> None:
         assert config.rendezvous is not None
+        self.counters = counters
         if config.secret is None:
             raise ConfigError(
                 f"HVDGLOO_RENDEZVOUS={config.rendezvous} is set, but neither HVDGLOO_SECRET nor HVDGLOO_SECRET_FILE; "
@@ -166,7 +172,7 @@ class Access:
         if rank == 0 and (idle := idle_provider(config.gloo_provider)):
             logger.warning("%s", idle)
         settings = engine_settings(config, decided, topology.local_size(rank))
-        engine = Engine(rank, topology, links, backend, settings, planes.open, planes.open_device, place)
+        engine = Engine(rank, topology, links, backend, settings, planes.open, planes.open_device, place, self.counters)
         engine.start()
         if decided["process_sets"] != process_sets:
             engine.close()  # not earlier: the others wait for this rank until it is connected
@@ -175,6 +181,14 @@ class Access:
                 f"with {decided['process_sets']} on {topology.describe(0)}; give all ranks the same list"
             )
         return engine, decided
+
+    def report(self, engine: Engine, clock_offset: float) -> Reporter | None:
+        """What reports on an engine's rank from now on, if somebody could look at it; see ``observing``."""
+        if self.counters is None or (self.config.job_id and not self.config.observer):
+            return None
+        from hvdgloo._job.observing import reporter_of  # which many jobs do not need
+
+        return reporter_of(self.config, engine, self.counters, self.client, clock_offset)
 
 
 def check_addresses(topology: Topology, reached_from: str) -> None:

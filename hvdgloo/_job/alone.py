@@ -16,6 +16,7 @@ from hvdgloo._engine.engine import Engine
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.submission import PersistentRequest
 from hvdgloo._job.settings import engine_settings
+from hvdgloo._observe.counters import Counters
 from hvdgloo.config import Config
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.topology import Topology
@@ -24,13 +25,20 @@ from hvdgloo.types import Buffer, Collective, TensorSpec
 logger = logging.getLogger(__name__)
 
 
-def open_alone(config: Config, kind: type[Engine] = Engine) -> Engine:
-    """The running engine of a process that is all ranks itself."""
+def open_alone(config: Config, kind: type[Engine] = Engine, *, counters: Counters | None = None) -> Engine:
+    """The running engine of a process that is all ranks itself, and of ``kind``; it writes into ``counters``."""
     topology = Topology.local(1, pid=os.getpid(), name=config.hostname or socket.gethostname())
     alone = LocalGroup(1).backend(0)
     planes = Planes(config, plane_settings(config), topology, 0, MemoryStore(), "", "127.0.0.1")
     engine = kind(
-        0, topology, {}, alone, engine_settings(config), lambda number, ranks, cancelled: alone, planes.open_device
+        0,
+        topology,
+        {},
+        alone,
+        engine_settings(config),
+        lambda number, ranks, cancelled: alone,
+        planes.open_device,
+        counters=counters,
     )
     engine.start()
     return engine

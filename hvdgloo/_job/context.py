@@ -15,6 +15,7 @@ from hvdgloo.topology import Topology
 
 if TYPE_CHECKING:
     from hvdgloo._engine.engine import Engine
+    from hvdgloo._observe.reporter import Reporter
     from hvdgloo.rendezvous import Alone, RendezvousClient
 
 
@@ -42,6 +43,7 @@ class Context:
             ranks.
         client: of the rendezvous server. It stays connected while the rank is part of the job, since the server lists
             connected ranks.
+        reporter: reports on this rank, and ends with the Context; None if nobody could look at it.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class Context:
         job_rank: int | None = None,
         world: str = "",
         plan: Alone | None = None,
+        reporter: Reporter | None = None,
     ) -> None:
         self._client = client
+        self._reporter = reporter
         self.plan = plan
         self.traced: tuple[str, bool] | None = None
         self.world = world
@@ -125,6 +129,11 @@ class Context:
         self.traced = None
         self.engine.stop_timeline()
 
+    def end_step(self) -> None:
+        """A training step has ended, such as an ``optimizer.step()``: count it."""
+        if self.engine.counters is not None:
+            self.engine.counters.step()
+
     def tell_of_end(self, follower: Follower) -> None:
         """Have ``follower``, which is not kept alive for this, told once when the Context has been closed."""
         self._followers.add(follower)
@@ -132,6 +141,8 @@ class Context:
     def close(self, reason: str = "") -> None:
         """End this rank's part of the job; see ``Engine.close``."""
         self.closed = True
+        if self._reporter is not None:
+            self._reporter.close()
         self.engine.close(reason)
         followers, self._followers = list(self._followers), weakref.WeakSet()
         for follower in followers:

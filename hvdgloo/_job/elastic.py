@@ -261,7 +261,7 @@ class Membership:
             with self._listening() as listener:
                 answer = self._ask(why, listener, ready=ready, digest=digest)
                 if isinstance(answer, Alone):
-                    engine = open_alone(self.config, ProvisionalEngine)
+                    engine = open_alone(self.config, ProvisionalEngine, counters=self._access.counters)
                     self._take(Context(self.config, engine.topology, 0, engine, plan=answer))
                     return None
                 self.placement, self._epoch = answer, answer.topology.epoch
@@ -362,7 +362,11 @@ class Membership:
         )
         host, port = decided.get("master", ("", 0))
         self.master = (str(host), int(port)) if port else None
-        return Context(config, topology, rank, engine, clock_offset=decided["clock_offset"], world=decided["world"])
+        clock_offset = decided["clock_offset"]
+        reporter = self._access.report(engine, clock_offset)
+        return Context(
+            config, topology, rank, engine, clock_offset=clock_offset, world=decided["world"], reporter=reporter
+        )
 
     def _tell_master(self, placement: Placement) -> dict[str, Any]:
         """On rank 0: where the program's own torch.distributed may meet. A launcher has said so for the first epoch."""

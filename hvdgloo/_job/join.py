@@ -15,19 +15,23 @@ from hvdgloo._job.access import Access, check_addresses
 from hvdgloo._job.alone import open_alone
 from hvdgloo._job.context import Context
 from hvdgloo._job.links import World
+from hvdgloo._observe.counters import Counters
 from hvdgloo.config import Config
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.rendezvous import Registration
 from hvdgloo.topology import Topology
 
 
-def connected(config: Config) -> Access | None:
+def connected(config: Config, counters: Counters | None = None) -> Access | None:
     """The way into the job that ``config`` describes; None for a job of a single process, if it describes none.
+
+    Args:
+        counters: as for ``join``.
 
     Raises:
         ConfigError, RendezvousError: see ``Access``.
     """
-    return None if config.rendezvous is None else Access(config)
+    return None if config.rendezvous is None else Access(config, counters)
 
 
 def join(
@@ -35,6 +39,7 @@ def join(
     access: Access | None,
     ranks: Sequence[int] | None = None,
     process_sets: Sequence[Sequence[int]] = (),
+    counters: Counters | None = None,
 ) -> Context:
     """Join a job of fixed size, or form one of a single process.
 
@@ -43,6 +48,7 @@ def join(
         ranks: those of the job's ranks that form a world of their own, in which they are renumbered in ascending order;
             None for all. This process is one of them.
         process_sets: the ranks of the sets that will be added at once, which must be the same on all ranks.
+        counters: of this process, in a job of its own; else ``access`` has them.
 
     Raises:
         InvalidArgumentError: (a ValueError) ranks that do not exist or do not include this one; process sets that
@@ -54,7 +60,7 @@ def join(
     """
     if access is None:
         _check_ranks(ranks, 0, 1)
-        engine = open_alone(config)
+        engine = open_alone(config, counters=counters)
         return Context(config, engine.topology, 0, engine)
     try:
         return _connect(access, ranks, process_sets)
@@ -101,7 +107,19 @@ def _connect(access: Access, ranks: Sequence[int] | None, process_sets: Sequence
     finally:
         if listener is not None:
             listener.close()
-    return Context(config, topology, rank, engine, client, decided["clock_offset"], registration.rank, decided["world"])
+    clock_offset = decided["clock_offset"]
+    reporter = access.report(engine, clock_offset)
+    return Context(
+        config,
+        topology,
+        rank,
+        engine,
+        client,
+        clock_offset,
+        registration.rank,
+        decided["world"],
+        reporter=reporter,
+    )
 
 
 def _world(registration: Registration, ranks: Sequence[int] | None) -> tuple[int, Topology, str]:

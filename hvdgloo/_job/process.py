@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from hvdgloo._job import excepthook
 from hvdgloo._job.context import Context
 from hvdgloo._job.logging import configure_logging
+from hvdgloo._observe.counters import Counters
 from hvdgloo._platform.imports import collector_paused
 from hvdgloo.config import Config, unknown_variables
 from hvdgloo.errors import ConfigError, DismissedError, InvalidArgumentError, NotInitializedError
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 _current: Context | None = None
 _membership: Membership | None = None
 _lock = threading.Lock()
+_counters = Counters()
+"""Of all jobs and epochs that this process takes part in."""
 
 
 def init(
@@ -58,12 +61,13 @@ def init(
             excepthook.install(config.rank)
             if _membership is not None:  # init() after shutdown()
                 return _begin(_membership, ranks, process_sets, prepare)
-            access = connected(config)
+            counters = _counters if config.observe else None
+            access = connected(config, counters)
             if access is not None and access.config.elastic:
                 from hvdgloo._job.elastic import Membership
 
                 return _begin(Membership(access), ranks, process_sets, prepare)
-            context = join(config, access, ranks, process_sets)
+            context = join(config, access, ranks, process_sets, counters)
             try:
                 _show(context)
                 _warn(context)

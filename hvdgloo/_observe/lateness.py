@@ -23,12 +23,12 @@ _FOLD_FROM = 1024
 
 
 class LateRank(NamedTuple):
-    """As ``samples.Late``."""
+    """As ``samples.Late``, where rounds are counts."""
 
     rank: int
-    count: int
+    rounds: int
     seconds: float
-    recent_count: int
+    recent_rounds: int
     recent_seconds: float
 
 

@@ -28,6 +28,11 @@ class Outlet(Protocol):
         """Whether somebody looks. Asked before each sample is made, so it costs little."""
         ...
 
+    @property
+    def listener(self) -> object:
+        """Equal as long as the same one looks."""
+        ...
+
     def send(self, data: bytes) -> bool:
         """Hand an observation on; False if nobody has taken it."""
         ...
@@ -57,10 +62,18 @@ class AgentOutlet:
         self._path = path
         self._own = os.path.join(os.path.dirname(path), str(os.getpid()))
         self._socket: socket.socket | None = None
+        self._identity = (0, 0)  # of the agent's socket; another one may take its place
 
     def is_open(self) -> bool:
-        if self._socket is not None:
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            self.close()
+            return False
+        identity = status.st_ino, status.st_ctime_ns
+        if self._socket is not None and identity == self._identity:
             return True
+        self.close()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         try:
             sock.setblocking(False)
@@ -71,8 +84,12 @@ class AgentOutlet:
         except OSError:
             sock.close()
             return False
-        self._socket = sock
+        self._socket, self._identity = sock, identity
         return True
+
+    @property
+    def listener(self) -> object:
+        return self._identity
 
     def send(self, data: bytes) -> bool:
         sock = self._socket
@@ -121,6 +138,10 @@ class ServerOutlet:
 
     def is_open(self) -> bool:
         return time.monotonic() >= self._closed_until
+
+    @property
+    def listener(self) -> object:
+        return None
 
     def send(self, data: bytes) -> bool:
         try:

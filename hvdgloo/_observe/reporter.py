@@ -106,6 +106,7 @@ class Reporter:
         self._tracer = StepTracer(counters, rank, subject.start_trace, subject.stop_trace, self._wake_up.wake)
         self._closed = False
         self._told: samples.Sample | None = None  # the last one that somebody has taken
+        self._listener: object = None
         self._told_at = float("-inf")
         self._thread = threading.Thread(target=self._run, name="hvdgloo-reporter", daemon=True)
 
@@ -170,6 +171,8 @@ class Reporter:
         if not self._outlet.is_open():
             self._told = None  # whoever looks next knows nothing
             return self._sampler.works(now)
+        if self._outlet.listener != self._listener:
+            self._told, self._listener = None, self._outlet.listener
         sample = self._sampler.sample(now, settings=self._told is None)
         for note in self._sampler.notes():
             self._outlet.send(samples.CODEC.encode(note))

@@ -38,8 +38,8 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.rendezvous.__main__": {"rendezvous._cli"},
     # A worker.
     "hvdgloo._backends": {"_net", "_platform", "config"},
-    "hvdgloo._engine": {"_backends", "_net", "_platform"},
-    "hvdgloo._job": {"_backends", "_engine", "_net", "_platform", "config", "rendezvous"},
+    "hvdgloo._engine": {"_backends", "_net", "_observe", "_platform"},
+    "hvdgloo._job": {"_backends", "_engine", "_net", "_observe", "_platform", "config", "rendezvous"},
     "hvdgloo._collectives": {"_backends", "_engine", "_job", "_platform", "rendezvous"},
     "hvdgloo.elastic": {"_collectives", "_job", "_platform", "rendezvous"},
     "hvdgloo.common": {"_collectives", "_job", "_platform", "elastic"},

@@ -24,6 +24,7 @@ from hvdgloo._engine.seat import seat
 from hvdgloo._job.context import Context
 from hvdgloo._job.settings import engine_settings
 from hvdgloo._net.handshake import Handshake, Link, listen
+from hvdgloo._observe.counters import Counters
 from hvdgloo.config import Config
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.topology import Host, Topology, Worker
@@ -102,6 +103,7 @@ class World:
                 partial(self._open_set, rank, config),
                 None if open_device is None else partial(open_device, rank),
                 None if self.seats is None else self.seats[rank],
+                Counters(),
             )
             engine.start()
             self._contexts.append(Context(config, topology, rank, engine))

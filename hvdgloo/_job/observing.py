@@ -1,0 +1,94 @@
+"""What is reported of this rank, and to whom: see ``hvdgloo._observe``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hvdgloo._backends.reasons import why
+from hvdgloo._observe import samples
+from hvdgloo._observe.counters import Counters
+from hvdgloo._observe.outlets import AgentOutlet, Outlet, ServerOutlet
+from hvdgloo._observe.reporter import Place, Reporter
+from hvdgloo.config import Config, settings
+
+if TYPE_CHECKING:
+    from hvdgloo._engine.engine import Engine
+    from hvdgloo.rendezvous import RendezvousClient
+
+_RANKS_PER_SECOND = 100
+"""How many observations a rendezvous server is sent in a second, about, by a job without agents."""
+
+_ANSWER_SECONDS = 2.0
+
+_SHOWN = ("params", "library_options", "stall_check", "timeouts", "elastic", "timeline")
+"""The sections of a configuration file that are about how a job runs, and not about where."""
+
+
+def reporter_of(
+    config: Config, engine: Engine, counters: Counters, client: RendezvousClient, clock_offset: float
+) -> Reporter:
+    """What reports on an engine's rank from now on: to the agent that has started this worker, else to the server.
+
+    Args:
+        counters: what the engine writes into.
+        client: of the rendezvous server.
+        clock_offset: seconds that rank 0's clock is ahead of this host's.
+    """
+    size, interval = engine.topology.size, config.observe_interval
+    outlet: Outlet
+    if config.observer:
+        outlet = AgentOutlet(config.observer)
+    else:
+        outlet = ServerOutlet(partial(client.observe, timeout=_ANSWER_SECONDS))
+        interval = max(interval, size / _RANKS_PER_SECOND)
+    return Reporter(counters, _Rank(config, engine, clock_offset), outlet, interval).start()
+
+
+class _Rank:
+    """What a Reporter asks, see ``reporter.Subject``."""
+
+    def __init__(self, config: Config, engine: Engine, clock_offset: float) -> None:
+        self._config, self._engine, self._clock_offset = config, engine, clock_offset
+        topology = engine.topology
+        self.place = Place(engine.rank, topology.size, topology.epoch)
+        self.oldest_pending: Callable[[], tuple[str, float]] = engine.oldest_pending
+        self.stop_trace: Callable[[], None] = engine.stop_timeline
+
+    def planes(self) -> Sequence[samples.Plane]:
+        topology = self._engine.topology
+        return [
+            samples.Plane(plane.label, number, device, why(plane.backend.name, topology, ranks, device))
+            for number, device, plane, ranks in self._engine.planes
+        ]
+
+    def gpu(self) -> int:
+        return -1
+
+    def settings(self) -> dict[str, Any] | None:
+        return shown_settings(self._config) if self.place.rank == 0 else None
+
+    def missing(self, least: float) -> tuple[Sequence[samples.Missing], Sequence[tuple[int, str]]]:
+        overdue, stacks = self._engine.overdue(least)
+        now = time.monotonic()
+        missing = [
+            samples.Missing(each.name, now - each.since, each.missing[:16], len(each.missing)) for each in overdue
+        ]
+        return missing, [*stacks.items()]
+
+    def start_trace(self, path: str) -> bool:
+        return self._engine.start_timeline(path, clock_offset=self._clock_offset)
+
+
+def shown_settings(config: Config) -> dict[str, Any]:
+    """The settings that a job runs with, named and scaled as in a file for ``--config-file``."""
+    shown: dict[str, Any] = {}
+    for field, setting in settings().items():
+        if setting.yaml and setting.yaml.partition(".")[0] in _SHOWN and not setting.secret:
+            value = getattr(config, field)
+            if setting.flag is not None and setting.flag.startswith("--no-"):
+                value = not value  # the file says what is on
+            shown[setting.yaml] = value / setting.scale if setting.scale != 1 else value
+    return shown

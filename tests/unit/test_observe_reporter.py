@@ -1,0 +1,332 @@
+"""A rank hands on what it counts to whoever looks: at most once per interval, and nothing when nothing changes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdgloo._observe import samples
+from hvdgloo._observe.counters import Counters
+from hvdgloo._observe.outlets import AgentOutlet, ServerOutlet
+from hvdgloo._observe.reporter import Place, Reporter, Sampler
+from hvdgloo._observe.tracing import STEPLESS_SECONDS, StepTracer
+from hvdgloo.errors import ConfigError, RendezvousError
+
+DEADLINE = 30.0
+
+
+class Rank:
+    """What a Reporter asks."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.place = Place(rank, 2, 0)
+        self.pending = "", 0.0
+        self.overdue: tuple[Sequence[samples.Missing], Sequence[tuple[int, str]]] = (), ()
+        self.traced: list[str] = []
+
+    def planes(self) -> Sequence[samples.Plane]:
+        return [samples.Plane("gloo", 0, "cpu", "hosts h1 and h2")]
+
+    def gpu(self) -> int:
+        return -1
+
+    def settings(self) -> dict[str, Any] | None:
+        return {"params.cycle_time_ms": 0.0}
+
+    def oldest_pending(self) -> tuple[str, float]:
+        return self.pending
+
+    def missing(self, least: float) -> tuple[Sequence[samples.Missing], Sequence[tuple[int, str]]]:
+        return self.overdue
+
+    def start_trace(self, path: str) -> bool:
+        self.traced.append(path)
+        Path(path).write_text("[]")
+        return True
+
+    def stop_trace(self) -> None:
+        self.traced.append("stopped")
+
+
+class Agent:
+    """Whoever looks: the other end of the socket."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "agent")
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(self.path)
+        self.socket.settimeout(DEADLINE)
+
+    def receive(self) -> samples.Observation:
+        return samples.CODEC.decode(self.socket.recv(samples.LIMIT))
+
+    def until(self, holds: Callable[[samples.Sample], bool]) -> samples.Sample:
+        end = time.monotonic() + DEADLINE
+        while time.monotonic() < end:
+            said = self.receive()
+            if isinstance(said, samples.Sample) and holds(said):
+                return said
+        raise AssertionError("no such sample came")
+
+    def close(self) -> None:
+        self.socket.close()
+        os.unlink(self.path)
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path)
+    yield agent
+    if agent.socket.fileno() >= 0:
+        agent.close()
+
+
+@pytest.fixture
+def begun() -> Iterator[Callable[..., Reporter]]:
+    reporters: list[Reporter] = []
+
+    def begin(counters: Counters, path: str, rank: Rank | None = None, interval: float = 0.02) -> Reporter:
+        reporters.append(Reporter(counters, rank or Rank(), AgentOutlet(path), interval).start())
+        return reporters[-1]
+
+    yield begin
+    for reporter in reporters:
+        reporter.close()
+
+
+def work(counters: Counters, operations: int = 1) -> None:
+    counters.latest = time.monotonic()
+    counters.carried("gloo", 0).ended(0.0, operations, 100 * operations)
+    if counters.asleep:
+        counters.wake()
+
+
+def test_what_is_counted_is_handed_on(agent: Agent, begun: Callable[..., Reporter]) -> None:
+    counters, rank = Counters(), Rank(0)
+    counters.engine_begins(coordinates=True)
+    assert counters.lateness is not None
+    counters.step()
+    counters.lateness.came_last(1, 0.25)
+    counters.step()
+    work(counters, 3)
+    rank.overdue = [samples.Missing("x", 2.0, [1], 1)], [(1, "in f")]
+    begun(counters, agent.path, rank)
+    sample = agent.until(lambda sample: sample.operations == 3)
+    assert (sample.rank, sample.size, sample.pid, sample.bytes) == (0, 2, os.getpid(), 300)
+    assert sample.steps.count == 2
+    assert sample.flows == [samples.Flow("gloo", 0, 3, 300, 0.0)]
+    assert sample.lateness is not None
+    assert sample.lateness.ranks == [samples.Late(1, 1, 0.25, 1, 0.25)]
+    assert sample.missing == rank.overdue[0]
+    assert sample.stacks == rank.overdue[1]
+    assert sample.planes == rank.planes()
+    assert sample.settings == rank.settings()
+    assert sample.cpu_seconds > 0
+    assert sample.memory > 1 << 20
+    assert abs(sample.at - time.time()) < DEADLINE
+
+
+def test_a_working_rank_is_reported_on_no_more_than_once_per_interval(
+    agent: Agent, begun: Callable[..., Reporter]
+) -> None:
+    counters, interval = Counters(), 0.05
+    stop = threading.Event()
+
+    def body() -> None:
+        while not stop.is_set():
+            work(counters)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    try:
+        began = time.monotonic()
+        begun(counters, agent.path, Rank(1), interval)
+        count = 0
+        while time.monotonic() - began < 20 * interval:
+            agent.until(lambda sample: True)
+            count += 1
+        assert 1 < count <= (time.monotonic() - began) / interval + 2
+    finally:
+        stop.set()
+        thread.join(DEADLINE)
+
+
+def test_an_idle_rank_sleeps_and_is_woken_by_what_it_does(agent: Agent, begun: Callable[..., Reporter]) -> None:
+    counters = Counters()
+    reporter = begun(counters, agent.path, Rank(1))
+    assert agent.until(lambda sample: True).doing == "starting"
+    end = time.monotonic() + DEADLINE
+    while not counters.asleep:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    looks, plain = [], reporter._look
+    reporter._look = lambda *given, **more: (looks.append(given), plain(*given, **more))[1]  # type: ignore[method-assign]
+    agent.socket.settimeout(10 * reporter._interval)
+    with pytest.raises(TimeoutError):
+        agent.receive()
+    assert looks == []
+    agent.socket.settimeout(DEADLINE)
+    work(counters)
+    assert agent.until(lambda sample: sample.operations == 1).operations == 1
+    assert looks
+
+
+def test_nobody_who_looks_costs_no_sample_and_whoever_looks_later_is_told_everything(
+    tmp_path: Path, begun: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[float] = []
+    plain = Sampler.sample
+
+    def counted(self: Sampler, now: float, *, settings: bool) -> samples.Sample:
+        made.append(now)
+        return plain(self, now, settings=settings)
+
+    monkeypatch.setattr(Sampler, "sample", counted)
+    counters = Counters()
+    work(counters)
+    asked = threading.Event()
+    is_open = AgentOutlet.is_open
+    monkeypatch.setattr(AgentOutlet, "is_open", lambda self: (is_open(self), asked.set())[0])
+    begun(counters, str(tmp_path / "agent"))
+    for _ in range(3):
+        asked.clear()
+        assert asked.wait(DEADLINE)
+    assert made == []
+    for _ in range(2):
+        agent = Agent(tmp_path)
+        assert agent.until(lambda sample: True).settings is not None
+        agent.close()
+
+
+def test_what_is_to_be_said_once_is_said_once(agent: Agent, begun: Callable[..., Reporter]) -> None:
+    counters = Counters()
+    begun(counters, agent.path, Rank(1))
+    agent.receive()
+    counters.note("stall", "some ranks wait")
+    said = agent.receive()
+    while not isinstance(said, samples.Note):
+        said = agent.receive()
+    assert (said.rank, said.kind, said.text) == (1, "stall", "some ranks wait")
+    work(counters)
+    later = [agent.receive() for _ in range(1)]
+    assert not any(isinstance(said, samples.Note) for said in later)
+
+
+def test_the_last_totals_are_said_at_the_end(agent: Agent) -> None:
+    counters = Counters()
+    reporter = Reporter(counters, Rank(1), AgentOutlet(agent.path), 3600.0).start()
+    agent.receive()
+    work(counters, 7)
+    reporter.close()
+    assert agent.until(lambda sample: sample.operations == 7)
+    assert not (Path(agent.path).parent / str(os.getpid())).exists()
+
+
+def test_a_blocked_rank_says_so_and_what_it_waits_for(agent: Agent, begun: Callable[..., Reporter]) -> None:
+    class Operation:
+        name = "allreduce.x"
+        ordered = 0.0
+
+    counters, rank = Counters(), Rank(1)
+    work(counters)
+    rank.pending = "allreduce.x", time.monotonic() - 5.0
+    counters.blocked_since, counters.blocked_in = time.monotonic(), Operation()
+    begun(counters, agent.path, rank)
+    sample = agent.until(lambda sample: sample.doing == "waiting")
+    assert sample.pending == "allreduce.x"
+    assert 5.0 <= sample.pending_seconds < 5.0 + DEADLINE
+    Operation.ordered = time.monotonic()
+    assert agent.until(lambda sample: sample.doing == "communicating")
+
+
+class TestTraces:
+    def test_the_next_steps_are_traced_from_one_steps_end_to_anothers(
+        self, agent: Agent, begun: Callable[..., Reporter], tmp_path: Path
+    ) -> None:
+        counters, rank = Counters(), Rank(1)
+        counters.step()
+        begun(counters, agent.path, rank)
+        agent.receive()
+        order = samples.ORDERS.encode(samples.TraceOrder(7, 2, str(tmp_path)))
+        agent.socket.sendto(order, str(tmp_path / str(os.getpid())))
+        self.wait(lambda: counters.on_step is not None)
+        assert rank.traced == []
+        counters.step()
+        self.wait(lambda: rank.traced == [str(tmp_path / "trace.7.1.part")])
+        counters.step()
+        counters.step()
+        self.wait((tmp_path / "trace.7.1.json").exists)
+        assert rank.traced[1:] == ["stopped"]
+        assert counters.on_step is None
+
+    @staticmethod
+    def wait(holds: Callable[[], bool]) -> None:
+        end = time.monotonic() + DEADLINE
+        while not holds():
+            assert time.monotonic() < end
+            time.sleep(0.002)
+
+    def tracer(self, counters: Counters, rank: Rank) -> StepTracer:
+        return StepTracer(counters, 1, rank.start_trace, rank.stop_trace, lambda: None)
+
+    def test_without_steps_it_takes_a_while(self, tmp_path: Path) -> None:
+        rank = Rank(1)
+        tracer = self.tracer(Counters(), rank)
+        tracer.order(samples.TraceOrder(1, 10, str(tmp_path)), 100.0)
+        assert tracer.advance(100.0) == 100.0 + STEPLESS_SECONDS
+        assert tracer.advance(100.0 + STEPLESS_SECONDS) is None
+        assert (tmp_path / "trace.1.1.json").exists()
+
+    def test_a_rank_whose_part_ends_hands_over_what_it_has(self, tmp_path: Path) -> None:
+        tracer = self.tracer(Counters(), Rank(1))
+        tracer.order(samples.TraceOrder(1, 10, str(tmp_path)), 100.0)
+        tracer.advance(100.0)
+        tracer.close()
+        assert (tmp_path / "trace.1.1.json").exists()
+
+    def test_who_cannot_says_so_and_may_be_asked_again(self, tmp_path: Path) -> None:
+        counters, rank = Counters(), Rank(1)
+        tracer = self.tracer(counters, rank)
+
+        def refused(path: str) -> bool:
+            raise ConfigError("the disk is full")
+
+        tracer._start = refused
+        tracer.order(samples.TraceOrder(1, 10, str(tmp_path)), 100.0)
+        assert tracer.advance(100.0) is None
+        tracer._start = lambda path: False
+        tracer.order(samples.TraceOrder(2, 10, str(tmp_path)), 100.0)
+        assert tracer.advance(100.0) is None
+        tracer._start = rank.start_trace
+        tracer.order(samples.TraceOrder(3, 10, str(tmp_path)), 100.0)
+        tracer.advance(100.0)
+        tracer.order(samples.TraceOrder(4, 10, str(tmp_path)), 100.0)
+        assert [text for _, _, text in counters.notes] == [
+            "rank 1 cannot write trace 1: the disk is full",
+            "rank 1 cannot write trace 2: it writes a timeline already",
+            "rank 1 has not finished trace 3 yet",
+        ]
+
+
+def test_a_server_that_shows_nothing_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(data: bytes) -> bool:
+        raise RendezvousError("not there")
+
+    for refuses in (lambda data: False, fails):
+        outlet = ServerOutlet(refuses)
+        assert outlet.is_open()
+        assert not outlet.send(b"x")
+        assert not outlet.is_open()
+        assert outlet._closed_until > time.monotonic() + 30
+    taken: list[bytes] = []
+    outlet = ServerOutlet(lambda data: (taken.append(data), True)[1])
+    assert outlet.send(b"x")
+    assert outlet.is_open()
+    assert taken == [b"x"]
