@@ -52,7 +52,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Handles": ("poll", "synchronize"),
     "Process sets": ("ProcessSet", "global_process_set", "add_process_set", "remove_process_set"),
     "Training": ("DistributedOptimizer", "Compression", "SyncBatchNorm"),
-    "Timeline": ("start_timeline", "stop_timeline"),
+    "Metrics and timeline": ("metrics", "start_timeline", "stop_timeline"),
     "What can be used": (
         "gloo_built", "gloo_enabled", "nccl_built", "cuda_built", "rocm_built", "mpi_built", "mpi_enabled",
         "mpi_threads_supported", "ccl_built", "ddl_built",
@@ -63,6 +63,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 MORE = (
     ("hvdgloo.torch._distributed", "DistributedTorchOptimizer", "What `DistributedOptimizer` returns"),
     ("hvdgloo.torch._powersgd", "PowerSGD", "`hvd.Compression.powersgd`"),
+    ("hvdgloo.types", "Metrics", "What `hvd.metrics()` returns"),
+    ("hvdgloo.types", "PlaneMetrics", ""),
     ("hvdgloo.torch.elastic", "run", "`hvd.elastic`, also `hvdgloo.torch.elastic`"),
     ("hvdgloo.torch.elastic", "TorchState", ""),
     ("hvdgloo.torch.elastic", "ElasticSampler", ""),

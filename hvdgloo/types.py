@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import enum
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -52,6 +53,89 @@ class DType(enum.Enum):
 
     # Members are singletons; enum's own hash is a Python function, and these are looked up for every tensor.
     __hash__ = object.__hash__
+
+
+@dataclass(frozen=True)
+class PlaneMetrics:
+    """What one data plane has carried.
+
+    Attributes:
+        operations: tensors.
+        bytes: of this rank's tensors.
+        seconds: in which something was on it.
+    """
+
+    operations: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What this rank has counted since its process began; times are in seconds. ``later - earlier`` is what has been
+    counted in between.
+
+    Attributes:
+        rank, size: its place in the job.
+        operations: tensors that have been exchanged.
+        bytes: the size of these tensors on this rank.
+        steps: training steps that have ended, one for each ``optimizer.step()`` or batch of a ``fit``.
+        step_seconds: from the end of the first of them to the end of the last.
+        step_waiting, step_communicating: of this time, blocked for tensors that other ranks had not submitted, and for
+            tensors that were on their way.
+        step_before_first: of this time, from each step's begin to its first submission; a slow input shows here.
+        last_step: how long the last step took.
+        waiting, communicating: blocked in the same way, in steps and outside.
+        negotiation, queue, data, copy, wire: summed over tensors: from submission until all ranks had submitted it,
+            until it was begun, until it could be read (a GPU had not computed it), copied into buffers and out of
+            them, and on the data plane.
+        cpu_seconds: of this process, user and system.
+        memory: resident bytes.
+        planes: by the data plane's name; "agreement" is for small tensors that travel with the negotiation.
+    """
+
+    rank: int
+    size: int
+    operations: int = 0
+    bytes: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    step_waiting: float = 0.0
+    step_communicating: float = 0.0
+    step_before_first: float = 0.0
+    last_step: float = 0.0
+    waiting: float = 0.0
+    communicating: float = 0.0
+    negotiation: float = 0.0
+    queue: float = 0.0
+    data: float = 0.0
+    copy: float = 0.0
+    wire: float = 0.0
+    cpu_seconds: float = 0.0
+    memory: int = 0
+    planes: Mapping[str, PlaneMetrics] = field(default_factory=dict)
+
+    def __sub__(self, earlier: Metrics) -> Metrics:
+        """What has been counted since ``earlier``; what is no total (``last_step``, ``memory``, rank and size) is as it
+        is here."""
+        if not isinstance(earlier, Metrics):
+            return NotImplemented
+        changes: dict[str, Any] = {
+            name: getattr(self, name) - getattr(earlier, name)
+            for name in self.__dataclass_fields__
+            if name not in _NO_TOTALS
+        }
+        none = PlaneMetrics()
+        planes = {}
+        for name, now in self.planes.items():
+            then = earlier.planes.get(name, none)
+            planes[name] = PlaneMetrics(
+                now.operations - then.operations, now.bytes - then.bytes, now.seconds - then.seconds
+            )
+        return replace(self, planes=planes, **changes)
+
+
+_NO_TOTALS = frozenset({"rank", "size", "last_step", "memory", "planes"})
 
 
 class ReduceOp(enum.IntEnum):

@@ -20,6 +20,7 @@ from hvdgloo._job.context import Context
 from hvdgloo._job.process import is_initialized
 from hvdgloo._platform.machine import has_package
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.types import Metrics
 
 __all__ = [
     "ccl_built",
@@ -29,6 +30,7 @@ __all__ = [
     "gloo_enabled",
     "init",
     "is_initialized",
+    "metrics",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
@@ -92,6 +94,17 @@ def _sets(process_sets: Any) -> list[ProcessSet]:
         if process_set.ranks in [other.ranks for other in sets[:index]]:
             raise InvalidArgumentError(f"two of the process sets have the same ranks {process_set.ranks}")
     return sets
+
+
+def metrics() -> Metrics:
+    """What this rank has counted since its process began: operations, bytes, steps, and what they waited for.
+
+    It costs some microseconds. In an elastic job, totals go on from one epoch to the next.
+
+    Raises:
+        NotInitializedError: (a ValueError) before ``init()``.
+    """
+    return process.current().metrics()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

@@ -12,6 +12,7 @@ import importlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
@@ -27,7 +28,7 @@ from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, reduction
 from hvdgloo._engine.handle import Handle
 from hvdgloo._job.context import Context
-from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.errors import InvalidArgumentError, NotInitializedError
 from hvdgloo.types import Buffer, Collective, TensorSpec
 
 T = TypeVar("T")
@@ -289,6 +290,11 @@ class Core(Generic[T]):
     def context(self) -> Context:
         """The Context that collectives run in; raises NotInitializedError without one."""
         return self._context()
+
+    def end_step(self) -> None:
+        """A training step has ended; see ``Context.end_step``. Nothing is counted before ``init()``."""
+        with suppress(NotInitializedError):
+            self._context().end_step()
 
     def _bind(self) -> tuple[Context, _Session[T]]:
         context = self._context()

@@ -7,11 +7,13 @@ construct their own, which allows many ranks in one process.
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from hvdgloo.config import Config
 from hvdgloo.topology import Topology
+from hvdgloo.types import Metrics, PlaneMetrics
 
 if TYPE_CHECKING:
     from hvdgloo._engine.engine import Engine
@@ -128,6 +130,43 @@ class Context:
         """End the trace, if there is one; its file is complete then."""
         self.traced = None
         self.engine.stop_timeline()
+
+    def metrics(self) -> Metrics:
+        """What this process has counted so far; nothing but zeros where ``HVDGLOO_OBSERVE=0``."""
+        counters = self.engine.counters
+        if counters is None:
+            return Metrics(self.rank, self.size)
+        from hvdgloo._observe.resources import cpu_seconds, resident_bytes
+
+        waiting, communicating = counters.blocked(time.monotonic())
+        planes: dict[str, PlaneMetrics] = {}
+        for traffic in [*counters.traffic.values()]:
+            before = planes.get(traffic.plane, PlaneMetrics())
+            planes[traffic.plane] = PlaneMetrics(
+                before.operations + traffic.operations, before.bytes + traffic.bytes, before.seconds + traffic.seconds
+            )
+        return Metrics(
+            self.rank,
+            self.size,
+            operations=counters.operations,
+            bytes=counters.bytes,
+            steps=counters.steps,
+            step_seconds=counters.step_seconds,
+            step_waiting=counters.step_waiting,
+            step_communicating=counters.step_communicating,
+            step_before_first=counters.before_first,
+            last_step=counters.last_step,
+            waiting=waiting,
+            communicating=communicating,
+            negotiation=counters.negotiation,
+            queue=counters.queue,
+            data=counters.data,
+            copy=counters.copy,
+            wire=counters.wire,
+            cpu_seconds=cpu_seconds(),
+            memory=resident_bytes(),
+            planes=planes,
+        )
 
     def end_step(self) -> None:
         """A training step has ended, such as an ``optimizer.step()``: count it."""

@@ -52,6 +52,7 @@ class JaxSync:
             context, ranks = FRONTEND.context, self._ranks()
             size = np.int32(max(len(ranks), 1))
             if not ranks:
+                FRONTEND.end_step()
                 return [*arrays, size]
             if not reducers or reducers[0][0] is not context:
                 reducers[:] = [(context, make_reducer(FRONTEND, self._options, groups))]
@@ -61,6 +62,7 @@ class JaxSync:
                     reducer.reset()  # the previous step did not finish
                 reducer.ready(name, np.asarray(array))
             reduced = reducer.wait()
+            FRONTEND.end_step()
             return [*(reduced[name] for name in names), size]
 
         pairs = [self._options.compression.compress(results[index]) for index in shared]

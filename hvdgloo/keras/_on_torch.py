@@ -101,8 +101,11 @@ class TorchSync:
         return results
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        if not self.active:
-            return list(gradients)
+        results = self._reduced(gradients, variables) if self.active else list(gradients)
+        FRONTEND.end_step()
+        return results
+
+    def _reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         results = list(gradients)
         places: dict[str, int] = {}
         for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):

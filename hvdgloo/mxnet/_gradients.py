@@ -42,6 +42,7 @@ class MXNetGradientSync:
             raise InvalidArgumentError(f"num_groups must be a whole number, 0 or more; got {groups!r}")
         self._frontend = frontend
         self._options = options
+        self._step_begins: tuple[Hashable, ...] | None = None  # the first gradients, with which each step begins
         self._reducers: dict[tuple[Hashable, ...], GradientReducer[Tensor]] = {}
         self._label = label
         self._wanted = label if wanted is None else wanted
@@ -111,9 +112,13 @@ class MXNetGradientSync:
             InvalidArgumentError: (a ValueError) one is sparse, or of a type that cannot be sent.
             HorovodInternalError: a reduction failed.
         """
+        keys = tuple(gradients)
+        if self._step_begins is None:
+            self._step_begins = keys
+        elif keys == self._step_begins:  # a Module's optimizer is given one weight after another
+            self._frontend.end_step()
         if not self.active:
             return
-        keys = tuple(gradients)
         if keys not in self._reducers:
             self._reducers[keys] = self._reducer(keys)
         reducer = self._reducers[keys]

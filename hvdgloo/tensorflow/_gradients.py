@@ -266,7 +266,12 @@ class _Batch:
                 self._sparse[index] = self._frontend.start(self._gather, tensors, name, grouped=True)
 
     def wait(self) -> list[list[Tensor]]:
-        """Each gradient's result."""
+        """Each gradient's result, with which a step ends."""
+        results = self._results()
+        self._frontend.end_step()
+        return results
+
+    def _results(self) -> list[list[Tensor]]:
         if not self._is_shared:
             # Copies: TensorFlow may write where a result is.
             return [[np.copy(tensor) for tensor in self._own[index]] for index in range(len(self._names))]

@@ -483,6 +483,11 @@ class Session:
     # Steps
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
+        result = self._step(optimizer, closure)
+        self.frontend.end_step()
+        return result
+
+    def _step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
         if not self.active:
             self._agree_on_names()
             return self._plain_step(optimizer, closure)

@@ -199,6 +199,19 @@ def train_on_batch() -> None:
 
 
 @case
+def each_batch_is_a_step_in_metrics() -> None:
+    model = dense()
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss="mse")
+    model.fit(own(X), own(Y), batch_size=BATCH // hvd.size(), epochs=1, shuffle=False, verbose=0)
+    before = hvd.metrics()
+    model.fit(own(X), own(Y), batch_size=BATCH // hvd.size(), epochs=2, shuffle=False, verbose=0)
+    counted_since = hvd.metrics() - before
+    assert counted_since.steps == 2 * BATCHES, counted_since
+    assert counted_since.operations >= 2 * BATCHES, counted_since
+    assert 0 < counted_since.step_waiting + counted_since.step_communicating <= counted_since.step_seconds
+
+
+@case
 def several_steps_per_execution() -> None:
     if BACKEND != "torch":  # where Keras has only one
         trained_as_one(lambda: keras.optimizers.SGD(0.05), steps_per_execution=2)

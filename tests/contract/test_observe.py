@@ -1,0 +1,219 @@
+"""What ranks count of a job: what they exchange, what they wait for, and who made whom wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.process_sets import ProcessSet
+from hvdgloo._job.context import Context
+from hvdgloo._job.observing import _Rank
+from hvdgloo.numpy._adapter import NumpyAdapter
+from hvdgloo.types import Metrics, PlaneMetrics
+from tests.support.world import World
+
+MakeWorld = Callable[..., World]
+DEADLINE = 30.0
+
+
+def frontend_of(context: Context) -> Frontend[np.ndarray]:
+    return Frontend(NumpyAdapter(), lambda: context)
+
+
+def test_what_is_exchanged_is_counted_by_plane(world: MakeWorld, backend: str) -> None:
+    made = world(2)
+
+    def rank_body(context: Context) -> tuple[Metrics, str]:
+        hvd = frontend_of(context)
+        for _ in range(3):
+            hvd.allreduce(np.ones(1000, np.float32), name="x")  # 4,000 bytes: never inline
+        hvd.allgather(np.ones((1 + context.rank, 500), np.float32), name="y")
+        handles = [hvd.allreduce_async(np.ones(1000, np.float32), name=f"z{i}") for i in range(4)]
+        for handle in handles:
+            hvd.synchronize(handle)
+        (_, _, plane, _), *_ = context.engine.planes
+        return context.metrics(), plane.label
+
+    for rank, (metrics, plane) in enumerate(made.run(rank_body)):
+        assert (metrics.rank, metrics.size) == (rank, 2)
+        assert metrics.operations == 8
+        assert metrics.bytes == 7 * 4000 + 2000 * (1 + rank)
+        assert metrics.planes[plane].operations == 8
+        assert 0 < metrics.planes[plane].seconds < DEADLINE
+        assert 0 < metrics.wire < DEADLINE
+        assert 0 < metrics.negotiation < DEADLINE
+        assert metrics.queue > 0
+        assert metrics.cpu_seconds > 0
+        assert metrics.memory > 1 << 20
+
+
+def test_tiny_tensors_and_barriers_go_with_the_agreement(ranks: Callable[..., World]) -> None:
+    def rank_body(context: Context) -> Metrics:
+        hvd = frontend_of(context)
+        hvd.allreduce(np.ones(2, np.float32), name="x")
+        hvd.barrier()
+        return context.metrics()
+
+    for metrics in ranks(2).run(rank_body):
+        agreement = metrics.planes["agreement"]
+        assert (agreement.operations, agreement.bytes) == (2, 8)
+
+
+def test_process_sets_are_counted_apart_and_shown_with_their_planes(ranks: Callable[..., World]) -> None:
+    def rank_body(context: Context) -> tuple[Any, Any]:
+        hvd = frontend_of(context)
+        pair = ProcessSet([0, 1])
+        hvd.add_process_set(pair)
+        if pair.included():
+            hvd.allreduce(np.ones(2000, np.float32), process_set=pair)
+        hvd.barrier()
+        counters = context.engine.counters
+        assert counters is not None
+        carried = {key: traffic.bytes for key, traffic in counters.traffic.items() if traffic.bytes}
+        return carried, [(p.name, p.process_set, p.why) for p in _Rank(context.config, context.engine, 0.0).planes()]
+
+    results = ranks(3, inline_threshold=0).run(rank_body)
+    for carried, planes in results[:2]:
+        assert carried == {("alone", 1): 8000}
+        assert [(name, number) for name, number, _ in planes] == [("alone", 0), ("alone", 1)]
+        assert all(why for _, _, why in planes), planes
+    assert results[2][0] == {}
+    assert [number for _, number, _ in results[2][1]] == [0]
+
+
+def late(context: Context, who: int, others: threading.Barrier, delay: float, rounds: int) -> Metrics:
+    """One rank submits each operation a while after all others have."""
+    hvd = frontend_of(context)
+    for number in range(rounds):
+        if context.rank != who:
+            handle = hvd.allreduce_async(np.ones(2000, np.float32), name=f"{number % 2}")
+            others.wait(DEADLINE)
+        else:
+            others.wait(DEADLINE)
+            time.sleep(delay)
+            handle = hvd.allreduce_async(np.ones(2000, np.float32), name=f"{number % 2}")
+        hvd.synchronize(handle)
+        context.end_step()
+    return context.metrics()
+
+
+@pytest.mark.parametrize("who", [0, 1, 3, 5])
+@pytest.mark.parametrize(("control", "slots"), [("inline", None), ("tree", (2, 3, 1)), ("tree", (1, 2, 2, 1))])
+def test_it_is_known_who_made_the_others_wait_and_how_long(control: str, slots: Sequence[int] | None, who: int) -> None:
+    size, delay, rounds = 6, 0.03, 8
+    made = World(size, control, slots=slots)
+    try:
+        others = threading.Barrier(size)
+        results = made.run(lambda context: late(context, who, others, delay, rounds))
+        counters = made.contexts[0].engine.counters
+        assert counters is not None
+        assert counters.lateness is not None
+        totals = counters.lateness.totals()
+    finally:
+        made.close()
+    assert totals.rounds == rounds - 1  # the first step began nobody knows when
+    by_rank = {rank.rank: rank for rank in totals.ranks}
+    assert max(by_rank, key=lambda rank: by_rank[rank].seconds) == who
+    assert by_rank[who].seconds >= 0.5 * delay * by_rank[who].rounds
+    for rank, metrics in enumerate(results):
+        assert metrics.steps == rounds
+        if rank != who:
+            assert metrics.step_waiting >= 0.5 * delay * (rounds - 1)
+            assert metrics.step_waiting + metrics.step_communicating <= metrics.step_seconds
+
+
+def test_what_others_wait_for_is_known_on_rank_0(ranks: Callable[..., World]) -> None:
+    made = ranks(3)
+    contexts = made.contexts
+    hvd = [frontend_of(context) for context in contexts]
+    pending = [hvd[rank].allreduce_async(np.ones(9, np.float32), name="x") for rank in (0, 2)]
+    subject = _Rank(contexts[0].config, contexts[0].engine, 0.0)
+    end = time.monotonic() + DEADLINE
+    while True:
+        missing, stacks = subject.missing(0.01)
+        if missing and missing[0].count == 1:
+            break
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    assert [(each.name, list(each.ranks)) for each in missing] == [("allreduce.x", [1])]
+    assert 0.01 <= missing[0].seconds < DEADLINE
+    assert subject.oldest_pending()[0] == "allreduce.x"
+    assert list(stacks) == []
+    assert _Rank(contexts[1].config, contexts[1].engine, 0.0).missing(0.01) == ([], [])
+    pending.append(hvd[1].allreduce_async(np.ones(9, np.float32), name="x"))
+    for frontend, handle in zip((hvd[0], hvd[2], hvd[1]), pending, strict=True):
+        frontend.synchronize(handle)
+    assert subject.missing(0.0) == ([], [])
+    assert subject.oldest_pending() == ("", 0.0)
+
+
+def test_a_stall_is_noted_and_so_is_its_end(ranks: Callable[..., World]) -> None:
+    made = ranks(2, stall_warning_time=0.2)
+    hvd = [frontend_of(context) for context in made.contexts]
+    counters = made.contexts[0].engine.counters
+    assert counters is not None
+    handles = [hvd[0].allreduce_async(np.ones(9, np.float32), name="x")]
+
+    def kinds() -> list[str]:
+        return [kind for _, kind, _ in list(counters.notes)]
+
+    def wait(kind: str) -> None:
+        end = time.monotonic() + DEADLINE
+        while kind not in kinds():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    wait("stall")
+    assert made.contexts[0].engine.overdue(0.0)[1].keys() == {1}
+    handles.append(hvd[1].allreduce_async(np.ones(9, np.float32), name="x"))
+    for frontend, handle in zip(hvd, handles, strict=True):
+        frontend.synchronize(handle)
+    wait("stall ended")
+    assert kinds()[0] == "stall"
+
+
+def test_a_trace_ordered_while_another_is_written_is_refused(ranks: Callable[..., World], tmp_path: Path) -> None:
+    (context,) = ranks(1).contexts
+    subject = _Rank(context.config, context.engine, 0.0)
+    assert subject.start_trace(str(tmp_path / "a.json"))
+    assert not subject.start_trace(str(tmp_path / "b.json"))
+    subject.stop_trace()
+    assert subject.start_trace(str(tmp_path / "b.json"))
+    subject.stop_trace()
+    assert (tmp_path / "a.json").exists()
+
+
+def test_the_difference_of_metrics_is_what_was_counted_in_between() -> None:
+    earlier = Metrics(
+        1, 4, operations=10, bytes=100, steps=2, last_step=0.5, planes={"gloo": PlaneMetrics(10, 100, 1.0)}
+    )
+    later = Metrics(
+        1,
+        4,
+        operations=15,
+        bytes=180,
+        steps=3,
+        last_step=0.25,
+        memory=7,
+        planes={"gloo": PlaneMetrics(12, 120, 1.5), "nccl": PlaneMetrics(3, 60, 0.5)},
+    )
+    between = later - earlier
+    assert between == Metrics(
+        1,
+        4,
+        operations=5,
+        bytes=80,
+        steps=1,
+        last_step=0.25,
+        memory=7,
+        planes={"gloo": PlaneMetrics(2, 20, 0.5), "nccl": PlaneMetrics(3, 60, 0.5)},
+    )
+    with pytest.raises(TypeError):
+        later - 1  # type: ignore[operator]
