@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hvdgloo._observe import reporter as reporter_module
 from hvdgloo._observe import samples
 from hvdgloo._observe.counters import Counters
 from hvdgloo._observe.outlets import AgentOutlet, ServerOutlet
@@ -176,6 +177,31 @@ def test_an_idle_rank_sleeps_and_is_woken_by_what_it_does(agent: Agent, begun: C
     work(counters)
     assert agent.until(lambda sample: sample.operations == 1).operations == 1
     assert looks
+
+
+def test_what_happens_just_before_it_sleeps_is_not_missed(
+    agent: Agent, begun: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter_module, "LOOK_SECONDS", 3600.0)
+
+    class JustInTime(Counters):
+        """A rank that does something at the very moment in which its reporter lies down."""
+
+        __slots__ = ("_asleep",)
+
+        @property
+        def asleep(self) -> bool:
+            return self._asleep
+
+        @asleep.setter
+        def asleep(self, value: bool) -> None:
+            if value and not self.latest:
+                self.latest = time.monotonic()
+                self.carried("gloo", 0).ended(0.0, 1, 100)
+            self._asleep = value
+
+    begun(JustInTime(), agent.path, Rank(1))
+    assert agent.until(lambda sample: sample.operations == 1).doing != "starting"
 
 
 def test_nobody_who_looks_costs_no_sample_and_whoever_looks_later_is_told_everything(
