@@ -9,7 +9,7 @@ from hvdgloo._observe.samples import Missing
 from hvdgloo.rendezvous._observatory import view
 from hvdgloo.rendezvous._observatory.rates import HostWindow, Rates, Window
 from hvdgloo.rendezvous._observatory.series import Recording, brief
-from hvdgloo.rendezvous._observatory.stragglers import duration
+from hvdgloo.rendezvous._observatory.words import duration
 
 _POINTS = 256
 _STALLED = 10.0

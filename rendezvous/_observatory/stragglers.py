@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdgloo._observe.samples import HostSample, Lateness
+from hvdgloo.rendezvous._observatory import words
 from hvdgloo.rendezvous._observatory.rates import Rates
 from hvdgloo.rendezvous._observatory.series import brief
 from hvdgloo.rendezvous._observatory.view import Straggler
@@ -82,8 +83,8 @@ def find(lateness: Lateness | None, places: Mapping[int, Place], hosts: Mapping[
 
 def _straggler(place: Place, share: float, of: int, unit: str, seconds: float, why: list[str]) -> Straggler:
     text = (
-        f"Rank {place.rank} ({place.host}) was last in {percent(share)} of the last {of:,} {unit} "
-        f"and cost the others {duration(seconds)} each time"
+        f"Rank {place.rank} ({place.host}) was last in {words.share(share)} of the last {of:,} {unit} "
+        f"and cost the others {words.duration(seconds)} each time"
     )
     text += f": {'; '.join(why)}." if why else "."
     return Straggler(place.rank, place.host, brief(share), of, unit, brief(seconds), why, text)
@@ -118,8 +119,8 @@ def _share_rule(
         usual = statistics.median([value(other) for other in elsewhere]) if elsewhere else 0.0
         if here < least or here < usual + more:
             return ""
-        text = sentence.format(host=name, share=percent(here))
-        return f"{text} ({percent(usual)} on the other hosts)" if elsewhere else text
+        text = sentence.format(host=name, share=words.share(here))
+        return f"{text} ({words.share(usual)} on the other hosts)" if elsewhere else text
 
     return rule
 
@@ -189,8 +190,8 @@ def _input(place: Place, others: Sequence[Place]) -> str:
     if usual is None or not place.steps or here < usual + max(0.002, 0.1 * place.rates.step_seconds):
         return ""
     return (
-        f"a step's first tensor comes {duration(here)} after its begin, on other ranks after {duration(usual)}: "
-        "the input pipeline or the forward pass is slower"
+        f"a step's first tensor comes {words.duration(here)} after its begin, "
+        f"on other ranks after {words.duration(usual)}: the input pipeline or the forward pass is slower"
     )
 
 
@@ -212,19 +213,3 @@ def _processor(place: Place, others: Sequence[Place]) -> str:
 
 def _median_of(places: Sequence[Place], value: Callable[[Rates], float]) -> float | None:
     return statistics.median([value(place.rates) for place in places]) if places else None
-
-
-def percent(share: float) -> str:
-    """A share in words: "92 %"; small ones with a digit more."""
-    return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.1f} %"
-
-
-def duration(seconds: float) -> str:
-    """A time in the unit that suits it: "14 ms", "1.2 s"."""
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds * 1e6:.0f} \N{MICRO SIGN}s"

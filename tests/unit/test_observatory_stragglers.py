@@ -6,7 +6,7 @@ import pytest
 
 from hvdgloo._observe.samples import Gpu, HostSample, Late, Lateness
 from hvdgloo.rendezvous._observatory.rates import Rates
-from hvdgloo.rendezvous._observatory.stragglers import Place, duration, find, percent
+from hvdgloo.rendezvous._observatory.stragglers import Place, find
 from tests.support.observed import CAUSES, SimulatedJob
 
 
@@ -113,7 +113,7 @@ def causes_of(of_rank_3: Rates | None = None, **of_h2: float) -> list[str]:
             {"throttled": 0.4},
             "a limit on processor time holds the job on h2 back 40 % of the time (0 % on the other hosts)",
         ),
-        ({"memory_pressure": 0.07}, "processes on h2 wait for memory 7.0 % of the time (0 % on the other hosts)"),
+        ({"memory_pressure": 0.07}, "processes on h2 wait for memory 7 % of the time (0 % on the other hosts)"),
         ({"memory": 97}, "97 % of h2's memory is in use (10 % on the other hosts)"),
         ({"cpu": 0.99}, "the processors of h2 are 99 % busy (40 % on the other hosts)"),
         ({"cores": 1}, "h2 runs 2 ranks on 1 core, other hosts fewer"),
@@ -202,16 +202,3 @@ def test_a_simulated_job_shows_its_slow_rank_and_why(cause: str) -> None:
     assert straggler.share > 0.85
     assert 0.011 < straggler.seconds < 0.016
     assert [words is not None and words in text for text in straggler.causes] == ([True] if words else [])
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.014, "14 ms"), (1.234, "1.23 s"), (0.0000421, "42 \N{MICRO SIGN}s"), (250.0, "250 s"), (0.0123456, "12.3 ms")],
-)
-def test_durations_are_said_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(("share", "text"), [(0.92, "92 %"), (0.071, "7.1 %"), (0.0, "0 %"), (1.0, "100 %")])
-def test_shares_are_said_in_percent(share: float, text: str) -> None:
-    assert percent(share) == text
