@@ -10,6 +10,7 @@
 ``GET /v1/traces/<n>``          a merged trace as a download; 409 not ready
 ``POST /v1/links``              with a token only: a new link
 ``GET /events``                 server-sent events (``hvdgloo.rendezvous._page.feed``)
+``GET /metrics``                Prometheus' text format
 ==============================  =======================================================================================
 
 Values are those of ``hvdgloo.rendezvous._observatory.view`` as JSON; refusals are ``{"error": ..., "reason": ...}``.
@@ -79,6 +80,7 @@ def create_application(
     flask.add_url_rule("/v1/traces/<int:number>", "traced", routes.traced)
     flask.add_url_rule("/v1/links", "links", routes.links, methods=("POST",))
     flask.add_url_rule("/events", "events", routes.events)
+    flask.add_url_rule("/metrics", "metrics", routes.metrics)
     flask.register_error_handler(Refusal, _refused)
     flask.register_error_handler(HTTPException, lambda error: _refused(Refusal(error.code or 500, reason_of(error))))
     return flask.wsgi_app
@@ -186,6 +188,12 @@ class _Routes:
             self._feed.join, controls=self._controls, last=request.headers.get("Last-Event-ID", "")
         )
         return response
+
+    def metrics(self) -> Response:
+        from hvdgloo.rendezvous._observatory import metrics  # which nobody reads but Prometheus
+
+        text, content_type = metrics.text(self._observatory)
+        return Response(text, content_type=content_type)
 
     @property
     def _visitor(self) -> Visitor:

@@ -90,7 +90,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
     if argv[:1] == ["top"]:
         from hvdgloo.runner.top import command as top
 
-        return top.main(argv[1:], stdout)
+        return top.main(argv[1:], stdout, os.environ)
     parser = build_parser()
     flags, command, doctor = split_all(argv, parser.values)
     if doctor and not {"-h", "--help"}.isdisjoint(flags):

@@ -9,7 +9,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, TextIO
 
@@ -42,8 +42,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"top: {message}")
 
 
-def main(arguments: Sequence[str], stdout: TextIO) -> int:
+def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -> int:
     """Carry out the subcommand; returns the exit status.
+
+    Args:
+        arguments: after ``top``.
+        environ: this process's.
 
     Raises:
         ConfigError: an argument cannot be used, or there is no such job.
@@ -64,7 +68,7 @@ def main(arguments: Sequence[str], stdout: TextIO) -> int:
         "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two looks (default: 1)"
     )
     options = parser.parse_args(arguments)
-    source = find(options.job)
+    source = find(options.job, environ)
     try:
         if options.link:
             stdout.write(f"{source.link()}\n")
@@ -82,7 +86,7 @@ def main(arguments: Sequence[str], stdout: TextIO) -> int:
     return 0
 
 
-def find(which: str | None) -> Source:
+def find(which: str | None, environ: Mapping[str, str]) -> Source:
     """Where the job can be read that is meant by an argument.
 
     Raises:
@@ -90,7 +94,7 @@ def find(which: str | None) -> Source:
     """
     if which is not None and "://" in which:
         return of_link(which)
-    running = jobs(runtime_folder(os.environ))
+    running = jobs(runtime_folder(environ))
     found = [job for job in running if which is None or job.id.startswith(which) or str(job.pid) == which]
     if len(found) == 1:
         return of_job(found[0])
@@ -172,7 +176,7 @@ def _watch(source: Source, stdout: TextIO, interval: float) -> None:
 def _keys() -> Iterator[Callable[[float], str]]:
     """Lets keys be read as they are pressed: a function that waits for some, for so many seconds at most."""
     if not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds) or ""
+        yield _rest
         return
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
@@ -187,3 +191,9 @@ def _keys() -> Iterator[Callable[[float], str]]:
         yield pressed
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _rest(seconds: float) -> str:
+    """Instead of waiting for keys where there are none."""
+    time.sleep(seconds)
+    return ""

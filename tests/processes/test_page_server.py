@@ -297,6 +297,12 @@ def test_numbers_that_are_none(server: PageServer, query: str) -> None:
     assert query.partition("=")[0] in answer.json()["reason"]
 
 
+def test_metrics_are_prometheus(server: PageServer) -> None:
+    answer = script(server, STATUS).get("/metrics")
+    assert answer.headers["Content-Type"].startswith("text/plain; version=")
+    assert b"\n# TYPE hvdgloo_" in b"\n" + answer.body
+
+
 def test_routes_that_are_none(server: PageServer) -> None:
     refused(browser(server).get("nix"), 404, "no such route: GET /nix")
     refused(script(server, CONTROL).post("/v1/job", None), 405, "method is not allowed")

@@ -78,7 +78,7 @@ def published(server: PageServer, folder: Path) -> Iterator[Published]:
 
 def top(*arguments: str) -> tuple[int, str]:
     out = io.StringIO()
-    return command.main(arguments, out), out.getvalue()
+    return command.main(arguments, out, os.environ), out.getvalue()
 
 
 def test_once(published: Published) -> None:
