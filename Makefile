@@ -77,6 +77,12 @@ NO_JAVA = skipped, for lack of Java (17: apt-get install openjdk-17-jre-headless
 VENV_PACKAGING ?= .venv-packaging
 READY_PACKAGING := $(VENV_PACKAGING)/.ready
 
+VENV_PAGE ?= .venv-page
+READY_PAGE := $(VENV_PAGE)/.ready
+# Where there is no Chromium, tests of the page are left out, unless HVDGLOO_TEST_REQUIRE_CHROMIUM=1.
+HAS_CHROMIUM = test "$$HVDGLOO_TEST_REQUIRE_CHROMIUM" = 1 || { command -v chromium && command -v chromedriver; } >/dev/null
+NO_CHROMIUM = skipped, for lack of Chromium (apt-get install chromium chromium-driver)
+
 VENV_DOCS ?= .venv-docs
 READY_DOCS := $(VENV_DOCS)/.ready
 SITE ?= build/site
@@ -97,7 +103,7 @@ PURELIB = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('pur
 SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')" > $(call PURELIB,$(1))/shared.pth
 
 .PHONY: demo demo-elastic test test-all test-others test-tensorflow test-mxnet test-with-mxnet test-pygloo test-with-pygloo \
-    test-spark test-with-spark test-ray test-spark-3.5 test-with-spark-3.5 test-packaging docs test-docs test-pythons test-gpu mutants soak clients check clean
+    test-spark test-with-spark test-ray test-spark-3.5 test-with-spark-3.5 test-packaging test-page test-with-page docs test-docs test-pythons test-gpu mutants soak clients check clean
 
 demo: $(READY_DEMO)
 	$(BIN)/hvdgloo-run -np 2 examples/torch_digits.py
@@ -119,7 +125,7 @@ test-all: test
 # All but `make test`: each environment is made by its own target, so that one is made while the tests of another run.
 # The target that takes longest comes first. Spark and Ray are not among them yet: `make test-spark test-spark-3.5`.
 test-others: $(READY)
-	+$(SIDE_BY_SIDE) test-tensorflow test-pygloo test-mxnet $(PYTHON_TARGETS) test-packaging test-docs
+	+$(SIDE_BY_SIDE) test-tensorflow test-pygloo test-mxnet $(PYTHON_TARGETS) test-packaging test-page test-docs
 
 # TensorFlow has an environment of its own: users have one framework or the other, and so do the other tests. All
 # contracts that concern tensors run, on data planes that treat memory differently; on Gloo and on a segment of shared
@@ -189,6 +195,13 @@ test-with-python-%: $(VENV_PYTHON)-%/.ready
 test-packaging: $(READY_PACKAGING)
 	$(VENV_PACKAGING)/bin/python -m pytest tests/packaging
 
+# The page of a job in a real browser, which Selenium drives.
+test-page:
+	@if $(HAS_CHROMIUM); then $(MAKE) test-with-page; else echo "test-with-page: $(NO_CHROMIUM)"; fi
+
+test-with-page: $(READY_PAGE)
+	$(VENV_PAGE)/bin/python -m pytest tests/page
+
 # The documentation as a site: pages to be opened from the disk, with a search, that need no network. Any warning, such as
 # a link that leads nowhere, is an error.
 docs: $(READY_DOCS)
@@ -226,7 +239,7 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/architecture
 
 clean:
-	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) $(VENV_MXNET) $(VENV_PYGLOO) $(VENV_SPARK) $(VENV_SPARK35) $(VENV_PACKAGING) $(VENV_DOCS) $(VENV_PYTHON)-* .venv-clients \
+	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) $(VENV_MXNET) $(VENV_PYGLOO) $(VENV_SPARK) $(VENV_SPARK35) $(VENV_PACKAGING) $(VENV_PAGE) $(VENV_DOCS) $(VENV_PYTHON)-* .venv-clients \
 	    build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # torch is installed first and by its pin, so that no other package's range fetches another build of it. The demo
@@ -300,6 +313,13 @@ $(READY_PACKAGING): $(READY)
 	$(call SHARE,$(VENV_PACKAGING))
 	$(INSTALL) $(VENV_PACKAGING)/bin/python "the tools that build distributions (10 MB to fetch)" \
 	    --editable ".[packaging]"
+	touch $@
+
+$(READY_PAGE): $(READY)
+	rm -rf $(VENV_PAGE)
+	$(PYTHON) -m venv $(VENV_PAGE)
+	$(call SHARE,$(VENV_PAGE))
+	$(INSTALL) $(VENV_PAGE)/bin/python "Selenium (11 MB to fetch)" --editable ".[test-page]"
 	touch $@
 
 $(READY_DOCS): setup.cfg setup.py Makefile

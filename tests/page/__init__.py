@@ -1,0 +1,1 @@
+"""The page of a job in Chromium: ``make test-page``."""
