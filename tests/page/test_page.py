@@ -99,7 +99,19 @@ def test_a_killed_rank_is_shown_as_failed_and_then_the_job(show: Show, browser: 
     assert "rank 1 (h1) was killed by SIGKILL" in browser.text("#event-list")
     shown.job.observatory.ended(1, "rank 1 (h1) was killed by SIGKILL")
     browser.wait_for("#state", "Failed, exit code 1")
-    browser.wait_for("#verdict", "rank 1 (h1) was killed by SIGKILL")
+    browser.wait_for("#verdict", "Rank 1 (h1) was killed by SIGKILL")
+    assert browser.text("#rate-label") == "steps per second, on average"
+    assert float(browser.text("#rate")) == pytest.approx(540 / 61, rel=0.01)
+
+
+def test_a_job_that_has_ended_says_so_and_who_was_slow(show: Show, browser: Chromium) -> None:
+    shown = show(minute())
+    shown.job.observatory.ended(0)
+    browser.wait_for("#state", "Ended")
+    browser.wait_for("#verdict", "The job has ended without an error.")
+    assert "Rank 3 (h2) was last" in words([browser.text("#verdict")])
+    elapsed = browser.text("#elapsed")
+    assert words([elapsed]).startswith("after 60")
 
 
 def test_an_elastic_job_goes_on_with_fewer_ranks(show: Show, browser: Chromium) -> None:

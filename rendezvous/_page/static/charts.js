@@ -166,7 +166,6 @@ const PLANE_STYLES = [
   { colour: "sky", dash: [2, 3] },
   { colour: "muted", dash: [8, 3, 2, 3] },
 ];
-const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 /** What the charts show. `curves` makes of a Series the curves of one chart, `text` writes a value. */
 const CHARTS = [

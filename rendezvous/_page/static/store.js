@@ -9,6 +9,7 @@ const STATES = ["starting", "computing", "waiting", "communicating", "idle", "st
 const REPLACED = ["job", "hosts", "planes", "stragglers", "waits", "settings", "output"];
 const PARTS_OF_STORE = [...REPLACED, "ranks", "events", "series", "heat"];
 const MOST_EVENTS = 500;
+const sum = (values) => values.reduce((total, value) => total + value, 0);
 const CURVES = ["steps_per_second", "step_seconds", "computing", "waiting", "communicating", "cpu", "memory"];
 
 /** Put the points of `update` into `series`: both are sorted by `at`, and what is new is at the end. */

@@ -24,6 +24,12 @@ function makeSplit(bar) {
   };
 }
 
+/** States of a job that is not over. */
+const RUNNING = new Set(["starting", "running"]);
+
+/** As the beginning of a sentence. */
+const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
 class Summary {
   constructor() {
     this._setSplit = makeSplit(dom.byId("split"));
@@ -40,9 +46,13 @@ class Summary {
     dom.setText(dom.byId("command"), job.command);
     dom.setClass(dom.byId("state"), "value job-state " + job.state);
     dom.setText(dom.byId("state"), this._state(job));
-    dom.setText(dom.byId("rate"), format.number(job.steps_per_second));
+    const over = !RUNNING.has(job.state);
+    // Of a job that is over, there is nothing to say about the moment.
+    dom.setText(dom.byId("rate"), format.number(over ? job.steps / store.elapsed() : job.steps_per_second));
+    dom.setText(dom.byId("rate-label"), over ? "steps per second, on average" : "steps per second");
     dom.setText(dom.byId("step-time"), format.seconds(job.step_seconds));
-    dom.setText(dom.byId("traffic"), format.bytes(job.bytes_per_second) + "/s");
+    const bytes = over ? format.bytes(sum(store.ranks.map((row) => row.bytes))) : format.bytes(job.bytes_per_second) + "/s";
+    dom.setText(dom.byId("traffic"), bytes);
     dom.setText(dom.byId("steps"), format.count(job.steps));
     dom.setText(dom.byId("size"), format.plural(job.size, "rank"));
     dom.setText(dom.byId("size-label"), this._hosts(store));
@@ -57,8 +67,7 @@ class Summary {
 
   /** What changes without news. */
   tick(store) {
-    const running = store.job.state === "running" || store.job.state === "starting";
-    dom.setText(dom.byId("elapsed"), `${running ? "for" : "after"} ${format.seconds(Math.round(store.elapsed()))}`);
+    dom.setText(dom.byId("elapsed"), `${RUNNING.has(store.job.state) ? "for" : "after"} ${format.seconds(Math.round(store.elapsed()))}`);
   }
 
   _state({ state, exit_code: code }) {
@@ -81,7 +90,7 @@ class Summary {
     dom.setClass(verdict, "verdict " + kind);
     if (verdict.dataset.said !== sentences.join("\n")) {
       verdict.dataset.said = sentences.join("\n");
-      verdict.replaceChildren(...sentences.map((text) => dom.make("p", { text })));
+      verdict.replaceChildren(...sentences.map((text) => dom.make("p", { text: capital(text) })));
     }
   }
 
@@ -93,7 +102,7 @@ class Summary {
 
   _verdict({ job, ranks, stragglers, events }) {
     if (job.state === "failed") return ["bad", [job.message || "The job has failed."]];
-    if (job.state === "ended") return ["good", ["The job has ended without an error."]];
+    if (job.state === "ended") return ["good", ["The job has ended without an error.", ...stragglers.slice(0, 1).map(({ text }) => text)]];
     const stuck = ranks.filter(({ state }) => state === "stalled" || state === "lost" || state === "failed");
     if (stuck.length) {
       const named = stuck.slice(0, 3).map(({ rank, state, detail }) => {
