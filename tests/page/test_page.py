@@ -152,6 +152,41 @@ def test_updates_make_of_a_snapshot_what_a_later_snapshot_is(browser: Chromium) 
         assert found[part] == value, part
 
 
+FORMATTED = {
+    "number": {0: "0", 0.01234: "0.0123", 1.234: "1.23", 12.34: "12.3", 1234.5: "1,235"},
+    "count": {7: "7", 1234567: "1,234,567", 12345678: "12.3 million", 12345678901: "12.3 billion"},
+    "bytes": {
+        0: "0 B",
+        999: "999 B",
+        999.7: "1 kB",
+        1536: "1.54 kB",
+        999_600: "1 MB",
+        12.3e9: "12.3 GB",
+        4e18: "4,000 PB",
+    },
+    "seconds": {
+        0: "0 s",
+        120e-6: "120 µs",
+        0.0138: "13.8 ms",
+        0.99999: "1 s",
+        12.34: "12.3 s",
+        100: "1 min 40 s",
+        3599.9: "1 h",
+        7500: "2 h 5 min",
+        187200: "2 d 4 h",
+    },
+    "share": {0.923: "92 %", 1: "100 %"},
+}
+
+
+def test_numbers_times_and_sizes_are_written_for_people(browser: Chromium) -> None:
+    static = Path(__file__).parents[2] / "rendezvous/_page/static/format.js"
+    browser.run(f"{static.read_text()}; window.format = format;")
+    for function, cases in FORMATTED.items():
+        found = [browser.run("return format[arguments[0]](arguments[1])", function, value) for value in cases]
+        assert [text.replace("\u00a0", " ") for text in found] == list(cases.values())
+
+
 # How one gets about in it.
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdgloo.rendezvous._observatory import view
 from tests.architecture.source import ROOT
 
 STATIC = ROOT / "rendezvous/_page/static"
@@ -94,3 +95,23 @@ def test_scripts_make_no_html_of_text(path: Path) -> None:
 @pytest.mark.parametrize("path", [*OURS, STATIC / "page.css"], ids=lambda path: path.name)
 def test_scripts_and_styles_name_no_other_host(path: Path) -> None:
     assert re.findall(r"https?://|//[a-z0-9-]+\.[a-z]", path.read_text()) == []
+
+
+def test_the_page_knows_every_state_in_the_order_of_its_number() -> None:
+    (listed,) = re.findall(r"const STATES = \[(.*?)\];", (STATIC / "store.js").read_text())
+    assert tuple(re.findall(r'"([a-z]+)"', listed)) == view.STATES
+
+
+def test_the_page_offers_every_kind_of_event() -> None:
+    (listed,) = re.findall(r"const EVENT_KINDS = \[(.*?)\];", (STATIC / "events.js").read_text())
+    said = re.search(r"kind: (.*?)\n        rank:", view.Event.__doc__ or "", re.DOTALL)
+    assert said
+    assert set(re.findall(r'"([a-z ]+)"', listed)) == set(re.findall(r'"([a-z ]+)"', said.group(1)))
+
+
+def test_the_page_keeps_all_that_a_snapshot_has() -> None:
+    (replaced,) = re.findall(r"const REPLACED = \[(.*?)\];", (STATIC / "store.js").read_text())
+    (more,) = re.findall(r"const PARTS_OF_STORE = \[\.\.\.REPLACED, (.*?)\];", (STATIC / "store.js").read_text())
+    kept = set(re.findall(r'"([a-z]+)"', replaced + more))
+    assert kept == set(view.Snapshot.__struct_fields__) - {"schema"}
+    assert kept <= set(view.Update.__struct_fields__)
