@@ -4,8 +4,7 @@
 # (setup.cfg).
 #
 # Environments: .venv has torch and numpy, and is all that `make test` needs. Each of the others is for what cannot be
-# installed in .venv as well; `make test-all` makes them and runs their tests, too, and `make test-spark`
-# does so for Spark and Ray.
+# installed in .venv as well; `make test-all` makes them and runs their tests, too.
 
 PYTHON ?= python3
 # Byte code is kept: tests start thousands of interpreters, and compiling hvdgloo costs each of them a tenth of a second.
@@ -123,9 +122,10 @@ test-all: test
 	$(MAKE) test-others
 
 # All but `make test`: each environment is made by its own target, so that one is made while the tests of another run.
-# The target that takes longest comes first. Spark and Ray are not among them yet: `make test-spark test-spark-3.5`.
+# The targets that take longest come first.
 test-others: $(READY)
-	+$(SIDE_BY_SIDE) test-tensorflow test-pygloo test-mxnet $(PYTHON_TARGETS) test-packaging test-page test-docs
+	+$(SIDE_BY_SIDE) test-tensorflow test-spark test-spark-3.5 test-pygloo test-mxnet $(PYTHON_TARGETS) test-packaging \
+	    test-page test-docs
 
 # TensorFlow has an environment of its own: users have one framework or the other, and so do the other tests. All
 # contracts that concern tensors run, on data planes that treat memory differently; on Gloo and on a segment of shared
