@@ -141,8 +141,10 @@ test-spark:
 	@if $(HAS_JAVA); then $(MAKE) test-with-spark; else echo "test-with-spark: $(NO_JAVA)"; fi
 	$(MAKE) test-ray
 
+# Without a new order: tests that want the same session follow each other (tests/spark/conftest.py).
 test-with-spark: $(READY_SPARK)
-	$(VENV_SPARK)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS_SPARK)
+	$(VENV_SPARK)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder \
+	    $(TESTS_SPARK)
 
 test-ray: $(READY_SPARK)
 	$(VENV_SPARK)/bin/python -m pytest $(TESTS_RAY)

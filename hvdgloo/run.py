@@ -11,7 +11,6 @@ import os
 import shlex
 import sys
 import types
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar
 
@@ -19,6 +18,7 @@ from hvdgloo._job import excepthook
 from hvdgloo.config import without_place
 from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.rendezvous._auth import generate_secret
+from hvdgloo.runner import arguments
 from hvdgloo.runner.conclusion import ResultFiles, conclude
 from hvdgloo.runner.elastic.options import ElasticOptions
 from hvdgloo.runner.job.assembly import assemble
@@ -137,7 +137,7 @@ def run(
         raise ConfigError(f"run(): the first argument is a function, not {func!r}; its arguments follow it, in args=")
     if isinstance(min_num_proc, str):
         raise ConfigError("run(): the fifth argument is min_num_proc; give hosts by name: run(func, ..., hosts=...)")
-    _judge_controllers(use_gloo, use_mpi, mpi_args)
+    arguments.judge_controllers("run", use_gloo, use_mpi, "mpi_args", mpi_args)
     options = ElasticOptions(
         min_np=_whole("min_num_proc", _either("min_num_proc", min_num_proc, "min_np", min_np), 1),
         max_np=_whole("max_num_proc", _either("max_num_proc", max_num_proc, "max_np", max_np), 1),
@@ -149,7 +149,9 @@ def run(
         failures_per_host=_whole("failures_per_host", failures_per_host, 1),
         elastic_timeout=_seconds("elastic_timeout", elastic_timeout),
     )
-    interfaces = _old_name(network_interfaces, "network_interface", network_interface, "network_interfaces")
+    interfaces = arguments.renamed(
+        "run", "network_interfaces", network_interfaces, "network_interface", network_interface
+    )
     environ = without_place({**os.environ, **(env or {})})
     number = options.size(_number(num_proc, np))
     inventory = take_inventory(
@@ -177,7 +179,7 @@ def run(
         cwd=working_directory(os.environ),
         secret=secret,
         function=function_task.pack_function(func, args, kwargs or {}, secret),
-        nics=_names(interfaces),
+        nics=arguments.names(interfaces),
         exported=env or (),
         start_timeout=_seconds("start_timeout", start_timeout),
         grace_period=_seconds("grace_period", grace_period),
@@ -201,25 +203,6 @@ def run(
 
 
 # Arguments.
-
-
-def _judge_controllers(use_gloo: bool | None, use_mpi: bool | None, mpi_args: str | None) -> None:
-    if use_gloo and use_mpi:
-        raise ConfigError("run(): use_gloo and use_mpi exclude each other, and there is only Gloo here")
-    if use_mpi:
-        raise ConfigError("run(use_mpi=True): there is no MPI here; leave it out")
-    if mpi_args:
-        warnings.warn("run(mpi_args=...) has no effect: there is no MPI here", stacklevel=3)
-
-
-def _old_name(value: T | None, old_name: str, old: T | None, name: str) -> T | None:
-    """The value given under either of two names."""
-    if old is None:
-        return value
-    warnings.warn(f"run({old_name}=...) is an old name; write {name}=", DeprecationWarning, stacklevel=3)
-    if value is not None and value != old:
-        raise ConfigError(f"run(): {name}={value!r} and {old_name}={old!r} contradict each other")
-    return old
 
 
 def _either(name: str, value: T | None, other_name: str, other: T | None) -> T | None:
@@ -277,12 +260,6 @@ def _words(name: str, value: Sequence[str]) -> tuple[str, ...]:
     if isinstance(value, str):
         raise ConfigError(f"run({name}={value!r}): give a list of words, for example {shlex.split(value)}")
     return tuple(value)
-
-
-def _names(interfaces: str | Sequence[str] | None) -> tuple[str, ...]:
-    if interfaces is None:
-        return ()
-    return (interfaces,) if isinstance(interfaces, str) else tuple(interfaces)
 
 
 def _own_interpreter() -> str:

@@ -196,20 +196,6 @@ def whole(name: str, value: Any, least: int = 1) -> int:
     return number
 
 
-def renamed(name: str, value: Any, old_name: str, old: Any, default: Any) -> Any:
-    """The value given under either of two names.
-
-    Raises:
-        ConfigError: both were given, and differ.
-    """
-    if old is None:
-        return value
-    warnings.warn(f"RayExecutor({old_name}=...) is an old name; write {name}=", DeprecationWarning, stacklevel=4)
-    if value != default and value != old:
-        raise ConfigError(f"RayExecutor(): {name}={value!r} and {old_name}={old!r} contradict each other")
-    return old
-
-
 def variables(given: Mapping[str, str] | None, argument: str) -> dict[str, str]:
     """Environment variables, if that is what was given.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from hvdgloo.ray._settings import Settings
 from hvdgloo.ray._worker import Kind
 from hvdgloo.ray._workers import Call, Workers
 from hvdgloo.ray.elastic import refuse_elastic
+from hvdgloo.runner import arguments
 
 __all__ = ["RayExecutor"]
 
@@ -75,13 +77,13 @@ class RayExecutor:
         if min_workers is not None or max_workers is not None or reset_limit is not None or elastic_timeout is not None:
             refuse_elastic()
         self._settings = judged(settings)
-        rename = _settings.renamed
+        rename = partial(arguments.renamed, "RayExecutor")
         self._demand = _settings.demand(
             num_workers,
             num_hosts,
-            rename("num_workers_per_host", num_workers_per_host, "num_slots", num_slots, 1),
-            rename("cpus_per_worker", cpus_per_worker, "cpus_per_slot", cpus_per_slot, 1),
-            rename("gpus_per_worker", gpus_per_worker, "gpus_per_slot", gpus_per_slot, None),
+            rename("num_workers_per_host", num_workers_per_host, "num_slots", num_slots, default=1),
+            rename("cpus_per_worker", cpus_per_worker, "cpus_per_slot", cpus_per_slot, default=1),
+            rename("gpus_per_worker", gpus_per_worker, "gpus_per_slot", gpus_per_slot),
             use_gpu,
         )
         self._use_current_placement_group = use_current_placement_group

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from typing import Any, SupportsFloat, TextIO, TypeVar
 from hvdgloo._job import excepthook
 from hvdgloo.config import Config, without_place
 from hvdgloo.errors import ConfigError, UnusableHostsError
+from hvdgloo.runner import arguments
 from hvdgloo.runner.inbound.job import run_elastic_function, run_function
 from hvdgloo.runner.inbound.meeting import Arrival
 from hvdgloo.runner.inbound.reception import Reception
@@ -98,7 +98,7 @@ def run(
         Exception: what ``fn`` raised on the first rank where it failed; its cause is a ``RemoteTraceback``.
     """
     excepthook.install()  # what is wrong with an argument is shown without frames of ours
-    _judge_controllers(use_mpi, extra_mpi_args)
+    arguments.judge_controllers("run", use_gloo, use_mpi, "extra_mpi_args", extra_mpi_args)
     session = active(spark)
     size = number_of_tasks(session, num_proc)
     return _call(
@@ -158,8 +158,8 @@ def run_elastic(
         ConfigError, LaunchError, JobFailedError, Exception: as ``run`` does.
     """
     excepthook.install()
-    least = _old_name(min_num_proc, "min_np", min_np, "min_num_proc")
-    most = _old_name(max_num_proc, "max_np", max_np, "max_num_proc")
+    least = arguments.renamed("run_elastic", "min_num_proc", min_num_proc, "min_np", min_np)
+    most = arguments.renamed("run_elastic", "max_num_proc", max_num_proc, "max_np", max_np)
     session = active(spark)
     size = number_of_tasks(session, num_proc if num_proc is not None or least is None else least)
     if most is not None and most < size:
@@ -232,7 +232,7 @@ def _call(
                 stdout=stdout,
                 stderr=stderr,
                 timestamps=timestamps,
-                nics=_names(nics),
+                nics=arguments.names(nics),
             )
 
 
@@ -451,20 +451,6 @@ class _Speaker:
 # Arguments.
 
 
-def _judge_controllers(use_mpi: bool | None, extra_mpi_args: str | None) -> None:
-    if use_mpi:
-        raise ConfigError("run(use_mpi=True): there is no MPI here; leave it out")
-    if extra_mpi_args:
-        warnings.warn("run(extra_mpi_args=...) has no effect: there is no MPI here", stacklevel=3)
-
-
-def _old_name(value: int | None, old_name: str, old: int | None, name: str) -> int | None:
-    if old is None:
-        return value
-    warnings.warn(f"run_elastic({old_name}=...) is an old name; write {name}=", DeprecationWarning, stacklevel=3)
-    return old if value is None else value
-
-
 def _start_timeout(value: float | None) -> float:
     if value is None:
         return Config.from_env().spark_start_timeout
@@ -487,9 +473,3 @@ def _stands_for_horovod() -> bool:
     """Whether this program's ``import horovod`` is hvdgloo, so that the workers' has to be."""
     horovod = sys.modules.get("horovod")
     return Config.from_env().as_horovod or getattr(horovod, "stands_in_for", None) is not None
-
-
-def _names(nics: str | Iterable[str] | None) -> tuple[str, ...]:
-    if nics is None:
-        return ()
-    return (nics,) if isinstance(nics, str) else tuple(nics)

@@ -55,7 +55,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.as_horovod": set(),
     # On Spark.
     "hvdgloo.spark.data": {"_platform"},
-    "hvdgloo.spark": {"_job", "config", "runner.inbound"},
+    "hvdgloo.spark": {"_job", "config", "runner", "runner.inbound"},
     "hvdgloo.spark.torch": {"_backends", "spark", "spark.common", "torch"},
     "hvdgloo.spark.common": {"rendezvous", "run", "runner.job", "spark", "spark.data"},
     "hvdgloo.spark.keras": {"keras", "numpy", "spark", "spark.common"},
@@ -170,6 +170,7 @@ _FACES = frozenset({"hvdgloo", "hvdgloo.runner"})
 
 _HANDED_OVER = {
     ("hvdgloo.tensorflow._optimizer", "hvdgloo.tensorflow.keras"): "wraps a Keras optimizer that TensorFlow's is given",
+    ("hvdgloo.spark.common.store", "hvdgloo.spark.keras._models"): "puts weights into a Keras model that it is given",
 }
 """Imports in a function, the other way: what a call is handed belongs to a front-end above, which is looked up then."""
 

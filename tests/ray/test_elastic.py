@@ -71,3 +71,23 @@ def test_the_others_go_on_when_an_actor_is_killed(nodes: Running, tmp_path: Path
     assert all(result[1] == first for result in results), "who comes later gets the state of the one that stayed"
     assert len({pid for pid, _ in results} & set(first)) == 1, "one of the first two has gone on"
     nodes.await_gone()
+
+
+def test_the_others_go_on_when_a_node_is_lost(nodes: Running, tmp_path: Path) -> None:
+    """The last test of this module: the cluster has one node less afterwards."""
+
+    def remove_a_node_when_two_train() -> None:
+        await_true((tmp_path / "two").exists)
+        gone = nodes.cluster.worker_nodes.copy().pop()
+        nodes.cluster.remove_node(gone, allow_graceful=False)
+
+    settings = ElasticRayExecutor.create_settings(min_num_proc=1, max_num_proc=2, elastic_timeout=120)
+    executor = ElasticRayExecutor(settings, cpus_per_slot=2, env_vars={"FOLDER": str(tmp_path)})
+    with ThreadPoolExecutor(1) as beside:
+        removing = beside.submit(remove_a_node_when_two_train)
+        results: Any = executor.run(functions.outlive)
+        removing.result(PATIENCE_S)
+    ((survivor, first),) = results
+    assert survivor in first
+    assert len(first) == 2
+    nodes.await_gone()

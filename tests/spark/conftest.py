@@ -32,26 +32,44 @@ _NOT_OURS = (
 )
 
 
+_KINDS = ("spark", "cluster", "standalone")
+"""Fixtures of sessions, in the order in which they are wanted."""
+
+_DIVIDING = ("outcome", "several")
+"""Fixtures of a module whose every parameter is a job of its own, which takes long."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that want the same session follow each other, so that it is started once.
+    """Tests that share something come together, and modules that want the same session follow each other, so that it
+    is started once. Several processes of pytest share the work in such groups (``--dist loadgroup``).
 
     The session is set up within a test's time, which is therefore long.
     """
-    for item in items:
-        if _HERE in item.path.parents:
-            item.add_marker(pytest.mark.timeout(_PATIENCE_S))
-            for each in _NOT_OURS:
-                item.add_marker(pytest.mark.filterwarnings(each))
-    kinds = ("spark", "cluster", "standalone")
-    wanted = {item.path: 0 for item in items}
-    for item in items:
-        names = getattr(item, "fixturenames", ())
-        wanted[item.path] = max(wanted[item.path], *(kinds.index(kind) + 1 for kind in kinds if kind in names), 0)
     ours = [item for item in items if _HERE in item.path.parents]
-    ours.sort(key=lambda item: wanted[item.path])  # stable: the order within a module stays
-    places = [index for index, item in enumerate(items) if _HERE in item.path.parents]
+    groups = {item: _group(item) for item in ours}
+    wanted = dict.fromkeys(groups.values(), 0)
+    for item in ours:
+        item.add_marker(pytest.mark.timeout(_PATIENCE_S))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(groups[item]))
+        for each in _NOT_OURS:
+            item.add_marker(pytest.mark.filterwarnings(each))
+        names = getattr(item, "fixturenames", ())
+        kind = max((_KINDS.index(name) + 1 for name in _KINDS if name in names), default=0)
+        wanted[groups[item]] = max(wanted[groups[item]], kind)
+    places = [index for index, item in enumerate(items) if item in groups]
+    ours.sort(key=lambda item: wanted[groups[item]])  # stable: the order within a module stays
     for index, item in zip(places, ours, strict=True):
         items[index] = item
+
+
+def _group(item: pytest.Item) -> str:
+    """The name of those tests that are to be in one process: a module's, unless a part of it needs nothing of the
+    rest."""
+    if mark := item.get_closest_marker("xdist_group"):
+        return str(mark.args[0])
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return "-".join([item.path.stem, *(str(parameters[name]) for name in _DIVIDING if name in parameters)])
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.linalg import Vectors
 
-from hvdgloo.errors import ConfigError, MissingDependencyError
+from hvdgloo.errors import ConfigError, MissingDependencyError, StoreError
 from hvdgloo.spark.common.backend import LocalBackend
 from hvdgloo.spark.common.store import Store
 from hvdgloo.spark.keras import KerasEstimator, KerasModel
@@ -371,3 +372,40 @@ def test_the_checkpoint_is_a_file_that_keras_reads(df: Any, store: Store) -> Non
     for ours, theirs in zip(read.get_weights(), model.getModel().get_weights(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert json.dumps(model.getHistory())
+
+
+def test_a_checkpoint_is_read_as_text_with_its_weights_put_into_a_model(store: Store, tmp_path: Path) -> None:
+    def weights_of(text: str, custom_objects: Any = None) -> list[Any]:
+        file = tmp_path / "read.keras"
+        file.write_bytes(base64.b64decode(text))
+        return list(keras.models.load_model(file, custom_objects=custom_objects).get_weights())
+
+    class Doubled(keras.layers.Dense):
+        def call(self, inputs: Any) -> Any:
+            return 2 * super().call(inputs)
+
+    saved, given = net(), net()
+    own = keras.Sequential([keras.Input((2,)), Doubled(1)])
+    for variable in saved.weights:
+        variable.assign(variable + 1)
+    before = given.get_weights()
+    for name, save in (("whole.keras", saved.save), ("only.weights.h5", saved.save_weights)):
+        save(tmp_path / name)
+        store.write_bytes(f"{store.get_run_path('r')}/{name}", (tmp_path / name).read_bytes())
+    own.save_weights(tmp_path / "own.weights.h5")
+    store.write_bytes(f"{store.get_run_path('r')}/own", (tmp_path / "own.weights.h5").read_bytes())
+
+    whole = store.read_serialized_keras_model(f"{store.get_run_path('r')}/whole.keras")
+    filled = store.read_serialized_keras_model(f"{store.get_run_path('r')}/only.weights.h5", given, {})
+    for text in (whole, filled):
+        for ours, theirs in zip(weights_of(text), saved.get_weights(), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    for ours, theirs in zip(given.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    names = {"Doubled": Doubled}
+    text = store.read_serialized_keras_model(f"{store.get_run_path('r')}/own", own, names)
+    np.testing.assert_array_equal(weights_of(text, names)[0], own.get_weights()[0])
+    with pytest.raises(ConfigError, match="weights of another model than"):
+        store.read_serialized_keras_model(f"{store.get_run_path('r')}/only.weights.h5", wider(), {})
+    with pytest.raises(StoreError, match="cannot be read"):
+        store.read_serialized_keras_model(f"{store.get_run_path('r')}/nothing", given, {})

@@ -53,6 +53,7 @@ def environment(*, horovod: bool) -> dict[str, str]:
     }
 
 
+@pytest.mark.xdist_group("keras_spark_mnist")
 def test_horovod_s_program_runs_unchanged(tmp_path: Path) -> None:
     write_mnist(tmp_path / "mnist.bz2", 400)
     done = subprocess.run(
@@ -91,6 +92,7 @@ finally:
 """
 
 
+@pytest.mark.xdist_group("tf_data_service")
 def test_spark_s_tasks_prepare_the_data_of_a_training_job(tmp_path: Path) -> None:
     (tmp_path / "training.py").write_text(TRAINING)
     file, env = tmp_path / "service.json", environment(horovod=False)

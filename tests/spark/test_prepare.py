@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from hvdgloo.errors import ConfigError, DataError, StoreError
-from hvdgloo.spark.common import _writing, constants
+from hvdgloo.spark.common import _claims as claims
+from hvdgloo.spark.common import _writing, constants, util
 from hvdgloo.spark.common.cache import TrainingDataCache
 from hvdgloo.spark.common.datamodule import ParquetDataModule
 from hvdgloo.spark.common.store import Store
@@ -401,18 +404,96 @@ def test_two_estimators_use_one_store_at_once(store: Store, spark: Any) -> None:
     assert [found for _, found in done] == [list(range(30)), list(range(1000, 1030))]
 
 
+def nothing() -> None:
+    """Gives back a number that no other program could have."""
+
+
+def test_programs_that_share_a_store_take_different_data_sets(
+    store: Store, spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each program has a cache of its own, and all of them begin with 0."""
+
+    def fit(first: int, cache: TrainingDataCache) -> Any:
+        frame = spark.range(first, first + 30).selectExpr("id", "cast(id as double) y")
+        frames.append(frame)
+        return use(frame, cache)
+
+    @contextlib.contextmanager
+    def use(frame: Any, cache: TrainingDataCache) -> Iterator[tuple[int, list[int]]]:
+        monkeypatch.setattr(util, "_cache", cache)
+        with prepare_data(2, store, frame, ["y"], ["id"]) as number:
+            yield number, sorted(read(store, store.get_train_data_path(number))["id"])
+
+    frames: list[Any] = []
+    one, other = TrainingDataCache(), TrainingDataCache()
+    with fit(0, one) as first, fit(100, other) as second:
+        assert first == (0, list(range(30)))
+        assert second == (1, list(range(100, 130)))
+    assert not [name for name in os.listdir(store.prefix_path.removeprefix("file://")) if "in-use" in name]
+    # Nobody uses it any more, so another one may have it; whose it was notices that.
+    with fit(200, other) as third:
+        assert third == (0, list(range(200, 230)))
+        with use(frames[0], one) as again:
+            assert again == (1, list(range(30)))
+    with use(frames[0], one) as again:
+        assert again == (1, list(range(30)))
+
+
+def test_paths_that_are_the_same_for_all_data_sets_serve_one_at_a_time(store: Store, df: Any, spark: Any) -> None:
+    path = store.get_train_data_path()
+    store.get_train_data_path = lambda idx=None: path  # type: ignore[method-assign]
+    with (
+        prepare_data(2, store, df, ["y"], ["id"]),
+        pytest.raises(StoreError, match=rf"^process {os.getpid()} on .* is training on the data set at {path}"),
+        prepare_data(2, store, spark.range(9).selectExpr("id", "id as y"), ["y"], ["id"]),
+    ):
+        raise AssertionError("both have it")
+
+
+def test_claims_of_programs_that_have_ended_do_not_count(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = store.get_train_data_path(0)
+
+    def leave(**changes: Any) -> None:
+        found = claims.claim(store.files, url)
+        assert not isinstance(found, claims.Claim)
+        (name,) = (name for name in store.files.names(store.prefix_path) if "in-use" in name)
+        content = json.loads(store.read(f"{store.prefix_path}/{name}"))
+        found()
+        store.write_text(f"{url}.in-use-other", json.dumps(content | changes))
+
+    def counts() -> bool:
+        found = claims.claim(store.files, url)
+        if isinstance(found, claims.Claim):
+            return True
+        found()
+        return False
+
+    week = 7 * 24 * 3600
+    for changes, expected in (
+        ({}, True),
+        ({"started": 1.0}, False),  # the number of a process that has ended, and was given to another one
+        ({"host": "elsewhere", "pid": 1}, True),
+        ({"host": "elsewhere", "made": time.time() - week - 60}, False),
+        ({"of a later version": 1}, False),
+    ):
+        leave(**changes)
+        assert counts() == expected
+        assert store.exists(f"{url}.in-use-other") == expected
+        store.delete(f"{url}.in-use-other")
+
+
 def test_who_asks_for_a_data_set_that_is_being_written_waits_for_it() -> None:
     cache, writing, go_on = TrainingDataCache(), threading.Event(), threading.Event()
     written = []
 
-    def write(number: int) -> Any:
+    def write(number: int, token: str) -> Any:
         writing.set()
         assert go_on.wait(60)
         written.append(number)
         return 1, 0, {}, 1.0
 
     def use() -> int:
-        with cache.use("key", write, is_there=lambda number: True) as number:
+        with cache.use("key", write, is_there=lambda *_: True, claim=lambda number: nothing) as number:
             assert cache.properties(number)[0] == 1
             return number
 
@@ -429,7 +510,9 @@ def test_a_number_is_used_again_when_nobody_uses_it() -> None:
     cache = TrainingDataCache()
 
     def use(key: str) -> Any:
-        return cache.use(key, lambda number: (len(key), 0, {}, 1.0), is_there=lambda number: True)
+        return cache.use(
+            key, lambda number, token: (len(key), 0, {}, 1.0), is_there=lambda *_: True, claim=lambda number: nothing
+        )
 
     with use("a") as a, use("bb") as b:
         assert (a, b) == (0, 1)

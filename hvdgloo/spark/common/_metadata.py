@@ -182,16 +182,26 @@ def metadata_from_json(text: str) -> Metadata:
     }
 
 
-def save(files: Files, url: str, train_rows: int, val_rows: int, row_bytes: float, metadata: Metadata) -> None:
-    """Writes the description of a data set beside it."""
+def save(
+    files: Files, url: str, train_rows: int, val_rows: int, row_bytes: float, metadata: Metadata, token: str
+) -> None:
+    """Writes the description of a data set beside it, with a token by which its writer knows it again."""
     content = {
         "version": 1,
+        "token": token,
         "train_rows": train_rows,
         "val_rows": val_rows,
         "row_bytes": row_bytes,
         "columns": json.loads(metadata_to_json(metadata)),
     }
     files.write(url, json.dumps(content, indent=1).encode())
+
+
+def token(files: Files, url: str) -> str | None:
+    """The token with which ``save`` wrote the description at ``url``; None if there is none."""
+    with contextlib.suppress(StoreError, ValueError, KeyError, TypeError):
+        return str(json.loads(files.read(url))["token"])
+    return None
 
 
 def saved(files: Files, url: str, train_rows: int, val_rows: int) -> Metadata:

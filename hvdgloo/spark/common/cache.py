@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import secrets
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Set
 from typing import Any
 
 from hvdgloo.errors import ConfigError
+from hvdgloo.spark.common._claims import Release
 
 Properties = tuple[int, int, dict[str, dict[str, Any]], float]
 """Rows to train on, rows to validate on, metadata of columns, bytes of a row on average."""
@@ -20,13 +22,17 @@ class _Entry:
     """Attributes:
     key: what was written, and how. Holds what it is about, so that no id in it is used again.
     users: how many training runs use it now.
-    lock: held while it is written.
+    lock: held while it is claimed, written and given back.
+    release: gives it back to other programs; None while nobody here uses it.
+    token: of what was written last: another program may have taken its place since then.
     properties: None until it is written.
     """
 
     key: Hashable
     users: int = 0
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    release: Release | None = None
+    token: str = ""
     properties: Properties | None = None
 
 
@@ -42,7 +48,12 @@ class TrainingDataCache:
 
     @contextlib.contextmanager
     def use(
-        self, key: Hashable, write: Callable[[int], Properties], *, is_there: Callable[[int], bool]
+        self,
+        key: Hashable,
+        write: Callable[[int, str], Properties],
+        *,
+        is_there: Callable[[int, str], bool],
+        claim: Callable[[int], Release | None],
     ) -> Iterator[int]:
         """The number of the data set with this key, which is written first if it has to be.
 
@@ -50,25 +61,50 @@ class TrainingDataCache:
         waits until it is written.
 
         Args:
-            write: writes the data set with this number, and tells its properties.
-            is_there: whether it still is in the store.
+            write: writes the data set with this number, and a token with it, and tells its properties.
+            is_there: whether what was written with the token still is in the store.
+            claim: claims a number's place in the store for this process, and returns a function that gives it back;
+                None if another program uses that place, in which case there is a next number.
         """
+        taken: set[int] = set()
+        while True:
+            number, entry = self._enter(key, taken)
+            try:
+                with entry.lock:
+                    entry.release = entry.release or claim(number)
+                    if entry.release is None:
+                        taken.add(number)
+                        entry.properties = None
+                        continue
+                    if entry.properties is None or not is_there(number, entry.token):
+                        entry.properties, entry.token = None, secrets.token_hex(8)
+                        entry.properties = write(number, entry.token)
+                yield number
+                return
+            finally:
+                self._leave(entry)
+
+    def _enter(self, key: Hashable, taken: Set[int]) -> tuple[int, _Entry]:
         with self._lock:
-            number = next((n for n, entry in self._entries.items() if entry.key == key), None)
-            if number is None:
-                number = next(n for n in itertools.count() if n not in self._entries or not self._entries[n].users)
+            known = [n for n, entry in self._entries.items() if entry.key == key and n not in taken]
+            if known:  # another program may have had one of them in between; then there is a second one
+                number = min(known, key=lambda n: (self._entries[n].properties is None, n))
+            else:
+                free = (n for n in itertools.count() if n not in self._entries or not self._entries[n].users)
+                number = next(n for n in free if n not in taken)
                 self._entries[number] = _Entry(key)
             entry = self._entries[number]
             entry.users += 1
-        try:
-            with entry.lock:
-                if entry.properties is None or not is_there(number):
-                    entry.properties = None
-                    entry.properties = write(number)
-            yield number
-        finally:
+            return number, entry
+
+    def _leave(self, entry: _Entry) -> None:
+        with entry.lock:
             with self._lock:
                 entry.users -= 1
+                is_last = not entry.users
+            if is_last and entry.release is not None:
+                entry.release()
+                entry.release = None
 
     def properties(self, number: int) -> Properties:
         """Raises:

@@ -12,6 +12,7 @@ A program may put a function of its own in the place of a store's method (``stor
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -220,6 +221,27 @@ class Store:
         StoreError: there is no such file, or it cannot be read.
         """
         return self.files.read(self.get_full_path(path))
+
+    def read_serialized_keras_model(
+        self, ckpt_path: str, model: Any = None, custom_objects: Mapping[str, Any] | None = None
+    ) -> str:
+        """The Keras model of a checkpoint, as text.
+
+        Args:
+            ckpt_path: a ``.keras`` or HDF5 file in this store, of a model or of its weights only.
+            model: the model that the weights are of; it stays as it is. A file of a whole model needs none.
+            custom_objects: classes and functions of the model's own, by name.
+
+        Returns:
+            the bytes of a file that ``keras.models.load_model`` reads, in base64.
+
+        Raises:
+            StoreError: there is no such file, or it cannot be read.
+            ConfigError: (a ValueError) there are only weights in it, and they are not this model's.
+        """
+        from hvdgloo.spark.keras._models import whole_model
+
+        return base64.b64encode(whole_model(self.read(ckpt_path), model, custom_objects or {})).decode()
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Replaces a file in one step.

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from hvdgloo.errors import ConfigError, DataError, StoreError
 from hvdgloo.rendezvous import host_identity
+from hvdgloo.spark.common import _claims as claims
 from hvdgloo.spark.common import _metadata, _writing
+from hvdgloo.spark.common._claims import Release
 from hvdgloo.spark.common._metadata import Metadata, metadata_from_json, metadata_to_json
 from hvdgloo.spark.common.cache import Properties, TrainingDataCache
 from hvdgloo.spark.common.store import Store, is_databricks
@@ -96,7 +98,7 @@ def prepare_data(
     # The DataFrame itself, not a hash of it: an id or a plan can come again for other rows.
     key = (df, train, val, tuple(columns), validation, seed, compress_sparse, num_processes, partitions_per_process)
 
-    def write(number: int) -> Properties:
+    def write(number: int, token: str) -> Properties:
         plan = _writing.Plan(
             columns,
             store.get_full_path(store.get_train_data_path(number)),
@@ -106,12 +108,26 @@ def prepare_data(
             max(1, num_processes * partitions_per_process),
             num_processes,
         )
-        return _written(store, df, plan, compress_sparse)
+        return _written(store, df, plan, compress_sparse, token)
 
-    def is_there(number: int) -> bool:
-        return store.is_parquet_dataset(store.get_train_data_path(number))
+    def is_there(number: int, token: str) -> bool:
+        path = store.get_full_path(store.get_train_data_path(number))
+        known = _metadata.token(store.files, store.get_data_metadata_path(path))
+        return known == token and store.is_parquet_dataset(path)
 
-    with _cache.use(key, write, is_there=is_there) as number:
+    tried: set[str] = set()
+
+    def claim(number: int) -> Release | None:
+        url = store.get_full_path(store.get_train_data_path(number))
+        claimed = claims.claim(store.files, url)
+        if not isinstance(claimed, claims.Claim):
+            return claimed
+        if url in tried:  # paths of the user's own, which are the same for all numbers
+            raise StoreError(f"{claimed} is training on the data set at {url}: give each training paths of its own")
+        tried.add(url)
+        return None
+
+    with _cache.use(key, write, is_there=is_there, claim=claim) as number:
         rows, val_rows, _, _ = _cache.properties(number)
         check_dataset(num_processes, rows, val_rows, validation)
         if verbose > 1:
@@ -119,11 +135,11 @@ def prepare_data(
         yield number
 
 
-def _written(store: Store, df: DataFrame, plan: _writing.Plan, compress_sparse: bool) -> Properties:
+def _written(store: Store, df: DataFrame, plan: _writing.Plan, compress_sparse: bool, token: str) -> Properties:
     """Writes a data set and looks at what has come of it; what cannot be trained on does not stay."""
     try:
         written = _writing.write(df, plan, store.files)
-        return _looked_at(store, df, plan, written, compress_sparse)
+        return _looked_at(store, df, plan, written, compress_sparse, token)
     except BaseException:
         for url in (plan.train, plan.val):
             with contextlib.suppress(StoreError):
@@ -132,7 +148,7 @@ def _written(store: Store, df: DataFrame, plan: _writing.Plan, compress_sparse: 
 
 
 def _looked_at(
-    store: Store, df: DataFrame, plan: _writing.Plan, written: _writing.Written, compress_sparse: bool
+    store: Store, df: DataFrame, plan: _writing.Plan, written: _writing.Written, compress_sparse: bool, token: str
 ) -> Properties:
     sides = {url: _dataset(store, url) for url in (plan.train, plan.val)}
     found = {url: dataset for url, dataset in sides.items() if dataset is not None}
@@ -154,7 +170,7 @@ def _looked_at(
         metadata[name]["spark_data_type"] = _metadata.spark_type_of(df.schema[name].dataType, metadata[name])
     row_bytes = found[plan.train].row_bytes
     description = store.get_data_metadata_path(plan.train)
-    _metadata.save(store.files, description, rows[plan.train], rows[plan.val], row_bytes, metadata)
+    _metadata.save(store.files, description, rows[plan.train], rows[plan.val], row_bytes, metadata, token)
     return rows[plan.train], rows[plan.val], metadata, row_bytes
 
 

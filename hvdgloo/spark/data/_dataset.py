@@ -143,14 +143,24 @@ class Dataset:
     def read(
         self, group: RowGroup, columns: Sequence[str], chunk: int, *, use_threads: bool = True
     ) -> Generator[pa.RecordBatch, None, None]:
-        """The rows of a row group, ``chunk`` rows at a time."""
+        """The rows of a row group, ``chunk`` rows at a time.
+
+        Raises:
+            StoreError: its file is no longer there.
+        """
         from pyarrow.parquet import ParquetFile
 
-        with self.filesystem.open_input_file(group.path) as file:
+        with self._opened(group.path) as file:
             parquet = ParquetFile(
                 file, metadata=self.footers[group.path], buffer_size=_BUFFER if group.nbytes > _LARGE else 0
             )
             yield from parquet.iter_batches(chunk, [group.index], columns=list(columns), use_threads=use_threads)
+
+    def _opened(self, path: str) -> Any:
+        try:
+            return self.filesystem.open_input_file(path)
+        except FileNotFoundError as error:
+            raise StoreError(f"{path} is gone: {self.url} was deleted or replaced while it was being read") from error
 
 
 def list_files(filesystem: FileSystem, path: str, url: str) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.spark.keras._library import Library, library_of
+from hvdgloo.spark.keras._library import Library, library_of, library_of_model
 
 logger = logging.getLogger(__name__)
 
@@ -123,11 +123,41 @@ def build(model: Any, sizes: Sequence[int | None]) -> None:
 
 
 def load_weights(model: Any, data: bytes) -> None:
-    """Give a compiled model what a file of the same model's weights has, the bytes of a ``.weights.h5`` file."""
+    """Give a model what a file of the same model's weights has, the bytes of an HDF5 file."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.weights.h5")
+        # Libraries tell their present format and their older one apart by the ending.
+        path = Path(folder, "model.h5" if "layer_names" in _attributes_of(data) else "model.weights.h5")
         path.write_bytes(data)
         model.load_weights(path)
+
+
+def whole_model(data: bytes, model: Any, custom_objects: Mapping[str, Any]) -> bytes:
+    """A file of a model: ``data`` itself, or if that has only weights, the archive of ``model`` with these weights.
+
+    Args:
+        data: of a ``.keras`` or HDF5 file.
+        model: it stays as it is; not needed for a file of a whole model.
+
+    Raises:
+        ConfigError: (a ValueError) the weights are another model's.
+    """
+    if not data.startswith(_HDF5) or "model_config" in _attributes_of(data):
+        return data
+    library = library_of_model(model)
+    filled = model_of(library, archive_of(model), custom_objects)
+    try:
+        load_weights(filled, data)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"the file has weights of another model than {model.name}: {error}") from error
+    return archive_of(filled)
+
+
+def _attributes_of(data: bytes) -> set[str]:
+    """Names of the attributes of an HDF5 file: ``model_config`` if it has a whole model."""
+    import h5py
+
+    with h5py.File(io.BytesIO(data), "r") as file:
+        return set(file.attrs)
 
 
 def load_state(model: Any, data: bytes) -> None:

@@ -1,0 +1,59 @@
+"""What functions that start jobs check about their arguments in the same way, whatever they start them on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import TypeVar
+
+from hvdgloo.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def judge_controllers(
+    call: str, use_gloo: bool | None, use_mpi: bool | None, mpi_name: str, mpi_value: str | None
+) -> None:
+    """What a call says about MPI, which is not here. To be called by the function that the user calls.
+
+    Args:
+        call: the name of that function.
+        mpi_name, mpi_value: an argument that is for MPI only; a warning says that it has no effect.
+
+    Raises:
+        ConfigError: MPI is asked for.
+    """
+    if use_gloo and use_mpi:
+        raise ConfigError(f"{call}(): use_gloo and use_mpi exclude each other, and there is only Gloo here")
+    if use_mpi:
+        raise ConfigError(f"{call}(use_mpi=True): there is no MPI here; leave it out")
+    if mpi_value:
+        warnings.warn(f"{call}({mpi_name}=...) has no effect: there is no MPI here", stacklevel=3)
+
+
+def renamed(
+    call: str, name: str, value: T, old_name: str, old: T | None, *, default: T | None = None, stacklevel: int = 3
+) -> T:
+    """The value of an argument that is given under either of two names; the older one gives a warning.
+
+    Args:
+        call: the name of the function that the user calls.
+        default: what ``value`` is where nothing was given.
+        stacklevel: of the warning; by default for a caller that the user calls.
+
+    Raises:
+        ConfigError: both were given, and differ.
+    """
+    if old is None:
+        return value
+    warnings.warn(f"{call}({old_name}=...) is an old name; write {name}=", DeprecationWarning, stacklevel=stacklevel)
+    if value != default and value != old:
+        raise ConfigError(f"{call}(): {name}={value!r} and {old_name}={old!r} contradict each other")
+    return old
+
+
+def names(given: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Names of network interfaces: one, several or none."""
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)

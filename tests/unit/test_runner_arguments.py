@@ -1,0 +1,44 @@
+"""What every function that starts a job says about arguments for MPI, and about old names."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.runner import arguments
+
+
+def test_mpi_is_refused_and_what_is_for_it_has_no_effect() -> None:
+    with pytest.raises(ConfigError, match=r"^start\(use_mpi=True\): there is no MPI here"):
+        arguments.judge_controllers("start", None, True, "mpi_args", None)
+    with pytest.raises(ConfigError, match=r"^start\(\): use_gloo and use_mpi exclude each other"):
+        arguments.judge_controllers("start", True, True, "mpi_args", None)
+    with pytest.warns(UserWarning, match=r"^start\(mpi_args=\.\.\.\) has no effect"):
+        arguments.judge_controllers("start", True, None, "mpi_args", "-x")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        arguments.judge_controllers("start", True, False, "mpi_args", None)
+
+
+def test_an_old_name_gives_a_warning_where_the_user_calls() -> None:
+    def start(workers: int = 1, slots: int | None = None) -> int:
+        return arguments.renamed("start", "workers", workers, "slots", slots, default=1)
+
+    with pytest.warns(DeprecationWarning, match=r"^start\(slots=\.\.\.\) is an old name; write workers=$") as caught:
+        assert start(slots=3) == 3
+    assert caught[0].filename == __file__
+    with (
+        pytest.warns(DeprecationWarning, match="slots="),
+        pytest.raises(ConfigError, match="=2 and slots=3 contradict"),
+    ):
+        start(2, slots=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert start(2) == 2
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, ()), ("eth0", ("eth0",)), (["eth0", "lo"], ("eth0", "lo"))])
+def test_interfaces_are_one_or_several(given: str | list[str] | None, found: tuple[str, ...]) -> None:
+    assert arguments.names(given) == found
