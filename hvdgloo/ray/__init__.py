@@ -3,7 +3,22 @@
 The names are Horovod's. Ray is imported when an executor is made, not before.
 """
 
-from hvdgloo.ray.elastic import ElasticRayExecutor
-from hvdgloo.ray.runner import RayExecutor
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdgloo.ray.elastic import ElasticRayExecutor
+    from hvdgloo.ray.runner import RayExecutor
 
 __all__ = ["ElasticRayExecutor", "RayExecutor"]
+
+# Actors and workers import modules of this package, and need none of the launcher's.
+_FROM = {"ElasticRayExecutor": "hvdgloo.ray.elastic", "RayExecutor": "hvdgloo.ray.runner"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FROM:
+        return getattr(importlib.import_module(_FROM[name]), name)
+    raise AttributeError(f"module 'hvdgloo.ray' has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -34,6 +35,15 @@ def _demand(**given: Any) -> Demand:
         "use_gpu": False,
     }
     return demand(**{**arguments, **given})
+
+
+def test_actors_and_workers_import_nothing_of_the_launcher() -> None:
+    """Each of them is a process of its own, which starts the later the more it imports."""
+    code = "import sys, hvdgloo.ray._actor, hvdgloo.ray._worker; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    imported = set(done.stdout.split())
+    assert "hvdgloo.ray._worker" in imported
+    assert not imported & {"hvdgloo.ray.elastic", "hvdgloo.ray.runner", "hvdgloo.runner.launch", "ray", "yaml"}
 
 
 def test_workers_are_packed_and_hosts_spread() -> None:
