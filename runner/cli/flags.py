@@ -62,6 +62,7 @@ _SECTIONS = {
     "params": "tuning",
     "stall_check": "stalls",
     "logging": "log",
+    "observe": "log",
     "timeline": "log",
 }
 """Section, or single key, of the configuration file to the group in which a setting's flag is shown."""

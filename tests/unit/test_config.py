@@ -79,6 +79,9 @@ GOOD: dict[str, tuple[str, Any]] = {
     "stall_shutdown_time": ("90", 90.0),
     "timeline": ("trace.{rank}.json", "trace.{rank}.json"),
     "timeline_mark_cycles": ("1", True),
+    "observe": ("0", False),
+    "observe_interval": ("0.25", 0.25),
+    "observer": ("/tmp/agent", "/tmp/agent"),
     "log_level": ("debug", "DEBUG"),
     "log_hide_time": ("on", True),
 }
@@ -134,6 +137,8 @@ BAD = [
     ("stall_check_disable", "maybe", _FLAG),
     ("stall_warning_time", "0", _POSITIVE),
     ("stall_shutdown_time", "inf", _NUMBER),
+    ("observe", "sometimes", _FLAG),
+    ("observe_interval", "0", _POSITIVE),
     ("log_level", "LOUD", "expected one of " + ", ".join(LOG_LEVELS)),
     ("log_hide_time", "-", _FLAG),
 ]
@@ -149,7 +154,7 @@ def _field(name: str) -> dataclasses.Field[Any]:
 
 def test_every_field_is_tried_here() -> None:
     assert set(GOOD) == set(settings()) == {field.name for field in dataclasses.fields(Config)}
-    always_usable = {"job_id", "agent_id", "worker", "hostname", "address", "secret_file", "timeline"}
+    always_usable = {"job_id", "agent_id", "worker", "hostname", "address", "secret_file", "timeline", "observer"}
     always_usable |= {"tls_cert", "tls_key", "tls_ca"}
     assert {name for name, _, _ in BAD} | always_usable | {"secret"} == set(settings())
 

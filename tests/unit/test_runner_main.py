@@ -70,12 +70,15 @@ class TestFlags:
                 continue
             assert setting.flag in parser.format_help()
             boolean = parser.values[setting.flag] == 0
-            flags = [setting.flag] if boolean else [setting.flag, texts.get(setting.flag, "2")]
+            is_on = getattr(Config(), name) is True  # then its twin says something
+            flag = setting_flags.twin(setting.flag) if is_on else setting.flag
+            flags = [flag] if boolean else [flag, texts.get(flag, "2")]
             environ = self.variables(*flags)
             assert set(environ) == {setting.env}
             assert getattr(Config.from_env(environ), name) != getattr(Config(), name)
             if boolean:
-                assert self.variables(setting_flags.twin(setting.flag)) == {setting.env: "0"}
+                other = setting.flag if is_on else setting_flags.twin(setting.flag)
+                assert self.variables(other) == {setting.env: str(int(is_on))}
 
     def test_units(self) -> None:
         assert self.variables("--fusion-threshold-mb", "0.5") == {"HVDGLOO_FUSION_THRESHOLD": str(512 * 1024)}
@@ -159,6 +162,7 @@ class TestFile:
             "params.shm_direct": "true",
             "params.deterministic": "true",
             "elastic.join": "now",
+            "observe.enabled": "false",
         }
         for setting in settings().values():
             if setting.yaml is not None:
