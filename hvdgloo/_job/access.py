@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hvdgloo._backends.select import Planes, idle_provider
 from hvdgloo._engine.engine import Engine
 from hvdgloo._job.links import Meeting, World, seat_of
+from hvdgloo._job.reporting import Reporting
 from hvdgloo._job.settings import engine_settings
 from hvdgloo._net.handshake import listen
 from hvdgloo._net.tls import Tls
@@ -182,13 +183,21 @@ class Access:
             )
         return engine, decided
 
-    def report(self, engine: Engine, clock_offset: float) -> Reporter | None:
-        """What reports on an engine's rank from now on, if somebody could look at it; see ``observing``."""
-        if self.counters is None or (self.config.job_id and not self.config.observer):
+    def report(self, engine: Engine, clock_offset: float) -> Reporting | None:
+        """Report on an engine's rank from now on, if somebody could look at it; see ``observing``."""
+        config, counters, client = self.config, self.counters, self.client
+        if counters is None or (config.job_id and not config.observer):
             return None
-        from hvdgloo._job.observing import reporter_of  # which many jobs do not need
+        owned = counters
 
-        return reporter_of(self.config, engine, self.counters, self.client, clock_offset)
+        def make() -> Reporter:
+            from hvdgloo._job.observing import reporter_of  # which jobs that nobody looks at hardly need
+
+            return reporter_of(config, engine, owned, client, clock_offset)
+
+        return Reporting(
+            make, config.observe_interval, lambda: bool(config.observer) and os.path.exists(config.observer)
+        )
 
 
 def check_addresses(topology: Topology, reached_from: str) -> None:

@@ -17,7 +17,7 @@ from hvdgloo.types import Metrics, PlaneMetrics
 
 if TYPE_CHECKING:
     from hvdgloo._engine.engine import Engine
-    from hvdgloo._observe.reporter import Reporter
+    from hvdgloo._job.reporting import Reporting
     from hvdgloo.rendezvous import Alone, RendezvousClient
 
 
@@ -45,7 +45,7 @@ class Context:
             ranks.
         client: of the rendezvous server. It stays connected while the rank is part of the job, since the server lists
             connected ranks.
-        reporter: reports on this rank, and ends with the Context; None if nobody could look at it.
+        reporting: of this rank, which ends with the Context; None if nobody could look at it.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Context:
         job_rank: int | None = None,
         world: str = "",
         plan: Alone | None = None,
-        reporter: Reporter | None = None,
+        reporting: Reporting | None = None,
     ) -> None:
         self._client = client
-        self._reporter = reporter
+        self._reporting = reporting
         self.plan = plan
         self.traced: tuple[str, bool] | None = None
         self.world = world
@@ -180,8 +180,8 @@ class Context:
     def close(self, reason: str = "") -> None:
         """End this rank's part of the job; see ``Engine.close``."""
         self.closed = True
-        if self._reporter is not None:
-            self._reporter.close()
+        if self._reporting is not None:
+            self._reporting.close()
         self.engine.close(reason)
         followers, self._followers = list(self._followers), weakref.WeakSet()
         for follower in followers:

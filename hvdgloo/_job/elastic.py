@@ -363,9 +363,9 @@ class Membership:
         host, port = decided.get("master", ("", 0))
         self.master = (str(host), int(port)) if port else None
         clock_offset = decided["clock_offset"]
-        reporter = self._access.report(engine, clock_offset)
+        reporting = self._access.report(engine, clock_offset)
         return Context(
-            config, topology, rank, engine, clock_offset=clock_offset, world=decided["world"], reporter=reporter
+            config, topology, rank, engine, clock_offset=clock_offset, world=decided["world"], reporting=reporting
         )
 
     def _tell_master(self, placement: Placement) -> dict[str, Any]:

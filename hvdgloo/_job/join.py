@@ -108,7 +108,7 @@ def _connect(access: Access, ranks: Sequence[int] | None, process_sets: Sequence
         if listener is not None:
             listener.close()
     clock_offset = decided["clock_offset"]
-    reporter = access.report(engine, clock_offset)
+    reporting = access.report(engine, clock_offset)
     return Context(
         config,
         topology,
@@ -118,7 +118,7 @@ def _connect(access: Access, ranks: Sequence[int] | None, process_sets: Sequence
         clock_offset,
         registration.rank,
         decided["world"],
-        reporter=reporter,
+        reporting=reporting,
     )
 
 

@@ -30,7 +30,7 @@ _SHOWN = ("params", "library_options", "stall_check", "timeouts", "elastic", "ti
 def reporter_of(
     config: Config, engine: Engine, counters: Counters, client: RendezvousClient, clock_offset: float
 ) -> Reporter:
-    """What reports on an engine's rank from now on: to the agent that has started this worker, else to the server.
+    """What reports on an engine's rank: to the agent that has started this worker, else to the server.
 
     Args:
         counters: what the engine writes into.
@@ -44,7 +44,7 @@ def reporter_of(
     else:
         outlet = ServerOutlet(partial(client.observe, timeout=_ANSWER_SECONDS))
         interval = max(interval, size / _RANKS_PER_SECOND)
-    return Reporter(counters, _Rank(config, engine, clock_offset), outlet, interval).start()
+    return Reporter(counters, _Rank(config, engine, clock_offset), outlet, interval)
 
 
 class _Rank:

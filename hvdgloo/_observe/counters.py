@@ -13,9 +13,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from hvdgloo._observe.lateness import LatenessBook
+if TYPE_CHECKING:
+    from hvdgloo._observe.lateness import LatenessBook
 
 AGREEMENT = "agreement"
 """The plane of small tensors that travel with the negotiation."""
@@ -147,7 +148,11 @@ class Counters:
             traffic.dropped()
         self.blocked_in = None
         self._step_began = 0.0  # a step in which the ranks change says nothing about any step
-        self.lateness = LatenessBook() if coordinates else None
+        self.lateness = None
+        if coordinates:
+            from hvdgloo._observe.lateness import LatenessBook  # the other ranks do not need it
+
+            self.lateness = LatenessBook()
 
     def wake(self) -> None:
         """Have the reader look."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hvdgloo._observe import samples
 
 RECENT = 1000
-"""Rounds that ``LatenessTotals.recent`` is about, at most."""
+"""Rounds that ``samples.Lateness.recent`` is about, at most."""
 
 SHORTEST = 1e-4
 BUCKETS = 20
@@ -20,25 +23,6 @@ BUCKETS = 20
 one is for all that are longer."""
 
 _FOLD_FROM = 1024
-
-
-class LateRank(NamedTuple):
-    """As ``samples.Late``, where rounds are counts."""
-
-    rank: int
-    rounds: int
-    seconds: float
-    recent_rounds: int
-    recent_seconds: float
-
-
-class LatenessTotals(NamedTuple):
-    """As ``samples.Lateness``."""
-
-    rounds: int
-    recent: int
-    waits: tuple[int, ...]
-    ranks: tuple[LateRank, ...]
 
 
 class LatenessBook:
@@ -72,16 +56,18 @@ class LatenessBook:
         if len(arrivals) >= _FOLD_FROM:
             self._fold()
 
-    def totals(self) -> LatenessTotals:
+    def totals(self) -> samples.Lateness:
         """All so far."""
+        from hvdgloo._observe.samples import Late, Lateness  # not before somebody looks
+
         self._fold()
         with self._lock:
             recent: dict[int, tuple[int, float]] = {}
             for rank, seconds in self._recent:
                 count, summed = recent.get(rank, (0, 0.0))
                 recent[rank] = count + 1, summed + seconds
-            ranks = [LateRank(rank, *self._totals[rank], *recent.get(rank, (0, 0.0))) for rank in sorted(self._totals)]
-            return LatenessTotals(self._rounds, len(self._recent), tuple(self._waits), tuple(ranks))
+            ranks = [Late(rank, *self._totals[rank], *recent.get(rank, (0, 0.0))) for rank in sorted(self._totals)]
+            return Lateness(self._rounds, len(self._recent), tuple(self._waits), tuple(ranks))
 
     def _fold(self) -> None:
         with self._lock:

@@ -1,15 +1,14 @@
 """Hands on what a rank counts: at most one sample per interval, and none where nobody looks or nothing has changed.
 
-The thread sleeps while the rank does nothing: whoever submits something wakes it. While the rank works, it looks once
-per interval; what has not changed is repeated now and then, since processor time and memory go on.
+The reporter sleeps while the rank does nothing: whoever submits something wakes it. While the rank works, it looks once
+per interval; what has not changed is repeated now and then, since processor time and memory go on. Its thread is
+``hvdgloo._job.reporting``'s, which imports this only when the job has begun.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import selectors
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -20,8 +19,6 @@ from hvdgloo._observe.counters import Counters
 from hvdgloo._observe.outlets import Outlet
 from hvdgloo._observe.resources import cpu_seconds, resident_bytes
 from hvdgloo._observe.tracing import StepTracer
-
-logger = logging.getLogger(__name__)
 
 REPEAT_SECONDS = 5.0
 """Seconds after which a working rank says again what has not changed."""
@@ -41,8 +38,6 @@ _MOST_MISSING = 16
 _MOST_TEXT = 4096
 _SETTINGS_EVERY = 30
 """Samples; a lost one may have been that with the settings."""
-
-_JOIN_SECONDS = 2.0
 
 
 class Place(NamedTuple):
@@ -89,7 +84,7 @@ class Subject(Protocol):
 
 
 class Reporter:
-    """Owns the thread that reports on one rank.
+    """Reports on one rank.
 
     Args:
         counters: of this process.
@@ -108,27 +103,15 @@ class Reporter:
         self._told: samples.Sample | None = None  # the last one that somebody has taken
         self._listener: object = None
         self._told_at = float("-inf")
-        self._thread = threading.Thread(target=self._run, name="hvdgloo-reporter", daemon=True)
 
-    def start(self) -> Reporter:
-        """Begin to report."""
-        self._counters.wake_reader = self._wake_up.wake
-        self._thread.start()
-        return self
-
-    def close(self) -> None:
-        """Say a last time how things are, and end the thread."""
+    def end(self) -> None:
+        """Have ``run`` say a last time how things are, and return; from any thread."""
         self._closed = True
         self._wake_up.wake()
-        self._thread.join(_JOIN_SECONDS)
-        self._counters.asleep = False
-        if not self._thread.is_alive():
-            self._outlet.close()
-            self._wake_up.close()
 
-    # The thread.
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Report, until ``end`` is called."""
+        self._counters.wake_reader = self._wake_up.wake
         try:
             due = time.monotonic()
             while not self._closed:
@@ -137,9 +120,11 @@ class Reporter:
                     due = now + (self._interval if self._look(now) else LOOK_SECONDS)
                 due = self._sleep(due)
             self._look(time.monotonic(), last=True)
+        finally:
+            self._counters.asleep = False
             self._tracer.close()
-        except Exception:
-            logger.exception("this rank is not reported on any more")
+            self._outlet.close()
+            self._wake_up.close()
 
     def _sleep(self, due: float) -> float:
         """Wait until a time, an order, the end, or (where nothing is going on) the next submission; returns when to
@@ -266,18 +251,9 @@ class Sampler:
             gpu=subject.gpu(),
             planes=subject.planes(),
             settings=subject.settings() if settings else None,
-            lateness=self._lateness(),
+            lateness=None if counters.lateness is None else counters.lateness.totals(),
             missing=missing[:_MOST_MISSING],
             stacks=[(rank, text[:_MOST_TEXT]) for rank, text in stacks[:_MOST_MISSING]],
-        )
-
-    def _lateness(self) -> samples.Lateness | None:
-        book = self._counters.lateness
-        if book is None:
-            return None
-        totals = book.totals()
-        return samples.Lateness(
-            totals.rounds, totals.recent, totals.waits, [samples.Late(*each) for each in totals.ranks]
         )
 
     def _doing(self, now: float) -> str:

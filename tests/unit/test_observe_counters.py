@@ -7,6 +7,7 @@ import pytest
 from hvdgloo._observe import counters as counters_module
 from hvdgloo._observe.counters import Counters
 from hvdgloo._observe.lateness import BUCKETS, RECENT, LatenessBook, bucket_of
+from hvdgloo._observe.samples import Late
 
 
 class Clock:
@@ -125,7 +126,7 @@ class TestLateness:
             book.came_last(rank, seconds)
         totals = book.totals()
         assert (totals.rounds, totals.recent) == (3, 3)
-        assert totals.ranks == ((1, 1, 0.25, 1, 0.25), (3, 2, 1.5, 2, 1.5))
+        assert totals.ranks == (Late(1, 1, 0.25, 1, 0.25), Late(3, 2, 1.5, 2, 1.5))
 
     def test_of_a_step_the_operation_counts_for_which_others_waited_longest(self) -> None:
         book = LatenessBook()
@@ -137,7 +138,7 @@ class TestLateness:
         book.end_round()  # a step without operations
         totals = book.totals()
         assert totals.rounds == 1
-        assert totals.ranks == ((3, 1, 0.014, 1, 0.014),)
+        assert totals.ranks == (Late(3, 1, 0.014, 1, 0.014),)
 
     def test_the_first_step_is_a_new_beginning(self) -> None:
         book = LatenessBook()
@@ -155,7 +156,7 @@ class TestLateness:
             book.came_last(2, 0.25)
         totals = book.totals()
         assert (totals.rounds, totals.recent, sum(totals.waits)) == (5500, RECENT, 5500)
-        assert totals.ranks == ((1, 5000, 2500.0, 500, 250.0), (2, 500, 125.0, 500, 125.0))
+        assert totals.ranks == (Late(1, 5000, 2500.0, 500, 250.0), Late(2, 500, 125.0, 500, 125.0))
 
     def test_steps_without_anybody_who_reads_take_no_memory(self) -> None:
         book = LatenessBook()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hvdgloo._job.reporting import Reporting
 from hvdgloo._observe import reporter as reporter_module
 from hvdgloo._observe import samples
 from hvdgloo._observe.counters import Counters
@@ -91,15 +92,16 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 @pytest.fixture
 def begun() -> Iterator[Callable[..., Reporter]]:
-    reporters: list[Reporter] = []
+    begun: list[Reporting] = []
 
     def begin(counters: Counters, path: str, rank: Rank | None = None, interval: float = 0.02) -> Reporter:
-        reporters.append(Reporter(counters, rank or Rank(), AgentOutlet(path), interval).start())
-        return reporters[-1]
+        reporter = Reporter(counters, rank or Rank(), AgentOutlet(path), interval)
+        begun.append(Reporting(lambda: reporter, 0.0, lambda: True))
+        return reporter
 
     yield begin
-    for reporter in reporters:
-        reporter.close()
+    for reporting in begun:
+        reporting.close()
 
 
 def work(counters: Counters, operations: int = 1) -> None:
@@ -247,10 +249,10 @@ def test_what_is_to_be_said_once_is_said_once(agent: Agent, begun: Callable[...,
 
 def test_the_last_totals_are_said_at_the_end(agent: Agent) -> None:
     counters = Counters()
-    reporter = Reporter(counters, Rank(1), AgentOutlet(agent.path), 3600.0).start()
+    reporting = Reporting(lambda: Reporter(counters, Rank(1), AgentOutlet(agent.path), 3600.0), 0.0, lambda: True)
     agent.receive()
     work(counters, 7)
-    reporter.close()
+    reporting.close()
     assert agent.until(lambda sample: sample.operations == 7)
     assert not (Path(agent.path).parent / str(os.getpid())).exists()
 
@@ -356,3 +358,19 @@ def test_a_server_that_shows_nothing_is_left_alone_for_a_while(monkeypatch: pyte
     assert outlet.send(b"x")
     assert outlet.is_open()
     assert taken == [b"x"]
+
+
+@pytest.mark.parametrize("looked_at", [True, False])
+def test_a_job_that_ends_at_once_is_reported_on_only_if_somebody_looks(agent: Agent, looked_at: bool) -> None:
+    made: list[Reporter] = []
+
+    def make() -> Reporter:
+        made.append(Reporter(counters, Rank(1), AgentOutlet(agent.path), 3600.0))
+        return made[-1]
+
+    counters = Counters()
+    work(counters, 7)
+    Reporting(make, 3600.0, lambda: looked_at).close()
+    assert len(made) == looked_at
+    if looked_at:
+        assert agent.until(lambda sample: sample.operations == 7)

@@ -1,0 +1,54 @@
+"""The thread that reports on a rank. It costs a job's start nothing: all else is imported once the job is under way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hvdgloo._observe.reporter import Reporter
+
+logger = logging.getLogger(__name__)
+
+_JOIN_SECONDS = 2.0
+
+
+class Reporting:
+    """One rank's, from now on.
+
+    Args:
+        make: what does the work; called on the thread.
+        delay: seconds until it is.
+        looked_at: whether somebody looks; asked if the rank's part of the job ends before that.
+    """
+
+    def __init__(self, make: Callable[[], Reporter], delay: float, looked_at: Callable[[], bool]) -> None:
+        self._make, self._delay, self._looked_at = make, delay, looked_at
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._reporter: Reporter | None = None
+        self._thread = threading.Thread(target=self._run, name="hvdgloo-reporter", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say a last time how things are, and end the thread."""
+        with self._lock:
+            self._closed.set()
+            if self._reporter is not None:
+                self._reporter.end()
+        self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            if self._closed.wait(self._delay) and not self._looked_at():
+                return
+            reporter = self._make()
+            with self._lock:
+                self._reporter = reporter
+                if self._closed.is_set():
+                    reporter.end()
+            reporter.run()
+        except Exception:
+            logger.exception("this rank is not reported on any more")
