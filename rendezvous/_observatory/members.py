@@ -114,17 +114,19 @@ class Waits:
 
     Args:
         missing: what some ranks wait for, as rank 0 says.
+        age: how many seconds ago it said so.
         ranks: that there are.
     """
 
-    def __init__(self, missing: Sequence[Missing], ranks: Mapping[int, Rank]) -> None:
+    def __init__(self, missing: Sequence[Missing], age: float, ranks: Mapping[int, Rank]) -> None:
         self.stalled: dict[int, str] = {}
         """Ranks that others have waited for so long that it is no longer usual, and what is said about it."""
         self._for_whom = {one.name: _named(one, ranks) for one in missing if one.ranks}
         for one in missing:
-            if one.seconds >= _STALLED:
+            seconds = one.seconds + age
+            if seconds >= _STALLED:
                 for rank in one.ranks:
-                    text = f"others have waited for it for {duration(int(one.seconds))}: {one.name[:_LONGEST]}"
+                    text = f"others have waited for it for {duration(int(seconds))}: {one.name[:_LONGEST]}"
                     self.stalled.setdefault(rank, text)
 
     def detail(self, name: str) -> str:

@@ -44,6 +44,7 @@ class Model:
         self._lateness: Lateness | None = None
         self._lateness_of = 0  # process whose totals these are
         self._missing: Sequence[Missing] = ()
+        self._missing_at = 0.0
         self._stacks: Sequence[tuple[int, str]] = ()
         self._settings: dict[str, Any] = {}
         self._events: deque[view.Event] = deque(maxlen=_EVENTS)
@@ -64,7 +65,7 @@ class Model:
     @property
     def still(self) -> bool:
         """Whether there is nothing to tell until something comes in."""
-        return self._still and not self._changed
+        return self._still and not self._changed and not self._missing
 
     def observe(self, host: str, observation: Observation, now: float) -> None:
         if not math.isfinite(observation.at):
@@ -237,7 +238,7 @@ class Model:
             self._of_rank_0(sample, now)
 
     def _of_rank_0(self, sample: Sample, now: float) -> None:
-        self._missing = sample.missing
+        self._missing, self._missing_at = sample.missing, now
         if sample.settings is not None:
             self._settings = sample.settings
         if sample.lateness is not None:
@@ -361,7 +362,7 @@ class Model:
         job.now = now
         told = self._told
         names = {name: index for index, name in enumerate(self._hosts)}
-        waits_for = Waits(self._missing, self._ranks)
+        waits_for = Waits(self._missing, max(0.0, now - self._missing_at), self._ranks)
         rows = {number: rank.row(names, waits_for) for number, rank in sorted(self._ranks.items())}
         changed = {number: row for number, row in rows.items() if self._rows.get(number) != row}
         gone = sorted(set(self._rows) - set(rows))

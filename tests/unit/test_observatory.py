@@ -239,6 +239,22 @@ def test_a_stall_names_the_rank_that_all_others_wait_for_and_shows_its_stack() -
     assert seen.job.steps_per_second > 0
 
 
+def test_how_long_others_have_waited_goes_on_between_samples() -> None:
+    clock = Clock()
+    observatory = watched(clock)
+    waits = (Missing("x", 8.0, (1,), 1),)
+    observatory.observe("h", sample(0, doing="waiting", pending="x", missing=waits))
+    observatory.observe("h", sample(1, doing="computing"))
+    observatory.tick()
+    assert state(observatory.snapshot(), 1) == "computing"
+    clock.now += 4.0
+    observatory.tick()
+    seen = observatory.snapshot()
+
+    assert state(seen, 1) == "stalled"
+    assert seen.ranks.detail[1] == "others have waited for it for 12 s: x"
+
+
 @pytest.mark.parametrize(
     ("missing", "detail"),
     [
