@@ -90,7 +90,10 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
     if argv[:1] == ["top"]:
         from hvdgloo.runner.top import command as top
 
-        return top.main(argv[1:], stdout, os.environ)
+        try:
+            return top.main(argv[1:], stdout, os.environ)
+        except OSError as error:
+            return _unwritable(error, stdout, stderr)
     parser = build_parser()
     flags, command, doctor = split_all(argv, parser.values)
     if doctor and not {"-h", "--help"}.isdisjoint(flags):
@@ -129,18 +132,23 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
 
 
 def _print(text: str, stdout: TextIO, stderr: TextIO) -> int:
-    """Write it, and return the exit status: a reader that has gone (``| head``) is not a reason for a traceback."""
+    """Write it, and return the exit status."""
     try:
         stdout.write(text)
         stdout.flush()
         return 0
     except OSError as error:
-        # What is still buffered would fail again when the interpreter ends.
-        if stdout is sys.stdout:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
-        if is_broken_pipe(error):
-            return 128 + signal.SIGPIPE
-        return _complain(stderr, LaunchError(f"standard output cannot be written: {error.strerror}"), 1)
+        return _unwritable(error, stdout, stderr)
+
+
+def _unwritable(error: OSError, stdout: TextIO, stderr: TextIO) -> int:
+    """The exit status if standard output fails: a reader that has gone (``| head``) is no reason for a traceback."""
+    # What is still buffered would fail again when the interpreter ends.
+    if stdout is sys.stdout:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+    if is_broken_pipe(error):
+        return 128 + signal.SIGPIPE
+    return _complain(stderr, LaunchError(f"standard output cannot be written: {error.strerror}"), 1)
 
 
 def _width(stdout: TextIO) -> int:

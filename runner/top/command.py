@@ -53,22 +53,12 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
         ConfigError: an argument cannot be used, or there is no such job.
         GoneError: the job does not answer.
     """
-    parser = _Parser(
-        prog="hvdgloo-run top",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("job", nargs="?", metavar="JOB", help="which job (default: the only one)")
-    parser.add_argument("--once", action="store_true", help="show it once, and end")
-    parser.add_argument("--json", action="store_true", help="as JSON, a line for each time (docs/observing.md)")
-    parser.add_argument("--link", action="store_true", help="print a new link to the job's page, and end")
-    parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two looks (default: 1)"
-    )
-    options = parser.parse_args(arguments)
-    source = find(options.job, environ)
+    options = build_parser().parse_args(arguments)
+    if options.token:
+        stdout.write(f"{find(options.job, environ).token}\n")
+        return 0
+    elsewhere = options.job is not None and "://" in options.job
+    source = of_link(options.job) if elsewhere else of_job(find(options.job, environ))
     try:
         if options.link:
             stdout.write(f"{source.link()}\n")
@@ -86,18 +76,36 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
     return 0
 
 
-def find(which: str | None, environ: Mapping[str, str]) -> Source:
-    """Where the job can be read that is meant by an argument.
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of what comes after ``top``."""
+    parser = _Parser(
+        prog="hvdgloo-run top",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("job", nargs="?", metavar="JOB", help="which job (default: the only one)")
+    parser.add_argument("--once", action="store_true", help="show it once, and end")
+    parser.add_argument("--json", action="store_true", help="as JSON, a line for each time (docs/observing.md)")
+    parser.add_argument("--link", action="store_true", help="print a new link to the job's page, and end")
+    parser.add_argument("--token", action="store_true", help="print the token for scripts and Prometheus, and end")
+    parser.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two looks (default: 1)"
+    )
+    return parser
+
+
+def find(which: str | None, environ: Mapping[str, str]) -> JobFile:
+    """The job on this host that is meant by an argument.
 
     Raises:
         ConfigError: there is none, or several.
     """
-    if which is not None and "://" in which:
-        return of_link(which)
     running = jobs(runtime_folder(environ))
     found = [job for job in running if which is None or job.id.startswith(which) or str(job.pid) == which]
     if len(found) == 1:
-        return of_job(found[0])
+        return found[0]
     if found:
         raise ConfigError("top: which job? These run:\n" + _listed(found))
     if running:

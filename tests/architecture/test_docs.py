@@ -20,6 +20,7 @@ from hvdgloo.runner.cli.setting_flags import IGNORED_FLAGS, REFUSED_FLAGS
 from hvdgloo.runner.job.command import interface_variables, worker_environment
 from hvdgloo.runner.job.spec import HostEntry, assign
 from hvdgloo.runner.network.interfaces import Address
+from hvdgloo.runner.top.command import build_parser as build_top_parser
 from tests.clients.table import CLIENTS
 from tests.support.frameworks import need
 from tests.support.pages import ROOT, generated
@@ -255,5 +256,7 @@ def _worker_variables() -> set[str]:
 
 def _options() -> set[str]:
     launcher = {option for action in build_parser()._actions for option in action.option_strings}
+    top = {option for action in build_top_parser()._actions for option in action.option_strings}
     others = (Path(rendezvous_cli.__file__), ROOT / "hvdgloo/tensorflow/data/compute_worker.py")
-    return launcher | {option for path in others for option in re.findall(r'"(--[a-z-]+)"', path.read_text("utf-8"))}
+    named = {option for path in others for option in re.findall(r'"(--[a-z-]+)"', path.read_text("utf-8"))}
+    return launcher | top | named

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from hvdgloo.runner.cli.main import main
 from hvdgloo.runner.top import command
 from hvdgloo.runner.top.source import GoneError, decoded, of_link
 from tests.support.observed import SimulatedJob
+from tests.support.page import script
 from tests.support.terminal import Terminal, terminal
 
 SECRET = bytes(range(32))
@@ -125,6 +127,12 @@ def test_a_new_link(published: Published, server: PageServer) -> None:
         of_link(link)
 
 
+def test_the_token_for_scripts(published: Published, server: PageServer) -> None:
+    token = top("--token")[1].strip()
+    assert script(server, token).get("/v1/job").status == 200
+    assert script(server, token).post("/v1/traces", {"steps": 1}).status == 403
+
+
 def test_a_job_elsewhere_is_read_by_its_link(server: PageServer) -> None:
     assert top(server.link(), "--once")[1].startswith("running")
 
@@ -210,6 +218,18 @@ def test_ctrl_c_ends_it(published: Published, tmp_path: Path) -> None:
         screen.type("\x03")
         assert screen.end() == 0
         assert b"Traceback" not in screen.raw
+
+
+def test_a_reader_that_goes_away_ends_it(published: Published, tmp_path: Path) -> None:
+    command_line = [sys.executable, "-m", "hvdgloo.runner", "top", "--json", "--interval", "0.1"]
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    with subprocess.Popen(command_line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["job"]["size"] == 4
+        process.stdout.close()
+        assert process.wait(PATIENCE) == 128 + signal.SIGPIPE
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
 
 
 def started(*arguments: str, runtime: Path) -> AbstractContextManager[Terminal]:
