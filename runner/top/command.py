@@ -30,7 +30,7 @@ out where you run one job on this host. A job elsewhere is named by the link
 that its launcher printed (--page), in quotes; it is used up like in a browser.
 
 Exit status: 0, also when the job ends meanwhile; 1 if it does not answer; 2 if
-there is no such job.
+there is no such job, or it cannot be shown.
 """
 _KEYS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10, " ": 10}
 """Keys, and by how many ranks they scroll."""
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
         environ: this process's.
 
     Raises:
-        ConfigError: an argument cannot be used, or there is no such job.
+        ConfigError: an argument cannot be used, there is no such job, or it cannot be shown.
         GoneError: the job does not answer.
     """
     options = build_parser().parse_args(arguments)

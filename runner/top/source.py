@@ -63,7 +63,7 @@ class Source:
 
         Raises:
             GoneError: nobody answers.
-            HvdglooError: the answer is a refusal.
+            ConfigError: the answer is a refusal.
         """
         return self._request("GET", f"v1/job?curves={int(curves)}")
 
@@ -84,7 +84,7 @@ class Source:
             self._connection.close()
             raise GoneError(f"the job's launcher does not answer ({_reason(error)}); most likely it is over") from None
         if answer.status != 200:
-            raise HvdglooError(f"the job's launcher refuses: {_refusal(body)}")
+            raise ConfigError(f"the job's launcher refuses: {_refusal(body)}")
         return body
 
 
@@ -124,14 +124,14 @@ def decoded(data: bytes) -> Snapshot:
     """A snapshot from its JSON.
 
     Raises:
-        HvdglooError: it is of another version of hvdgloo.
+        ConfigError: it is of another version of hvdgloo.
     """
     try:
         if msgspec.json.decode(data, type=_Schema).schema == SCHEMA:
             return msgspec.json.decode(data, type=Snapshot)
     except msgspec.DecodeError:
         pass
-    raise HvdglooError("the job runs another version of hvdgloo; use the one that it was started with")
+    raise ConfigError("the job runs another version of hvdgloo; use the one that it was started with")
 
 
 def _reason(error: Exception) -> str:

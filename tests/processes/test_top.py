@@ -176,7 +176,7 @@ def test_a_job_that_does_not_answer(published: Published, server: PageServer) ->
 
 @pytest.mark.parametrize("text", [b"{}", b"[]", b"x", b'{"schema": 0}', b'{"schema": 1, "job": 3}'])
 def test_another_version_is_recognized(text: bytes) -> None:
-    with pytest.raises(Exception, match="another version of hvdgloo"):
+    with pytest.raises(ConfigError, match="another version of hvdgloo"):
         decoded(text)
 
 
