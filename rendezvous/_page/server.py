@@ -168,10 +168,10 @@ class PageServer:
 
     def stop(self, reason: str = "the job is over") -> None:
         """Show the end to those who watch, and close everything; that takes a second at most. May be repeated."""
-        if self._wake_up is not None:
-            self._wake_up.wake()
         with self._lock:
             self._stopped = True
+        if self._wake_up is not None:
+            self._wake_up.wake()
         if self._waiting is not None and self._waiting is not threading.current_thread():
             self._waiting.join()
         if self._feed is not None:
