@@ -85,7 +85,7 @@ class TimeView {
 
 /** The labels of a time axis: as exact as the distance between them. At its ends there is no room for any. */
 function timeLabels(plot, splits, _axis, _space, increment) {
-  const { width } = plot.over.getBoundingClientRect();
+  const width = plot.bbox.width / uPlot.pxRatio;
   return splits.map((at) => {
     const place = plot.valToPos(at, "x");
     if (place < 24 || (width && place > width - 16)) return null;

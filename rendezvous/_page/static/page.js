@@ -104,7 +104,7 @@ class Page {
     return new Map(views.map(([id, parts, draw]) => [id, { parts, draw, seen: true, pending: new Set() }]));
   }
 
-  /** Draw the sections that are seen, or nearly; the others have to wait until they are. */
+  /** Draw the sections that are seen; the others have to wait until they are. */
   _draw(changed) {
     this._view.set(this._store.job.started, this._store.job.now);
     for (const view of this._views.values()) {
@@ -117,13 +117,10 @@ class Page {
   }
 
   _watchSections() {
-    const observer = new IntersectionObserver(
-      (entries) => {
-        for (const { target, isIntersecting } of entries) this._views.get(target.id).seen = isIntersecting;
-        this._touch("seen");
-      },
-      { rootMargin: "25%" },
-    );
+    const observer = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) this._views.get(target.id).seen = isIntersecting;
+      this._touch("seen");
+    });
     // What is not shown at all is not seen, but decides itself whether it is shown.
     for (const id of this._views.keys()) if (id !== "trace") observer.observe(dom.byId(id));
     window.addEventListener("beforeprint", () => {

@@ -108,6 +108,7 @@ class Grid {
     cell = dom.make(
       "div",
       { role: "gridcell", tabindex: "-1" },
+      dom.make("span", { class: "unseen", text: "rank" }),
       dom.make("span", { class: "number", text: String(row.rank) }),
       dom.make("span", { class: "word" }),
       dom.make("span", { class: "what" }),
@@ -144,14 +145,15 @@ class Grid {
   _setCell(cell, row, chosen) {
     dom.setClass(cell, `cell ${row.state}${chosen ? " chosen" : ""}`);
     dom.setAttribute(cell, "aria-selected", String(chosen));
-    const what = row.detail || STATE_WORDS[row.state];
-    if (cell.dataset.what !== what) {
-      cell.dataset.what = what;
-      cell.setAttribute("aria-label", `rank ${row.rank}: ${what}`);
+    if (!this._root.classList.contains("cards")) {
+      dom.setAttribute(cell, "aria-label", `rank ${row.rank}: ${row.detail || STATE_WORDS[row.state]}`);
+      return;
     }
-    if (!this._root.classList.contains("cards")) return;
-    dom.setText(cell.children[1], row.state);
-    dom.setText(cell.children[2], row.detail || (row.step_seconds ? `${format.seconds(row.step_seconds)} a step` : ""));
+    // What stands in a card is its name, too.
+    cell.removeAttribute("aria-label");
+    dom.setText(cell.querySelector(".word"), row.state);
+    const step = row.step_seconds ? `${format.seconds(row.step_seconds)} a step` : "";
+    dom.setText(cell.querySelector(".what"), row.detail || step);
   }
 
   _setHost(host, shown) {
