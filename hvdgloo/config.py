@@ -142,6 +142,29 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def parse_listener(text: str) -> tuple[str, int]:
+    """An address to listen on, with a port or without: ``ADDR``, ``ADDR:PORT``, ``[ADDR]:PORT``.
+
+    Returns:
+        the address, or a name of this host, and the port; 0 stands for any.
+
+    Raises:
+        ValueError: it is neither; the message says which form is expected.
+    """
+    import ipaddress
+
+    address, port = text.strip(), "0"
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:  # there is a port, brackets, or a name
+        if not address.endswith("]") and ":" in address:
+            address, _, port = address.rpartition(":")
+        address = address.removeprefix("[").removesuffix("]")
+    if not address or not port.isdigit() or int(port) > 65535:
+        raise ValueError("expected ADDR, ADDR:PORT or [ADDR]:PORT, with a port up to 65535")
+    return address, int(port)
+
+
 def format_endpoint(host: str, port: int) -> str:
     """The inverse of ``parse_endpoint``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -22,13 +22,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
 from hvdgloo._net.tls import Tls
 from hvdgloo._platform.spelling import suggestions
-from hvdgloo.config import Config, format_endpoint, parse_value, read_secret_file, settings
+from hvdgloo.config import Config, format_endpoint, parse_listener, parse_value, read_secret_file, settings
 from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.rendezvous._auth import generate_secret, status_token
 from hvdgloo.rendezvous._elastic.events import Action, Join, Rules
@@ -37,6 +37,9 @@ from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.rendezvous._server.server import RendezvousServer
 from hvdgloo.rendezvous._watch import PROGRAM, complain, say, watch_elastic, watch_fixed
 from hvdgloo.version import __version__
+
+if TYPE_CHECKING:  # a server without a page does not need it
+    from hvdgloo.rendezvous._shown import Shown
 
 _TLS = ("tls", "tls_cert", "tls_key", "tls_ca")  # settings that are options here, too
 
@@ -81,6 +84,14 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
         raise ConfigError("--bind gives a port and --port-range others; give only one of them")
     actions: queue.SimpleQueue[Action] = queue.SimpleQueue()
     elastic = None if options.rules is None else ElasticEpochs(options.rules, act=actions.put, hold=RETURN_TIME)
+    tls = None if options.tls_files is None else Tls(*options.tls_files)
+    shown = None
+    if options.page is not None:
+        from hvdgloo.rendezvous._shown import Shown
+
+        where, its_port = options.page
+        title = f"{PROGRAM}, {_workers(options)}"
+        shown = Shown(title, secret=secret, address=where, port=its_port, rules=options.rules, tls=tls)
     server = RendezvousServer(
         secret=secret,
         size=options.np if elastic is None else None,
@@ -89,14 +100,21 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
         port=port,
         port_range=options.port_range,
         start_timeout=options.start_timeout or Config.start_timeout,
-        tls=None if options.tls_files is None else Tls(*options.tls_files),
+        tls=tls,
+        observed=None if shown is None else shown.observed,
     )
-    with _stopped_by_signals() as stopped, server:
+    with _stopped_by_signals() as stopped, server, ExitStack() as page:
         try:
-            _announce(server, options, secret_place)
+            if shown is not None:
+                page.enter_context(shown)
+            _announce(server, options, secret_place, shown)
             if elastic is None:
-                return watch_fixed(server, options.once)
-            return watch_elastic(server, actions, options.once)
+                status = watch_fixed(server, options.once, shown)
+            else:
+                status = watch_elastic(server, actions, options.once, shown)
+            if shown is not None:
+                shown.ended(status, server.last_failure)
+            return status
         except stopped:
             say("stopped by a signal")
             return 0
@@ -183,6 +201,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             metavar="PATH" if name != "tls" else "{auto,off,required}",
             help=f"{setting.help} ({setting.env})",
         )
+    parser.add_argument(
+        "--page",
+        nargs="?",
+        const=("127.0.0.1", 0),
+        type=_listener,
+        metavar="ADDR[:PORT]",
+        help="serve a page that shows the job live, and print its address, which works for one browser. By default it "
+        "is at 127.0.0.1 and any free port",
+    )
     parser.add_argument("--once", action="store_true", help="end when all workers have come and gone, or did not come")
     parser.add_argument(
         "--status-token",
@@ -258,6 +285,13 @@ def _rules(options: argparse.Namespace) -> Rules | None:
     )
 
 
+def _listener(text: str) -> tuple[str, int]:
+    try:
+        return parse_listener(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+
 def _whole(text: str) -> int:
     if not text.strip().isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 0")
@@ -287,25 +321,15 @@ def _addresses(binds: Sequence[str] | None) -> tuple[list[str], int]:
     """The addresses to listen on, and their port."""
     addresses, ports = [], set()
     for text in binds or ["127.0.0.1"]:
-        address, port = _split(text)
+        try:
+            address, port = parse_listener(text)
+        except ValueError as error:
+            raise ConfigError(f"--bind {text}: {error}") from None
         addresses.append(address)
         ports.add(port)
     if len(ports) > 1:
         raise ConfigError(f"--bind: all addresses have one port, not {' and '.join(map(str, sorted(ports)))}")
     return addresses, ports.pop()
-
-
-def _split(text: str) -> tuple[str, int]:
-    address, port = text.strip(), "0"
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:  # there is a port, brackets, or a name
-        if not address.endswith("]") and ":" in address:
-            address, _, port = address.rpartition(":")
-        address = address.removeprefix("[").removesuffix("]")
-    if not address or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"--bind {text}: expected ADDR, ADDR:PORT or [ADDR]:PORT, with a port up to 65535")
-    return address, int(port)
 
 
 # The secret.
@@ -357,7 +381,7 @@ def _write_secret(path: str) -> bytes:
 # What it prints.
 
 
-def _announce(server: RendezvousServer, options: argparse.Namespace, secret_place: str) -> None:
+def _announce(server: RendezvousServer, options: argparse.Namespace, secret_place: str, shown: Shown | None) -> None:
     endpoints = [reachable for endpoint in server.endpoints for reachable in _reachable(endpoint)]
     secret = f"HVDGLOO_SECRET_FILE={secret_place}" if secret_place else "HVDGLOO_SECRET, as this process has it"
     say(f"{PROGRAM} {__version__} waits for {_workers(options)} on {', '.join(endpoints)}")
@@ -373,6 +397,8 @@ def _announce(server: RendezvousServer, options: argparse.Namespace, secret_plac
     how = f"{PROGRAM} --status-token"
     scheme = "http" if options.tls_files is None else "https"
     say(f"Page: {scheme}://{endpoints[0]}/ (password: {how}{f' --secret-file {secret_place}' if secret_place else ''})")
+    if shown is not None:
+        say(f"Live page, for one browser: {shown.link()}")
 
 
 def _workers(options: argparse.Namespace) -> str:

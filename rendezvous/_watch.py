@@ -8,12 +8,15 @@ import queue
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdgloo.rendezvous._elastic.events import Action, Changed, Ended, Tell
 from hvdgloo.rendezvous._elastic.history import describe_change, describe_epoch, describe_survivors, ranks_by_host
 from hvdgloo.rendezvous._server.server import RendezvousServer
 from hvdgloo.rendezvous._server.service import Refused
+
+if TYPE_CHECKING:  # a server without a page does not need it
+    from hvdgloo.rendezvous._shown import Shown
 
 PROGRAM = "hvdgloo-rendezvous"
 _LOOK_AGAIN = 0.5  # seconds; only --once needs to poll at all, for connections that have ended
@@ -21,10 +24,17 @@ _BETWEEN_STRANGERS = 30.0  # seconds between two lines about refused requests
 _BETWEEN_LINES = 0.2  # seconds; a thousand workers that come together make a few lines, not a thousand
 
 
-def watch_fixed(server: RendezvousServer, once: bool) -> int:
-    """Report on a fixed number of workers, until there is a reason to end; returns the exit status."""
+def watch_fixed(server: RendezvousServer, once: bool, shown: Shown | None = None) -> int:
+    """Report on a fixed number of workers, until there is a reason to end; returns the exit status.
+
+    Args:
+        once: end when all workers have come and gone, or did not come.
+        shown: the job's page, which gets to know the same.
+    """
     last, failure = "", ""
     for stamp in _moments(server, once):
+        if shown is not None:
+            shown.look(server.status())
         if server.last_failure != failure:
             failure = server.last_failure
             complain(failure)
@@ -41,18 +51,25 @@ def watch_fixed(server: RendezvousServer, once: bool) -> int:
     return 0
 
 
-def watch_elastic(server: RendezvousServer, actions: queue.SimpleQueue[Action], once: bool) -> int:
+def watch_elastic(
+    server: RendezvousServer, actions: queue.SimpleQueue[Action], once: bool, shown: Shown | None = None
+) -> int:
     """Report on the workers of an elastic job, until there is a reason to end; returns the exit status.
 
     Args:
         actions: what its ``ElasticEpochs`` does; whatever is not for people is passed over.
+        once, shown: as for ``watch_fixed``.
     """
     last, status, ended = "", 0, False
     before: Changed | None = None
     told: set[str] = set()  # since the last change
     for stamp in _moments(server, once):
+        if shown is not None:
+            shown.look(server.status())
         while not actions.empty():
             action = actions.get_nowait()
+            if shown is not None and isinstance(action, Tell):
+                shown.tell(action.text)
             match action:
                 case Tell(text) if text != last:
                     told.add(text)

@@ -9,6 +9,8 @@
                                       ``?timeout=s``; 200 the answer, 202 not yet, 404 the job is not elastic
 ``POST /v1/elastic/reports``          it says how far it is; 204
 ``POST /v1/elastic/news``             it asks what would change, ``?timeout=s``; 200 as soon as that is news to it
+``POST /v1/observe``                  what a rank says of itself (``hvdgloo._observe.samples``); 204, 404 nobody looks
+                                      at the job, 413 too long
 ``PUT /v1/kv/<scope>/<key>``          set a value; 204
 ``GET /v1/kv/<scope>/<key>``          ``?timeout=s`` waits; 200 the value, 404 not there
 ``DELETE /v1/kv/<scope>/<key>``       200 ``{"deleted": true or false}``
@@ -207,6 +209,17 @@ def _news(service: Service, call: Call) -> Steps[Answer]:
     return Answer(news)
 
 
+def _observe(service: Service, call: Call) -> Answer:
+    if service.observed is None:
+        raise Refusal(404, "nobody looks at this job: its server was started without --page")
+    from hvdgloo._observe.samples import CODEC, LIMIT
+
+    if len(call.body) > LIMIT:
+        raise Refusal(413, f"an observation has at most {LIMIT} bytes")
+    service.observed(_read(CODEC, call.body))
+    return Answer(status=204)
+
+
 def _elastic(service: Service) -> ElasticEpochs:
     if service.elastic is None:
         raise Refusal(404, "this job is not elastic: its workers are fixed")
@@ -261,6 +274,7 @@ ROUTES = (
     Route("/v1/elastic/next", ("POST",), _next_epoch),
     Route("/v1/elastic/reports", ("POST",), _report),
     Route("/v1/elastic/news", ("POST",), _news),
+    Route("/v1/observe", ("POST",), _observe),
     Route("/v1/kv/<scope>", ("POST",), _many),
     Route("/v1/kv/<scope>/<path:key>", ("GET", "PUT", "DELETE"), _one),
     Route("/v1/status", ("GET",), _status),

@@ -24,6 +24,7 @@ from hvdgloo.rendezvous._server.epochs import Epochs
 from hvdgloo.rendezvous._store import Limits
 
 if TYPE_CHECKING:
+    from hvdgloo._observe.samples import Observation
     from hvdgloo.rendezvous._server.elastic import ElasticEpochs
     from hvdgloo.rendezvous._server.http_front import Front
     from hvdgloo.rendezvous._server.routes import WSGIApplication
@@ -58,6 +59,7 @@ class RendezvousServer:
             body takes.
         limits: of the memory that clients may take.
         tls: encrypts all connections, if given.
+        observed: receives what ranks report of themselves, on any thread; None if nobody looks at the job.
 
     Raises:
         ConfigError: no such address here, the port is taken, or no worker is expected.
@@ -78,6 +80,7 @@ class RendezvousServer:
         request_timeout: float = 10.0,
         limits: Limits = Limits(),  # noqa: B008 - it never changes
         tls: Tls | None = None,
+        observed: Callable[[Observation], None] | None = None,
     ) -> None:
         if not bind:
             raise ConfigError("a rendezvous server needs at least one address to listen on")
@@ -86,6 +89,7 @@ class RendezvousServer:
         self._request_timeout = request_timeout
         self._limits = limits
         self._tls = tls
+        self._observed = observed
         if tls is not None:
             tls.check_listener()
         self._bind = tuple(dict.fromkeys(bind))
@@ -148,6 +152,7 @@ class RendezvousServer:
             limits=self._limits,
             channel=b"" if self._tls is None else self._tls.fingerprint,
             elastic=self._elastic,
+            observed=self._observed,
         )
         if self._elastic is not None:
             self._elastic.on_change = self._epochs.wake

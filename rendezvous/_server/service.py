@@ -28,6 +28,7 @@ from hvdgloo.rendezvous._store import Limits, MemoryStore, Quota, epoch_of
 from hvdgloo.version import __version__
 
 if TYPE_CHECKING:
+    from hvdgloo._observe.samples import Observation
     from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 
 MAX_CLIENTS = 1 << 17
@@ -73,6 +74,7 @@ class Service:
         secret: of the job.
         epochs: where workers gather.
         elastic: where those of an elastic job do instead, if it is one.
+        observed: receives what ranks report of themselves, on any thread; None if nobody looks at the job.
         max_polls: how many requests may wait at a time; further ones are told to try again.
         watch: makes a context manager for waiting on this thread, that calls back when a connection's client hangs up.
         body_timeout: seconds that a request's body may take, beyond what it takes at the slowest rate that is borne.
@@ -91,7 +93,9 @@ class Service:
         limits: Limits,
         channel: bytes = b"",
         elastic: ElasticEpochs | None = None,
+        observed: Callable[[Observation], None] | None = None,
     ) -> None:
+        self.observed = observed
         self.signer = auth.Signer(secret, channel)
         self.token = auth.status_token(secret)
         self.run = auth.generate_id()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -11,9 +12,11 @@ import stat
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -21,9 +24,11 @@ import requests
 from hvdgloo.config import read_secret_file
 from hvdgloo.errors import AuthenticationError, DismissedError
 from hvdgloo.rendezvous import RendezvousClient
+from hvdgloo.rendezvous._auth import status_token
 from hvdgloo.rendezvous._server.service import Refused
 from hvdgloo.rendezvous._watch import _Strangers
 from tests.support.elastic_clients import Workers, placed
+from tests.support.launching import wait_for
 from tests.support.rendezvous import Task, info, until
 
 COMMAND = [sys.executable, "-m", "hvdgloo.rendezvous"]
@@ -359,3 +364,50 @@ def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
         port = other.getsockname()[1]
         assert main(["--np", "1", "--bind", f"127.0.0.1:{port}"]) == 2
     assert f"cannot listen on port {port} of 127.0.0.1: Address already in use" in capfd.readouterr().err
+
+
+STEPS = """
+import os, sys, time
+import numpy as np
+import hvdgloo.numpy as hvd
+hvd.init()
+until, over = time.monotonic() + 50, False
+while not over:
+    hvd.allreduce(np.ones(4, np.float32), name="x")
+    over = hvd.broadcast_object(os.path.exists(sys.argv[1]) or time.monotonic() > until)
+"""
+
+
+def test_page_shows_what_workers_do_that_somebody_else_has_started(tmp_path: Path) -> None:
+    command = Command(tmp_path, "-np", "2", "--page", "--once")
+    end = tmp_path / "end"
+    link = command.find(r"Live page, for one browser: (\S+)")
+    token = status_token(read_secret_file(command.secret_file))
+
+    def shown() -> Any:
+        address = f"{link.partition('?')[0]}v1/job?curves=0"
+        request = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+    variables = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("HVDGLOO_")},
+        "HVDGLOO_RENDEZVOUS": command.endpoint,
+        "HVDGLOO_SECRET_FILE": command.secret_file,
+        "HVDGLOO_ADDRESS": "127.0.0.1",
+    }
+    workers = [subprocess.Popen([sys.executable, "-c", STEPS, str(end)], env=variables) for _ in range(2)]
+    try:
+        wait_for(lambda: min(shown()["ranks"]["operations"], default=0) > 0, 40, "both have reported")
+        found = shown()
+        assert found["ranks"]["rank"] == [0, 1]
+        assert set(found["ranks"]["pid"]) == {worker.pid for worker in workers}
+        end.touch()
+        assert [worker.wait(30) for worker in workers] == [0, 0]
+        assert command.process.wait(30) == 0
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        command.process.kill()
+        command.process.wait()

@@ -1,0 +1,119 @@
+"""The page of a job that ``hvdgloo-rendezvous --page`` serves: there is no launcher, so ranks report to the server."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from hvdgloo._net.tls import Tls
+from hvdgloo._observe.samples import HostSample, Observation
+from hvdgloo.rendezvous._elastic.events import Rules
+from hvdgloo.rendezvous._observatory.observatory import Observatory
+from hvdgloo.rendezvous._page.server import PageServer
+from hvdgloo.version import __version__
+
+
+class Shown:
+    """A job as it is seen at its rendezvous server: who has come from where, who is connected, what ranks report.
+
+    A context manager, around the job's life.
+
+    Args:
+        title: what the job is called.
+        secret: of the job.
+        address, port: where browsers see it; port 0 for any.
+        rules: of an elastic job.
+        tls: encrypts the page, if given.
+
+    Raises:
+        ConfigError: on entering: it cannot listen there.
+    """
+
+    def __init__(
+        self, title: str, *, secret: bytes, address: str, port: int, rules: Rules | None = None, tls: Tls | None = None
+    ) -> None:
+        self._observatory = Observatory(
+            job=secrets.token_hex(6),
+            command=title,
+            started=time.time(),
+            versions={"hvdgloo": __version__},
+            least=None if rules is None else rules.smallest,
+            most=None if rules is None else rules.largest,
+        )
+        self._server = PageServer(self._observatory, secret=secret, addresses=(address,), port=port, tls=tls)
+        self._stack = ExitStack()
+        self._places: dict[int, str] = {}
+        self._seats: Sequence[tuple[int, str, int, int]] = ()
+        self._epoch = -1
+        self._gone: set[int] = set()
+
+    def __enter__(self) -> Shown:
+        with ExitStack() as stack:
+            self._server.listen()
+            stack.callback(self._server.stop)
+            stack.enter_context(self._observatory)
+            self._server.start()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def link(self) -> str:
+        """An address that lets one browser in."""
+        return self._server.link()
+
+    def observed(self, observation: Observation) -> None:
+        """A rank has reported something. On any thread."""
+        if isinstance(observation, HostSample):
+            return  # agents report those, and there is none
+        host = self._places.get(observation.rank)
+        if host is not None:  # otherwise it has not been given its place yet, or is of an epoch that is over
+            self._observatory.observe(host, observation)
+
+    def look(self, status: Mapping[str, Any]) -> None:
+        """Workers have come or gone.
+
+        Args:
+            status: of the server, as ``/v1/status`` shows it.
+        """
+        if "elastic" in status:
+            epoch, workers = status["elastic"]["epoch"], status["elastic"]["workers"]
+        else:
+            current = status["epochs"][-1]
+            epoch, workers = current["epoch"], current["workers"] if current["state"] == "complete" else []
+        taken = Counter[str]()
+        seats = []
+        for worker in sorted(workers, key=lambda worker: worker["rank"]):
+            host = worker["host"]
+            seats.append((worker["rank"], host, worker.get("local_rank", taken[host]), worker.get("pid", 0)))
+            taken[host] += 1
+        if (epoch, seats) != (self._epoch, self._seats):
+            self._place(epoch, seats)
+        for worker in workers:
+            rank = worker["rank"]
+            if worker["connected"] == (rank in self._gone):
+                self._gone ^= {rank}
+                self._observatory.worker(rank, "running" if worker["connected"] else "ended")
+
+    def tell(self, text: str) -> None:
+        """Something has become of an elastic job's workers."""
+        self._observatory.event("elastic", text)
+
+    def ended(self, status: int, text: str) -> None:
+        """The job is over; ``text`` says what failed if ``status`` is not 0."""
+        self._observatory.ended(status, text)
+
+    def _place(self, epoch: int, seats: Sequence[tuple[int, str, int, int]]) -> None:
+        self._epoch, self._seats, self._gone = epoch, seats, set()
+        self._places = {rank: host for rank, host, _, _ in seats}
+        for host in dict.fromkeys(self._places.values()):
+            self._observatory.host(host, "up")
+        self._observatory.placed(epoch, seats)

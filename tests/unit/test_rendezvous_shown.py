@@ -1,0 +1,106 @@
+"""A job without a launcher, as ``hvdgloo-rendezvous --page`` shows it: ranks report to the server."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hvdgloo._observe.samples import CODEC, LIMIT, HostSample, Observation, Sample, Steps
+from hvdgloo.errors import RendezvousError
+from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
+from hvdgloo.rendezvous._elastic.events import Rules
+from hvdgloo.rendezvous._observatory.view import STATES, Snapshot
+from hvdgloo.rendezvous._shown import Shown
+from tests.support.rendezvous import SECRET
+
+
+def sample(rank: int, count: int = 1) -> Sample:
+    steps = Steps(count=count, seconds=0.1 * count)
+    return Sample(rank, 2, 0, 100 + rank, time.time(), steps=steps, doing="computing")
+
+
+def test_what_ranks_report_reaches_who_looks() -> None:
+    seen: list[Observation] = []
+    with (
+        RendezvousServer(secret=SECRET, size=1, observed=seen.append) as server,
+        RendezvousClient(server.endpoint, SECRET) as client,
+    ):
+        assert client.observe(CODEC.encode(sample(0)))
+        assert [type(observation) for observation in seen] == [Sample]
+        with pytest.raises(RendezvousError, match="not an observation"):
+            client.observe(b"nonsense")
+        with pytest.raises(RendezvousError, match=f"at most {LIMIT} bytes"):
+            client.observe(bytes(LIMIT + 1))
+        assert len(seen) == 1
+
+
+def test_a_server_that_nobody_looks_at_says_so() -> None:
+    with RendezvousServer(secret=SECRET, size=1) as server, RendezvousClient(server.endpoint, SECRET) as client:
+        assert not client.observe(CODEC.encode(sample(0)))
+
+
+@pytest.fixture
+def shown() -> Iterator[Shown]:
+    rules = Rules(size=2, smallest=1, largest=4, launched=False)
+    with Shown("the job", secret=SECRET, address="127.0.0.1", port=0, rules=rules) as shown:
+        yield shown
+
+
+def snapshot(shown: Shown) -> Snapshot:
+    shown._observatory.tick()
+    return shown._observatory.snapshot()
+
+
+def fixed(*workers: tuple[int, str, bool], state: str = "complete") -> dict[str, Any]:
+    """The status of a server with these workers: rank, host, connected."""
+    shown = [{"rank": rank, "host": host, "pid": 100 + rank, "connected": there} for rank, host, there in workers]
+    return {"epochs": [{"epoch": 0, "state": state, "workers": shown}]}
+
+
+def test_workers_appear_with_their_hosts_once_all_have_come(shown: Shown) -> None:
+    shown.look(fixed((1, "h1", True), state="gathering"))
+    shown.observed(sample(1))
+    assert snapshot(shown).ranks.rank == []
+    shown.look(fixed((2, "h2", True), (0, "h1", True), (1, "h1", True)))
+    seen = snapshot(shown)
+    assert [host.name for host in seen.hosts] == ["h1", "h2"]
+    assert seen.ranks.local_rank == [0, 1, 0]
+    assert seen.ranks.pid == [100, 101, 102]
+    shown.observed(sample(1, count=7))
+    shown.observed(HostSample(time.time(), 4, 0.5))
+    seen = snapshot(shown)
+    assert seen.ranks.steps == [0, 7, 0]
+    assert [host.cores for host in seen.hosts] == [0, 0], "only agents measure hosts"
+
+
+def test_who_is_not_connected_any_more_has_ended(shown: Shown) -> None:
+    shown.look(fixed((0, "h1", True), (1, "h1", True)))
+    shown.look(fixed((0, "h1", True), (1, "h1", False)))
+    assert [STATES[state] for state in snapshot(shown).ranks.state] == ["starting", "ended"]
+
+
+def test_an_elastic_jobs_epochs_are_followed(shown: Shown) -> None:
+    def look(epoch: int, *workers: tuple[int, str, int]) -> None:
+        there = [{"rank": r, "host": host, "local_rank": local, "connected": True} for r, host, local in workers]
+        shown.look({"elastic": {"epoch": epoch, "workers": there}, "epochs": []})
+
+    look(0, (0, "h1", 0), (1, "h2", 0))
+    look(1, (0, "h2", 0), (1, "h2", 1), (2, "h3", 0))
+    shown.tell("rank 0 on host h1 was lost")
+    seen = snapshot(shown)
+    assert (seen.job.epoch, seen.job.least, seen.job.most) == (1, 1, 4)
+    assert [seen.hosts[index].name for index in seen.ranks.host] == ["h2", "h2", "h3"]
+    assert "rank 0 on host h1 was lost" in [event.text for event in seen.events if event.kind == "elastic"]
+
+
+def test_the_end_is_shown_to_who_opens_the_link(shown: Shown) -> None:
+    shown.look(fixed((0, "h1", True)))
+    shown.ended(1, "epoch 0 has failed")
+    with urllib.request.urlopen(shown.link(), timeout=30) as answer:
+        assert answer.status == 200
+    job = snapshot(shown).job
+    assert (job.state, job.message, job.command) == ("failed", "epoch 0 has failed", "the job")
