@@ -6,6 +6,7 @@ function. This module is callable, so both spellings work.
 
 from __future__ import annotations
 
+import html
 import math
 import os
 import shlex
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar
 
 from hvdgloo._job import excepthook
-from hvdgloo.config import without_place
+from hvdgloo.config import parse_listener, without_place
 from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.rendezvous._auth import generate_secret
 from hvdgloo.runner import arguments
@@ -24,7 +25,7 @@ from hvdgloo.runner.elastic.options import ElasticOptions
 from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.environment import working_directory
 from hvdgloo.runner.job.host_sources import take_inventory
-from hvdgloo.runner.job.spec import Discovery, Reach
+from hvdgloo.runner.job.spec import Discovery, Reach, Views
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.signals import LIBRARY_SIGNALS
 from hvdgloo.runner.transport.template import parse_template
@@ -74,6 +75,9 @@ def run(
     host_discovery: Discovery | None = None,
     failures_per_host: int | None = None,
     max_restarts: int = 0,
+    page: bool | str | None = None,
+    page_control: bool = False,
+    report: str | None = None,
 ) -> list[T]:
     """Call ``func(*args, **kwargs)`` in ``np`` worker processes at once, on this host or on several.
 
@@ -116,6 +120,10 @@ def run(
         env: variables set for the workers on all hosts, in addition to this process's own.
         grace_period: seconds between asking workers to end and killing them; by default 3 after a failure and 30 after
             Ctrl-C.
+        page: serve a page that shows the job live: True, or ``address:port`` (by default 127.0.0.1 and any free port).
+            A notebook shows a link to it; elsewhere its address is printed.
+        page_control: who sees the page may also have some steps traced.
+        report: a file (.html) for what the page has shown, written when the job has ended, also after a failure.
         network_interface: the old name of another argument; it gives a warning.
         use_gloo, use_mpi, mpi_args, disable_cache: there is only Gloo, and nothing is cached between jobs;
             ``use_mpi=True`` is rejected, the others have no effect.
@@ -188,9 +196,16 @@ def run(
         verbose=bool(verbose),
         elastic=options.spec(inventory, environ),
         max_restarts=_whole("max_restarts", max_restarts, 0) or 0,
+        views=Views(
+            title=f"hvdgloo.run.run({getattr(func, '__qualname__', type(func).__qualname__)})",
+            page=_page(page),
+            control=page_control,
+            report=report,
+            show_link=_notebook_link(),
+        ),
     )
     with ResultFiles(secret) as results:
-        report = launch(
+        ended = launch(
             spec,
             stdout=sys.stdout,
             stderr=sys.stderr,
@@ -199,7 +214,7 @@ def run(
             signals=LIBRARY_SIGNALS,
             results=results,
         )
-        return conclude(report, results)
+        return conclude(ended, results)
 
 
 # Arguments.
@@ -254,6 +269,31 @@ def _port(value: int | None) -> int | None:
     if value is not None and not (isinstance(value, SupportsIndex) and 0 < value < 65536):
         raise ConfigError(f"run(ssh_port={value!r}): it is not a port from 1 to 65535")
     return value
+
+
+def _page(value: bool | str | None) -> tuple[str, int] | None:
+    """Where the page is to be served; None if it is not."""
+    if not value:
+        return None
+    try:
+        return ("127.0.0.1", 0) if value is True else parse_listener(value)
+    except (ValueError, AttributeError):
+        raise ConfigError(f"run(page={value!r}): give True, or an address and a port: '127.0.0.1:8080'") from None
+
+
+def _notebook_link() -> Callable[[str], None] | None:
+    """What shows a link in a notebook; None elsewhere."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None or not hasattr(shell, "kernel"):
+        return None
+
+    def show(link: str) -> None:
+        from IPython.display import HTML, display
+
+        display(HTML(f'<a href="{html.escape(link)}" target="_blank" rel="noopener">the page of this job</a>'))
+
+    return show
 
 
 def _words(name: str, value: Sequence[str]) -> tuple[str, ...]:

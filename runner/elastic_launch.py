@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TextIO
 
 from hvdgloo._net.tls import Tls
 from hvdgloo.config import parse_endpoint
@@ -33,12 +32,13 @@ from hvdgloo.runner.job.advice import advise_on_signal
 from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
 from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry, LaunchSpec, Slot
-from hvdgloo.runner.observer import Observer, Results, expect, open_console
+from hvdgloo.runner.observer import Observer, Surroundings, expect, open_console
 from hvdgloo.runner.protocol.frames import Spawn
 from hvdgloo.runner.provisions import advice_for, base_environment, check_traces, command_on, limits_there, required_on
 from hvdgloo.runner.rendezvous_host import InLauncher
 from hvdgloo.runner.report import Report
-from hvdgloo.runner.signals import ENDING, Outside, nobody, passed_on
+from hvdgloo.runner.show.showing import progress_display
+from hvdgloo.runner.signals import ENDING, passed_on
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import Spawner
@@ -46,20 +46,7 @@ from hvdgloo.runner.transport.select import AnyHostSpawner, hosts_here
 from hvdgloo.topology import places
 
 
-def launch_elastic(
-    spec: LaunchSpec,
-    elastic: ElasticSpec,
-    *,
-    stdout: TextIO,
-    stderr: TextIO,
-    quiet: bool,
-    news: bool,
-    signals: Sequence[signal.Signals],
-    results: Results | None,
-    spawner: Spawner | None,
-    fork: bool,
-    outside: Outside | None = None,
-) -> Report:
+def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings) -> Report:
     """Run an elastic job; see ``launch``.
 
     Raises:
@@ -67,19 +54,19 @@ def launch_elastic(
         MissingDependencyError: certificates are to be made, and the package for that is not installed here.
         JobFailedError, KeyboardInterrupt: a signal came before hosts were known.
     """
-    chosen = spawner or AnyHostSpawner(spec.reach, fork=fork)
+    chosen = around.spawner or AnyHostSpawner(spec.reach, fork=around.fork)
     if spec.output_directory is not None:
         make_directory(spec.output_directory)
     check_traces(spec, chosen, spec.hosts)
-    manager = _asked(elastic.discovery, signals)
+    manager = _asked(elastic.discovery, around.signals)
     entry = elastic.entry or partial(host_entry, slots=None)
     job_id = secrets.token_hex(16)
     ranks: dict[int, int] = {}
-    with open_console(spec, stdout, stderr, quiet, news, rank_of=lambda number: ranks.get(number, number)) as console:
+    with open_console(spec, around, rank_of=lambda number: ranks.get(number, number)) as console:
         expect(console, spec, elastic.rules.largest or elastic.rules.size)
         hosts: list[HostState] = []
         display = StartDisplay(hosts, console, environ=spec.environ, verbose=spec.verbose)
-        observer = Observer(console, display, results)
+        observer = Observer(console, display, around.results, around.showing)
         supervisor = ElasticSupervisor(
             spec,
             chosen,
@@ -91,9 +78,11 @@ def launch_elastic(
             ranks=ranks,
         )
         supervisor.on_start = display.close
+        around.showing.attend(supervisor)
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
-        notes = (outside or nobody)(supervisor.fail_soon)
-        with passed_on(signals, supervisor.interrupt) as signal_came, supervisor, display, notes:
+        running = observer.running(progress_display(spec, around.showing, console))
+        notes = around.outside(supervisor.fail_soon)
+        with passed_on(around.signals, supervisor.interrupt) as signal_came, supervisor, display, running, notes:
             driver = ElasticDriver(
                 elastic.rules,
                 manager,

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from hvdgloo._net.tls import Tls
 from hvdgloo.errors import JobFailedError, LaunchError
-from hvdgloo.runner.console.console import Console, make_directory
+from hvdgloo.runner.console.console import Console, is_terminal, make_directory
 from hvdgloo.runner.console.progress import Backoff, InitProgress
 from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
 from hvdgloo.runner.discovery import discover
@@ -26,12 +26,14 @@ from hvdgloo.runner.job.outcome import JobOutcome, blame
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.network.addressing import Placement, Server
 from hvdgloo.runner.network.interfaces import Address
-from hvdgloo.runner.observer import Observer, Results, expect, open_console
+from hvdgloo.runner.observer import Observer, Results, Surroundings, expect, open_console
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Spawn
 from hvdgloo.runner.provisions import advice_for, base_environment, check_traces, command_on, limits_there, required_on
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
-from hvdgloo.runner.report import Report, Restart, history
+from hvdgloo.runner.report import Report, Restart, first_line, history
+from hvdgloo.runner.show.showing import Showing, progress_display
 from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, Interrupts, Outside, nobody, passed_on
+from hvdgloo.runner.supervise.audience import Seat
 from hvdgloo.runner.supervise.init_watch import InitWatch
 from hvdgloo.runner.supervise.startup import check_machines
 from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
@@ -70,43 +72,38 @@ def launch(
         MissingDependencyError: certificates are to be made, and the package for that is not installed here.
         JobFailedError: a signal came before any worker was started.
     """
-    if spec.elastic is not None:
-        # What jobs of a fixed size do not need is not imported for them.
-        from hvdgloo.runner.elastic_launch import launch_elastic
 
-        return launch_elastic(
-            spec,
-            spec.elastic,
-            stdout=stdout,
-            stderr=stderr,
-            quiet=quiet,
-            news=news,
-            signals=signals,
-            results=results,
-            spawner=spawner,
-            fork=fork,
-            outside=outside,
+    def say(text: str) -> None:
+        stderr.write(f"hvdgloo-run: {text}\n")
+        stderr.flush()
+
+    terminal = spec.views.progress and not (quiet or spec.verbose) and is_terminal(stderr)
+    with Showing(spec, say=say, progress=terminal) as showing:
+        around = Surroundings(
+            stdout, stderr, quiet, news, tuple(signals), results, spawner, fork, outside or nobody, showing
         )
-    attempt = partial(
-        _attempt,
-        stdout=stdout,
-        stderr=stderr,
-        quiet=quiet,
-        news=news,
-        results=results,
-        spawner=spawner,
-        fork=fork,
-        outside=outside or nobody,
-    )
+        if spec.elastic is None:
+            report = _launch_fixed(spec, around)
+        else:
+            # What jobs of a fixed size do not need is not imported for them.
+            from hvdgloo.runner.elastic_launch import launch_elastic
+
+            report = launch_elastic(spec, spec.elastic, around)
+        showing.conclude(report.outcome.exit_code, report.headline())
+        return replace(report, written=tuple(showing.written))
+
+
+def _launch_fixed(spec: LaunchSpec, around: Surroundings) -> Report:
+    """Run a job of a fixed size, and start it again after failures, as often as that may be; see ``launch``."""
     restarts: list[Restart] = []
     failed = ""
     interrupts = Interrupts()
     # We handle signals until everything is cleaned up: a second one must not cut that short.
-    with passed_on(signals, interrupts.came) as signal_came:
+    with passed_on(around.signals, interrupts.came) as signal_came:
         while True:
             began = time.monotonic()
             try:
-                report = attempt(spec, failed, len(restarts), interrupts, signal_came)
+                report = _attempt(spec, around, failed, len(restarts), interrupts, signal_came)
             except JobFailedError:
                 raise  # a signal came
             except LaunchError as error:
@@ -118,26 +115,18 @@ def launch(
             if over or len(restarts) == spec.max_restarts:
                 return replace(report, restarts=tuple(restarts))
             failed = report.failure(whole=False)
-            restarts.append(Restart(failed.partition("\n")[0], time.monotonic() - began))
-            if results is not None:
-                results.clear()
+            restarts.append(Restart(first_line(failed), time.monotonic() - began))
+            if around.results is not None:
+                around.results.clear()
 
 
 def _attempt(
     spec: LaunchSpec,
+    around: Surroundings,
     failed: str,
     number: int,
     interrupts: Interrupts,
     signal_came: Callable[[], bool],
-    *,
-    stdout: TextIO,
-    stderr: TextIO,
-    quiet: bool,
-    news: bool,
-    results: Results | None,
-    spawner: Spawner | None,
-    fork: bool,
-    outside: Outside,
 ) -> Report:
     """Start all workers, and wait for their end. What is not described here is as for ``launch``.
 
@@ -150,23 +139,25 @@ def _attempt(
     if number:  # a host that has failed may be on its way back
         spec = replace(spec, reach=replace(spec.reach, wait_for_hosts=spec.reach.wait_for_hosts is not False))
     hosts = shortlist(spec.hosts, spec.np)
-    trusted = spawner is not None
-    spawner = spawner or choose_spawner(hosts, spec.reach, fork=fork)
+    trusted = around.spawner is not None
+    spawner = around.spawner or choose_spawner(hosts, spec.reach, fork=around.fork)
     job_id = secrets.token_hex(16)
     if spec.output_directory is not None:
         make_directory(spec.output_directory)
     check_traces(spec, spawner, hosts)
     if spec.network.tls is not None:
         Tls(*spec.network.tls).check_listener()  # the rendezvous server is opened only when all agents are there
-    with open_console(spec, stdout, stderr, quiet, news) as console:
+    showing = around.showing
+    with open_console(spec, around) as console:
         if number:
             console.news(f"{failed}\nrestart {number} of {spec.max_restarts}: all workers are started again")
         states = host_states(hosts, spec)
         display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose)
-        observer = Observer(console, display, results)
+        observer = Observer(console, display, around.results, showing)
         supervisor = Supervisor(spec, spawner, states, job_id, observer)
+        showing.attend(supervisor, f"restart {number}: {first_line(failed)}" if number else "")
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
-        with interrupts.passed_to(supervisor.interrupt), supervisor, outside(supervisor.fail_soon):
+        with interrupts.passed_to(supervisor.interrupt), supervisor, around.outside(supervisor.fail_soon):
             with display:
                 hellos = supervisor.gather(partial(required_on, spec, spawner))
                 if not trusted:
@@ -193,8 +184,10 @@ def _attempt(
                 rendezvous.serve()
                 if spec.stdin_rank is not None:
                     _feed_stdin(supervisor, spec.stdin_rank)
+                showing.placed(0, [Seat(slot.rank, slot.rank, slot.agent, slot.local_rank) for slot in slots])
                 init = _init_watch(spec, slots, rendezvous)
-                with _init_display(spec, init, console) as observer.display:
+                progress = observer.running(progress_display(spec, showing, console))
+                with _init_display(spec, init, console) as observer.display, progress:
                     outcome = supervisor.supervise(init)
             console.finish()
             console.drain(signal_came)

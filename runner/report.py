@@ -43,6 +43,7 @@ class Report:
         workers: the ids of the same workers in an elastic job; empty in others.
         changes: of the workers of an elastic job: see ``ElasticDriver``.
         why_over: why an elastic job could not survive the failure.
+        written: files with the report that was asked for, the one for people first.
     """
 
     outcome: JobOutcome
@@ -55,6 +56,7 @@ class Report:
     workers: tuple[str, ...] = ()
     changes: tuple[tuple[float, Changed], ...] = ()
     why_over: str = ""
+    written: tuple[str, ...] = ()
 
     def summary(self, *, whole: bool = True) -> str:
         """How the job ended, in words; empty after success at the first attempt.
@@ -64,7 +66,12 @@ class Report:
         """
         end = self._end(whole)
         past = self._changes() or (history(self.restarts) if self.restarts else "")
-        return f"{end or 'the job succeeded'}\n{past}" if past else end
+        text = f"{end or 'the job succeeded'}\n{past}" if past else end
+        return "\n".join(filter(None, [text, *(f"the report is in {path}" for path in self.written[:1])]))
+
+    def headline(self) -> str:
+        """How the job has failed, in a line; empty if it has not."""
+        return first_line(self._end(whole=False))
 
     def _changes(self) -> str:
         if len(self.changes) < 2:
@@ -101,6 +108,11 @@ class Report:
             signal=first.signal if first else None,
             last_lines=self.last_lines,
         )
+
+
+def first_line(text: str) -> str:
+    """What is most important of a text with several lines."""
+    return text.partition("\n")[0]
 
 
 def history(restarts: Sequence[Restart]) -> str:

@@ -89,6 +89,8 @@ def _flag(action: argparse.Action, value: Any, source: str) -> Any:
         if not isinstance(value, bool):
             raise ConfigError(f"{source}: {value!r} cannot be used: expected true or false")
         return value
+    if action.nargs == "?" and isinstance(value, bool):
+        return action.const if value else None
     items = [_text(item) for item in value] if isinstance(value, list) else [_text(value)]
     # Only argparse itself names the class of flags that may be repeated, and that name is private.
     if isinstance(action, argparse._AppendAction):

@@ -19,7 +19,7 @@ from hvdgloo.errors import ConfigError
 from hvdgloo.runner.cli import setting_flags
 from hvdgloo.runner.cli.elastic import add_elastic_flags
 from hvdgloo.runner.cli.reach import add_environment_flags, add_reach_flags
-from hvdgloo.runner.cli.values import natural, positive, ranks, seconds, some_seconds, whole
+from hvdgloo.runner.cli.values import natural, page_address, positive, ranks, seconds, some_seconds, whole
 from hvdgloo.runner.job.spec import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, HEARTBEAT_TIMEOUT
 
 PROGRAM = "hvdgloo-run"
@@ -32,6 +32,7 @@ GROUPS = {
     "environment": "what workers find there",
     "network": "network",
     "output": "output",
+    "views": "looking at the job (docs/observing.md)",
     "time": "time limits",
     "tuning": "fusion and negotiation",
     "stalls": "stalls",
@@ -62,7 +63,7 @@ _SECTIONS = {
     "params": "tuning",
     "stall_check": "stalls",
     "logging": "log",
-    "observe": "log",
+    "observe": "views",
     "timeline": "log",
 }
 """Section, or single key, of the configuration file to the group in which a setting's flag is shown."""
@@ -167,7 +168,7 @@ class Parser(argparse.ArgumentParser):
 
         def add(*flags: str, yaml: str | None = None, **how: Any) -> argparse.Action:
             action = self._titled[group].add_argument(*flags, **how)
-            takes = action.nargs if isinstance(action.nargs, int) else 1
+            takes = action.nargs if isinstance(action.nargs, int) else int(action.nargs != "?")
             self.values.update(dict.fromkeys(action.option_strings, takes))
             if yaml is not None:
                 self.keys[yaml] = action
@@ -247,6 +248,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
+        if action.nargs == "?":
+            return f"{', '.join(action.option_strings)}[={action.metavar}]"
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
         return f"{', '.join(action.option_strings)} {value}"
 
@@ -261,6 +264,7 @@ def build_parser() -> Parser:
     add_environment_flags(parser.adder("environment"))
     _add_network_flags(parser.adder("network"))
     _add_output_flags(parser.adder("output"))
+    _add_view_flags(parser.adder("views"))
     setting_flags.add_setting_flags(lambda key: parser.adder(_SECTIONS.get(key) or _SECTIONS[key.partition(".")[0]]))
     _add_time_flags(parser.adder("time"))
     _add_doctor_flags(parser.adder("doctor"))
@@ -358,6 +362,38 @@ def _add_output_flags(add: setting_flags.AddArgument) -> None:
         action="store_true",
         yaml="output.no_prefix",
         help="show lines as they were printed, without [rank]<stream>: before them; for a single shown rank",
+    )
+
+
+def _add_view_flags(add: setting_flags.AddArgument) -> None:
+    add(
+        "--page",
+        nargs="?",
+        const=("127.0.0.1", 0),
+        type=page_address,
+        metavar="ADDRESS:PORT",
+        yaml="view.page",
+        help="serve a page that shows the job live, and print its address, which works for one browser. By default it "
+        "is at 127.0.0.1 and any free port; =0.0.0.0:8080, say, lets other machines reach it (then use --tls, too)",
+    )
+    add(
+        "--page-control",
+        action="store_true",
+        yaml="view.page_control",
+        help="who sees the page may also have some steps traced, and download the trace",
+    )
+    add(
+        "--report",
+        metavar="FILE",
+        yaml="view.report",
+        help="write what the page has shown to FILE (.html) when the job has ended, also after a failure, and the same "
+        "for programs to a file beside it (.json)",
+    )
+    add(
+        "--no-progress",
+        action="store_true",
+        yaml="view.no_progress",
+        help="do not show on a terminal how far the job is",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -29,7 +30,7 @@ from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.command import resolve_command, resolve_elsewhere
 from hvdgloo.runner.job.environment import working_directory
 from hvdgloo.runner.job.host_sources import take_inventory
-from hvdgloo.runner.job.spec import LaunchSpec
+from hvdgloo.runner.job.spec import LaunchSpec, Views
 from hvdgloo.version import __version__
 
 USAGE_ERROR = 2
@@ -228,5 +229,12 @@ def command_line(
         verbose=arguments.verbose,
         elastic=elastic,
         max_restarts=arguments.max_restarts,
+        views=Views(
+            title=shlex.join(command),
+            page=arguments.page,
+            control=arguments.page_control,
+            report=arguments.report,
+            progress=not arguments.no_progress,
+        ),
     )
     return CommandLine(spec, tuple(notices))

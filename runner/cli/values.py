@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from hvdgloo.config import parse_listener
 from hvdgloo.runner.job.hostlist import MOST_WORKERS
 
 
@@ -61,3 +62,11 @@ def seconds(text: str) -> float:
     if not 0 <= value < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return value
+
+
+def page_address(text: str) -> tuple[str, int]:
+    """Where a page is served: address and port, each of which may be missing; port 0 stands for any."""
+    try:
+        return parse_listener(f"127.0.0.1:{text.removeprefix(':')}" if text.removeprefix(":").isdigit() else text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None

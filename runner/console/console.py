@@ -93,8 +93,8 @@ class Console:
         self._printed: Counter[int] = Counter()
         self._interrupted: defaultdict[int, InterruptedImport] | None = None
         self._same = same = _same_file(stdout, stderr)
-        screen = Screen(terminal=_is_terminal(stdout))
-        self._screens = {STDOUT: screen, STDERR: screen if same else Screen(terminal=_is_terminal(stderr))}
+        screen = Screen(terminal=is_terminal(stdout))
+        self._screens = {STDOUT: screen, STDERR: screen if same else Screen(terminal=is_terminal(stderr))}
         self._terminal = _descriptor(stderr)
         self._files: Writer | None = None
         self._file_list: list[FileTarget] = []
@@ -407,7 +407,8 @@ def _target(stream: TextIO) -> Target:
     return DescriptorTarget(descriptor)
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def is_terminal(stream: TextIO) -> bool:
+    """Whether it leads to a terminal."""
     descriptor = _descriptor(stream)
     return descriptor is not None and os.isatty(descriptor)
 

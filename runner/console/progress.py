@@ -106,7 +106,7 @@ class Progress:
             head = f"{self._doing} {_hosts(len(self._hosts))}, {seconds(self.elapsed(now))}: {self._counts()}"
         name_width = min(max((len(host.name) for host in rows), default=0), max(8, width - 36))
         lines = [_row(host, now, name_width, width, colour) for host in rows]
-        return [_cut(head, width), *lines][:height]
+        return [cut(head, width), *lines][:height]
 
     def line(self, now: float) -> str:
         """The same in one line, for a log; empty if no host is waited for."""
@@ -171,7 +171,7 @@ class InitProgress:
 
     def screen(self, now: float, width: int, height: int, *, colour: bool) -> list[str]:
         """The live view: one line."""
-        return [_cut(f"{self._counted()}, {seconds(now - self._started)}", width)][:height]
+        return [cut(f"{self._counted()}, {seconds(now - self._started)}", width)][:height]
 
     def line(self, now: float) -> str:
         """The same for a log."""
@@ -281,13 +281,13 @@ def _row(host: Stage, now: float, name_width: int, width: int, colour: bool) -> 
     step = host.step.value
     time = "" if host.step is Step.READY else seconds(now - host.since)
     before = f"  {name:<{name_width}}  "
-    text = _cut(f"{before}{step:<10}  {time:>11}  {host.detail}".rstrip(), width)
+    text = cut(f"{before}{step:<10}  {time:>11}  {host.detail}".rstrip(), width)
     if not colour or not text.startswith(step, len(before)):
         return text
     return f"{text[: len(before)]}{_COLOURS[step]}{step}{_PLAIN}{text[len(before) + len(step) :]}"
 
 
-def _cut(text: str, width: int) -> str:
+def cut(text: str, width: int) -> str:
     """One column short of the terminal's width, as some wrap at the last; and each character one column wide."""
     clean = "".join(c if c.isprintable() and east_asian_width(c) not in "WF" else "?" for c in text)
     return clean if len(clean) < width else clean[: max(0, width - 4)] + "..."

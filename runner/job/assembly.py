@@ -9,10 +9,11 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from hvdgloo._platform.writable import why_not_writable
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.host_sources import Inventory
-from hvdgloo.runner.job.spec import HEARTBEAT_TIMEOUT, ElasticSpec, LaunchSpec, NetworkOptions, Reach
+from hvdgloo.runner.job.spec import HEARTBEAT_TIMEOUT, ElasticSpec, LaunchSpec, NetworkOptions, Reach, Views
 
 
 def assemble(
@@ -39,6 +40,7 @@ def assemble(
     verbose: bool = False,
     elastic: ElasticSpec | None = None,
     max_restarts: int = 0,
+    views: Views = Views(),  # noqa: B008 - it never changes
 ) -> LaunchSpec:
     """The job. Arguments that are not described here are those of ``LaunchSpec``.
 
@@ -56,6 +58,10 @@ def assemble(
     identity = reach.ssh_identity_file
     if identity is not None and not os.path.exists(os.path.expanduser(identity)):
         raise ConfigError(f"--ssh-identity-file {identity}: there is no such file")
+    if views.report is not None:
+        problem = why_not_writable(views.report)
+        if problem:
+            raise ConfigError(f"--report {views.report}: it cannot be written: {problem}")
     return LaunchSpec(
         command=command,
         remote_command=remote_command,
@@ -81,4 +87,5 @@ def assemble(
         network=NetworkOptions(nics, config.port_range, config.connect_timeout, config.tls_files),
         elastic=elastic,
         max_restarts=max_restarts,
+        views=views,
     )

@@ -150,6 +150,27 @@ class ElasticSpec:
 
 
 @dataclass(frozen=True)
+class Views:
+    """How a job is shown to those who look at it.
+
+    Attributes:
+        title: the command, as the user typed it.
+        page: address and port at which browsers see it while it runs, port 0 for any; None for no page.
+        control: those who see the page may have steps traced.
+        report: file in which it is shown after its end; None for none.
+        progress: a line on the launcher's terminal says how far it is.
+        show_link: shows the page's address, which lets one in, to the user; None to print it.
+    """
+
+    title: str = ""
+    page: tuple[str, int] | None = None
+    control: bool = False
+    report: str | None = None
+    progress: bool = True
+    show_link: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True)
 class Slot:
     """One worker's place.
 
@@ -204,6 +225,7 @@ class LaunchSpec:
         network: how hosts reach each other.
         elastic: how the number of workers may change; None if it is fixed.
         max_restarts: how often all workers of a job of a fixed size are started again after a failure.
+        views: how it is shown to those who look at it.
     """
 
     command: tuple[str, ...]
@@ -232,6 +254,7 @@ class LaunchSpec:
     network: NetworkOptions = field(default_factory=NetworkOptions)
     elastic: ElasticSpec | None = None
     max_restarts: int = 0
+    views: Views = Views()
 
     def __post_init__(self) -> None:
         """Refuse what cannot be used, before anything is started.
@@ -246,6 +269,8 @@ class LaunchSpec:
             )
         if self.max_restarts and self.stdin_rank is not None:
             raise ConfigError("--stdin with --max-restarts: what one start has read would be lost to the next")
+        if self.views.control and self.views.page is None:
+            raise ConfigError("--page-control is about the page, which only --page serves")
         _ = self.nics
         if self.elastic is not None:
             self._check_elastic(self.elastic.rules.largest)

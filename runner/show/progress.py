@@ -1,0 +1,90 @@
+"""How far a job is, in one line that stands below everything else on a terminal while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from hvdgloo.rendezvous._observatory.view import Job, Snapshot, Straggler, Update
+from hvdgloo.runner.console.progress import cut, seconds
+
+_UNITS = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
+
+
+class Reader(Protocol):
+    """Where news of the job comes from: ``hvdgloo.rendezvous._observatory.observatory.Subscription``."""
+
+    def next(self, timeout: float = 0.0) -> Update | Snapshot | None: ...
+
+
+class RunProgress:
+    """The line, for a ``LiveDisplay``.
+
+    Args:
+        reader: subscribes to news of the job; None as long as no rank has reported anything.
+        now: when workers were started, on the clock of all other times.
+    """
+
+    def __init__(self, reader: Callable[[], Reader | None], now: float | None = None) -> None:
+        self._subscribe = reader
+        self._reader: Reader | None = None
+        self._started = time.monotonic() if now is None else now
+        self._job = Job()
+        self._stragglers: list[Straggler] = []
+
+    def over(self, now: float) -> bool:
+        """Never, by itself: the job's end closes the display."""
+        return False
+
+    def screen(self, now: float, width: int, height: int, *, colour: bool) -> list[str]:
+        """The live view: one line, and none before any rank has done anything worth telling."""
+        if self._reader is None:
+            self._reader = self._subscribe()
+        while self._reader is not None and (news := self._reader.next()) is not None:
+            self._job = news.job
+            if news.stragglers is not None:
+                self._stragglers = news.stragglers
+            if isinstance(news, Snapshot):
+                break  # it has everything
+        text = self._text()
+        return [cut(f"{text}, {seconds(now - self._started)}", width)][:height] if text else []
+
+    def line(self, now: float) -> str:
+        """Nothing for a log."""
+        return ""
+
+    def done(self, now: float) -> str:
+        """Nothing for a log."""
+        return ""
+
+    def _text(self) -> str:
+        job = self._job
+        ranks = f"{job.size} rank{'s' if job.size != 1 else ''}"
+        if job.steps:
+            rate = f", {_number(job.steps_per_second)} steps/s" if job.steps_per_second else ""
+            done = f"{job.steps:,} step{'s' if job.steps != 1 else ''}{rate}"
+        elif job.bytes_per_second:
+            done = _bytes(job.bytes_per_second)
+        else:
+            return ""
+        return f"{ranks}, {done}{self._slowest()}"
+
+    def _slowest(self) -> str:
+        if not self._stragglers:
+            return ""
+        first = self._stragglers[0]
+        each = first.unit.removesuffix("s")
+        return f", slowest: rank {first.rank} ({first.host}), {first.seconds * 1000:.3g} ms in each {each}"
+
+
+def _number(value: float) -> str:
+    """Three digits, or all that are before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _bytes(rate: float) -> str:
+    unit = 0
+    while rate >= 1000 and unit < len(_UNITS) - 1:
+        rate, unit = rate / 1000, unit + 1
+    return f"{_number(rate)} {_UNITS[unit]}"

@@ -1,0 +1,400 @@
+"""One job as others see it: from what the launcher and its agents know to page, ``top``, report and progress line.
+
+Every job listens at a Unix socket in the user's private folder, where ``hvdgloo-run top`` finds it; nothing else is
+done for that before somebody connects. Only then, or with ``--page``, ``--report`` or a terminal, are agents told to
+take in what workers report, and an observatory is made of it. What has happened before is kept here, as far as it fits
+in a few words: who is where, and who has ended.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from hvdgloo._platform.runtime import runtime_folder
+from hvdgloo.errors import ConfigError, JobFailedError
+from hvdgloo.runner.console.progress import Backoff
+from hvdgloo.runner.console.startup_view import LiveDisplay
+from hvdgloo.runner.job.spec import LaunchSpec
+from hvdgloo.runner.protocol.frames import Frame, Observe, Observed, Traced, TraceSteps, Tracing
+from hvdgloo.runner.supervise.audience import Seat
+from hvdgloo.version import __version__
+
+if TYPE_CHECKING:  # what a job that nobody looks at does without
+    from hvdgloo.rendezvous._observatory.observatory import Observatory, Subscription
+    from hvdgloo.rendezvous._page.server import PageServer
+    from hvdgloo.runner.console.console import Console
+    from hvdgloo.runner.show.traces import Traces
+    from hvdgloo.runner.supervise.supervisor import Supervisor
+
+_GATHER = 0.2  # seconds in which process numbers are collected: those of a thousand workers come one by one
+_PACKAGES = ("torch", "tensorflow", "keras", "jax", "mxnet", "numpy")
+
+
+class Showing:
+    """What is shown of a job, from its start to its end, over all restarts. An ``Audience`` of each supervisor.
+
+    A context manager. Methods are for the supervisor's thread, except where they say otherwise.
+
+    Args:
+        spec: its ``views`` say what is asked for.
+        say: prints a line of the launcher's own.
+        progress: the launcher has a terminal for a line about the job's progress.
+
+    Attributes:
+        observe: what agents are told with their start; None while nobody looks.
+        progress: see above.
+        written: the report's files, once they are there.
+
+    Raises:
+        ConfigError: on entering: the page cannot listen where it should.
+    """
+
+    def __init__(self, spec: LaunchSpec, *, say: Callable[[str], None], progress: bool = False) -> None:
+        self.observe: Observe | None = None
+        self.written: list[str] = []
+        self._spec = spec
+        self._views = spec.views
+        self._say = say
+        self.progress = progress
+        self._id = secrets.token_hex(6)
+        self._started = time.time()
+        self._lock = threading.RLock()
+        self._observatory: Observatory | None = None
+        self._server: PageServer | None = None
+        self._traces: Traces | None = None
+        self._supervisor: Supervisor | None = None
+        self._stack = ExitStack()
+        self._serving = self._over = False
+        self._public = bool(self._views.page or self._views.report)  # what workers print is shown, too
+        self._epoch = 0
+        self._seats: dict[int, Seat] = {}
+        self._pids: dict[int, int] = {}
+        self._ends: dict[int, tuple[str, str]] = {}
+        self._hosts: dict[str, str] = {}
+        self._place_at: float | None = None
+
+    def __enter__(self) -> Showing:
+        with ExitStack() as stack:
+            self._stack = stack
+            if self._public:
+                self.observe = Observe(host=True)
+                self._made()
+            elif self.progress:
+                self.observe = Observe(host=False)
+            self._listen()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._conclude(_status(error), str(error).partition("\n")[0] or "interrupted")
+            for path in self.written[:1]:
+                self._say(f"the report is in {path}")
+        self._stack.close()
+
+    # What ``launch`` calls.
+
+    def attend(self, supervisor: Supervisor, restart: str = "") -> None:
+        """An attempt to run the job begins.
+
+        Args:
+            supervisor: which starts agents and workers this time.
+            restart: why this is not the first attempt.
+        """
+        with self._lock:
+            self._supervisor = supervisor
+            supervisor.audience = self
+            if self._observatory is not None:
+                for seat in self._seats.values():
+                    self._observatory.worker(seat.rank, "starting")
+            for each in (self._seats, self._pids, self._ends, self._hosts):
+                each.clear()
+        if restart:
+            self.event("state", restart)
+
+    def conclude(self, exit_code: int, message: str) -> None:
+        """The job has ended: 0 if it has succeeded, and otherwise ``message`` says what failed, in a line."""
+        self._conclude(exit_code, message)
+
+    def subscribe(self) -> Subscription | None:
+        """News of the job for one reader; None as long as nobody looks, or no worker has reported anything."""
+        return None if self._observatory is None else self._observatory.subscribe()
+
+    def tick(self) -> float | None:
+        """To be called in each turn of the supervisor's loop; returns when to be called again."""
+        if not self._serving:
+            # Not earlier: an agent on this machine is forked from this process, which must have one thread until then.
+            self._serving = True
+            self._serve()
+        if self._place_at is not None and time.monotonic() >= self._place_at:
+            self._place()
+        if self._traces is not None:
+            self._traces.tick()
+        deadline = None if self._traces is None else self._traces.deadline
+        return min((when for when in (self._place_at, deadline) if when is not None), default=None)
+
+    def event(self, kind: str, text: str) -> None:
+        """Something worth telling has happened. Safe in any thread."""
+        if self._observatory is not None:
+            self._observatory.event(kind, text)
+
+    def output(self, number: int, stream: int, data: bytes) -> None:
+        """A worker has written something."""
+        if self._public and self._observatory is not None:
+            seat = self._seats.get(number)
+            self._observatory.output(number if seat is None else seat.rank, stream, data)
+
+    # What the supervisor calls: see ``Audience``.
+
+    def host(self, name: str, state: str, reason: str = "") -> None:
+        """A host is "up", was "lost", or has "left" the job."""
+        with self._lock:
+            self._hosts[name] = state
+            if self._observatory is not None:
+                self._observatory.host(name, state)
+        if reason:
+            self.event("host", f"host {name}: {reason}")
+        if state != "up" and self._traces is not None:
+            self._traces.host_lost()
+
+    def placed(self, epoch: int, seats: Sequence[Seat]) -> None:
+        """These workers form an epoch of the job."""
+        with self._lock:
+            self._epoch = epoch
+            self._seats = {seat.number: seat for seat in seats}
+            self._place()
+
+    def spawned(self, number: int, pid: int) -> None:
+        """A worker was started as this process of its host."""
+        with self._lock:
+            self._pids[number] = pid
+        if self._place_at is None and number in self._seats:
+            self._place_at = time.monotonic() + _GATHER
+
+    def ended(self, number: int, status: int | None, reason: str) -> None:
+        """A worker has ended."""
+        state = "lost" if status is None else "failed" if status and reason else "ended"
+        with self._lock:
+            self._ends[number] = state, reason
+            self._report_end(number)
+
+    def reported(self, host: str, frame: Frame) -> None:
+        """An agent has passed on what was observed on its host, or traces of its workers."""
+        if isinstance(frame, Observed):
+            self._observed(host, frame)
+        elif self._traces is not None and isinstance(frame, Tracing | Traced):
+            self._traces.handed_in(host, frame)
+
+    # Inside.
+
+    def _observed(self, host: str, frame: Observed) -> None:
+        from hvdgloo._observe.samples import CODEC
+
+        observatory = self._made()
+        for data in frame.observations:
+            try:
+                observation = CODEC.decode(data)
+            except ValueError:
+                continue  # anything of this user's can send datagrams there
+            observatory.observe(host, observation)
+
+    def _made(self) -> Observatory:
+        """The observatory, with what is known already. Safe in any thread."""
+        with self._lock:
+            if self._observatory is None:
+                from hvdgloo.rendezvous._observatory.observatory import Observatory
+
+                rules = None if self._spec.elastic is None else self._spec.elastic.rules
+                self._observatory = Observatory(
+                    job=self._id,
+                    command=self._views.title,
+                    started=self._started,
+                    versions=_versions() if self._public else {"hvdgloo": __version__},
+                    least=None if rules is None else rules.smallest,
+                    most=None if rules is None else rules.largest,
+                )
+                for name, state in self._hosts.items():
+                    self._observatory.host(name, state)
+                self._place()
+                if self._serving:
+                    self._begin(self._observatory)
+            return self._observatory
+
+    def _begin(self, observatory: Observatory) -> None:
+        observatory.start()
+        self._stack.callback(observatory.close)
+
+    def _place(self) -> None:
+        with self._lock:
+            self._place_at = None
+            if self._observatory is None or not self._seats:
+                return
+            seats = [
+                (seat.rank, seat.host, seat.local_rank, self._pids.get(number, 0))
+                for number, seat in self._seats.items()
+            ]
+            self._observatory.placed(self._epoch, seats)
+            for number in self._ends:
+                self._report_end(number)
+
+    def _report_end(self, number: int) -> None:
+        seat = self._seats.get(number)
+        if self._observatory is not None and seat is not None:
+            state, reason = self._ends[number]
+            self._observatory.worker(seat.rank, state, reason)
+
+    def _listen(self) -> None:
+        """Have a socket for ``hvdgloo-run top``, and with ``--page`` an address for browsers."""
+        from hvdgloo.rendezvous._auth import control_token, status_token
+        from hvdgloo.rendezvous._page import jobs
+        from hvdgloo.rendezvous._page.server import PageServer
+
+        page = self._views.page
+        try:
+            folder = runtime_folder(self._spec.environ)
+            path = jobs.socket_path(folder, self._id)
+        except ConfigError:
+            folder = path = ""  # ``top`` does not find it, which is no reason not to run it
+        if page is None and not path:
+            return
+        if self._views.control:
+            from hvdgloo.runner.show.traces import Traces
+
+            self._traces = Traces(self._order, lambda text: self.event("trace", text))
+            self._stack.callback(self._traces.close)
+        address, port = page or ("", 0)
+        tls = self._spec.network.tls
+        if tls is not None:
+            from hvdgloo._net.tls import Tls
+        self._server = PageServer(
+            self._observatory or self._looked_at,
+            secret=self._spec.secret,
+            addresses=() if page is None else (address,),
+            port=port,
+            unix=path,
+            control=self._traces,
+            tls=None if page is None or tls is None else Tls(*tls),
+        )
+        self._server.listen()
+        self._stack.callback(self._server.stop)
+        if path:
+            secret = self._spec.secret
+            job = jobs.JobFile(
+                id=self._id,
+                pid=os.getpid(),
+                command=self._views.title,
+                started=self._started,
+                unix=path,
+                address=self._server.address if page is not None else "",
+                token=status_token(secret) if self._traces is None else control_token(secret),
+            )
+            with suppress(ConfigError):  # it is only not found
+                self._stack.enter_context(jobs.published(job, folder))
+        if page is not None:
+            link = self._server.link()
+            if self._views.show_link is not None:
+                self._views.show_link(link)
+            else:
+                self._say(f"the job's page is at {link}")
+
+    def _serve(self) -> None:
+        with self._lock:
+            if self._observatory is not None:
+                self._begin(self._observatory)
+        if self._server is None:
+            return
+        if self._views.page is None:
+            self._server.start_on_demand()
+            return
+        # What serves it takes long to import, and the supervisor has agents to show that it is alive.
+        thread = threading.Thread(target=self._start, name="hvdgloo-page-start", daemon=True)
+        thread.start()
+        self._stack.callback(thread.join)
+
+    def _start(self) -> None:
+        assert self._server is not None
+        try:
+            self._server.start()
+        except Exception as error:  # noqa: BLE001 - nothing waits for this thread, and the job goes on without a page
+            self._say(f"the page cannot be served: {type(error).__name__}: {error}")
+
+    def _looked_at(self) -> Observatory:
+        """Somebody has connected for the first time. On the server's thread."""
+        with self._lock:
+            self._public = True
+            self.observe = Observe(host=True)
+            supervisor = self._supervisor
+            observatory = self._made()
+        if supervisor is not None:
+            supervisor.observe_soon(self.observe)
+        return observatory
+
+    def _order(self, frame: TraceSteps) -> int:
+        """Have all workers trace; returns on how many hosts there are any. On any thread."""
+        with self._lock:
+            supervisor = self._supervisor
+            hosts = {seat.host for number, seat in self._seats.items() if number not in self._ends}
+            hosts = {host for host in hosts if self._hosts.get(host) == "up"}
+        if supervisor is None or not hosts or self._over:
+            return 0
+        supervisor.trace_soon(frame)
+        return sum(state == "up" for state in self._hosts.values())
+
+    def _conclude(self, exit_code: int, message: str) -> None:
+        if self._over:
+            return
+        self._over = True
+        if self._observatory is None:
+            return
+        if self._place_at is not None:
+            self._place()
+        self._observatory.ended(exit_code, message)
+        if self._views.report is not None:
+            from hvdgloo.rendezvous._page import report
+
+            try:
+                self.written = report.write(self._observatory, self._views.report)
+            except OSError as error:
+                self._say(f"--report {self._views.report}: it cannot be written: {error.strerror or error}")
+
+
+def progress_display(spec: LaunchSpec, showing: Showing, console: Console) -> LiveDisplay | None:
+    """The line about a job's progress, once that has started; None where it is not wanted."""
+    if not showing.progress:
+        return None
+    from hvdgloo.runner.show.progress import RunProgress
+
+    never = Backoff(time.monotonic(), math.inf)
+    return LiveDisplay(RunProgress(showing.subscribe), console, never, environ=spec.environ)
+
+
+def _status(error: BaseException) -> int:
+    """The exit status that an error stands for."""
+    if isinstance(error, JobFailedError):
+        return error.exit_code
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _versions() -> dict[str, str]:
+    """Of what trains, as far as it is installed beside this launcher."""
+    import platform
+    from importlib import metadata
+
+    found = {"hvdgloo": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

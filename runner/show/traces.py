@@ -1,0 +1,193 @@
+"""Traces of some steps of a job, which somebody who looks at it has asked for: asked of all ranks, and merged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO
+
+from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous._page.control import BusyError, Trace
+from hvdgloo.runner.protocol.frames import Traced, TraceSteps, Tracing
+from hvdgloo.runner.show.merging import merge
+
+PATIENCE = 120.0
+"""Seconds after which ranks that have not handed in their traces are left out."""
+
+
+@dataclass
+class _Order:
+    """One request.
+
+    Attributes:
+        trace: as readers see it.
+        until: when those that are missing are left out, on the monotonic clock.
+        hosts: that were asked; None while that is not known.
+        asked: host to the number of its workers that trace.
+        files: rank to what has come of its trace.
+        done: ranks whose traces are complete.
+    """
+
+    trace: Trace
+    until: float
+    hosts: int
+    asked: dict[str, int] = field(default_factory=dict)
+    files: dict[int, IO[bytes]] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+
+
+class Traces:
+    """All traces of a job; see ``hvdgloo.rendezvous._page.control``.
+
+    Requests come on any thread; what agents hand in, and the time, on the supervisor's.
+
+    Args:
+        order: passes a request on to all agents, and returns how many there are; 0 if the job is not running.
+        tell: receives a line for those who look at the job.
+    """
+
+    def __init__(self, order: Callable[[TraceSteps], int], tell: Callable[[str], None]) -> None:
+        self._order = order
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._all: list[Trace] = []
+        self._current: _Order | None = None
+        self._merging: threading.Thread | None = None
+        self._folder = ""
+
+    # What the page calls.
+
+    def trace(self, steps: int) -> Trace:
+        """Have all ranks trace their next steps. Raises BusyError if that is not possible now."""
+        with self._lock:
+            if self._current is not None:
+                raise BusyError(f"trace {self._current.trace.number} is being made; wait until it is ready")
+            number = len(self._all) + 1
+            hosts = self._order(TraceSteps(number, steps))
+            if not hosts:
+                raise BusyError("the job is not running, so there are no steps to be traced")
+            if not self._folder:
+                self._folder = tempfile.mkdtemp(prefix="hvdgloo-traces-")
+            trace = Trace(number, steps, "tracing", f"tracing the next {_steps(steps)}")
+            self._all.append(trace)
+            self._current = _Order(trace, time.monotonic() + PATIENCE, hosts)
+        self._tell(f"trace {number}: {trace.text}")
+        return trace
+
+    def traces(self) -> list[Trace]:
+        """All of them, in ascending order."""
+        with self._lock:
+            return list(self._all)
+
+    def path(self, number: int) -> str:
+        """The merged file. Raises KeyError if there is no such trace, and BusyError if it is not ready."""
+        with self._lock:
+            if not 1 <= number <= len(self._all):
+                raise KeyError(number)
+            trace = self._all[number - 1]
+        if trace.state != "ready":
+            raise BusyError(trace.text)
+        return self._merged(number)
+
+    # What the supervisor's thread calls.
+
+    def handed_in(self, host: str, frame: Tracing | Traced) -> None:
+        """An agent says how many workers it has asked, or passes on a piece of a rank's trace."""
+        order = self._current
+        if order is None or frame.number != order.trace.number:
+            return  # it was given up
+        if isinstance(frame, Tracing):
+            order.asked[host] = frame.workers
+        elif frame.rank not in order.done:
+            if frame.rank not in order.files:
+                order.files[frame.rank] = open(self._part(order, frame.rank), "wb")  # noqa: SIM115 - closed below
+            order.files[frame.rank].write(frame.data)
+            if frame.last:
+                order.files[frame.rank].close()
+                order.done.add(frame.rank)
+        self._judge(order)
+
+    def host_lost(self) -> None:
+        """A host is not there any more, and nothing will come from it."""
+        if self._current is not None:
+            self._current.hosts = max(1, self._current.hosts - 1)
+            self._judge(self._current)
+
+    @property
+    def deadline(self) -> float | None:
+        """When ``tick`` has something to do, on the monotonic clock."""
+        return self._current.until if self._current is not None and self._merging is None else None
+
+    def tick(self) -> None:
+        """To be called when that time has come."""
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            assert self._current is not None
+            self._finish(self._current)
+
+    def close(self) -> None:
+        """The job is over: remove all files."""
+        if self._merging is not None:
+            self._merging.join()
+        if self._current is not None:
+            self._over(self._current, "failed", "the job ended before all ranks had traced their steps")
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Inside.
+
+    def _judge(self, order: _Order) -> None:
+        """Merge what has come if nothing more is to be expected."""
+        if len(order.asked) >= order.hosts and len(order.done) >= sum(order.asked.values()) and self._merging is None:
+            self._finish(order)
+
+    def _finish(self, order: _Order) -> None:
+        if not order.done:
+            why = (
+                f"no rank has handed in a trace within {PATIENCE:g} s; do they still train?"
+                if any(order.asked.values())
+                else "no worker can be asked for a trace: either none uses hvdgloo, or all have HVDGLOO_OBSERVE=0"
+            )
+            self._over(order, "failed", why)
+            return
+        # A thousand ranks have written hundreds of megabytes, and the supervisor has agents to listen to.
+        self._merging = threading.Thread(target=self._merge, args=(order,), name="hvdgloo-trace", daemon=True)
+        self._merging.start()
+
+    def _merge(self, order: _Order) -> None:
+        number = order.trace.number
+        missing = sum(order.asked.values()) - len(order.done)
+        try:
+            merge([self._part(order, rank) for rank in sorted(order.done)], self._merged(number))
+            size = os.path.getsize(self._merged(number))
+        except (ConfigError, OSError) as error:
+            self._over(order, "failed", f"the ranks' traces cannot be merged: {error}")
+            return
+        ranks = f"{len(order.done)} rank{'s' if len(order.done) > 1 else ''}"
+        late = f"; {missing} more did not hand in theirs" if missing > 0 else ""
+        self._over(order, "ready", f"{_steps(order.trace.steps)} of {ranks}{late}", size)
+
+    def _over(self, order: _Order, state: str, text: str, size: int = 0) -> None:
+        number = order.trace.number
+        for rank, file in order.files.items():
+            file.close()
+            if os.path.exists(self._part(order, rank)):
+                os.unlink(self._part(order, rank))
+        with self._lock:
+            self._all[number - 1] = Trace(number, order.trace.steps, state, text, size)
+            self._current = self._merging = None
+        self._tell(f"trace {number} {'is ready' if state == 'ready' else 'has failed'}: {text}")
+
+    def _part(self, order: _Order, rank: int) -> str:
+        return os.path.join(self._folder, f"{order.trace.number}.{rank}.json")
+
+    def _merged(self, number: int) -> str:
+        return os.path.join(self._folder, f"{number}.json")
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'s' if number != 1 else ''}"

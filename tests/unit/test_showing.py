@@ -1,0 +1,335 @@
+"""What a launcher shows of a job: told by a supervisor that is played here, read as its page reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from hvdgloo._observe.samples import CODEC, Note, Sample, Steps
+from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
+from hvdgloo.rendezvous._observatory.view import STATES, Snapshot
+from hvdgloo.rendezvous._page import jobs
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Views
+from hvdgloo.runner.protocol.frames import Observe, Observed, TraceSteps, Tracing
+from hvdgloo.runner.show.showing import Showing
+from hvdgloo.runner.supervise.audience import Seat
+from tests.support.launching import wait_for
+
+SEATS = [Seat(0, 0, "h1", 0), Seat(1, 1, "h2", 0)]
+
+
+class Played:
+    """A supervisor, as far as those who look at the job need it."""
+
+    def __init__(self) -> None:
+        self.audience: Any = None
+        self.observing: list[Observe] = []
+        self.tracing: list[TraceSteps] = []
+
+    def observe_soon(self, frame: Observe) -> None:
+        self.observing.append(frame)
+
+    def trace_soon(self, frame: TraceSteps) -> None:
+        self.tracing.append(frame)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """The user's private folder."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+class Stage:
+    """A job that is shown.
+
+    Attributes:
+        said: lines that were printed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "hvdgloo"
+        self.spec = LaunchSpec(
+            ("true",),
+            (HostEntry("h1", 1), HostEntry("h2", 1)),
+            2,
+            "/",
+            {"XDG_RUNTIME_DIR": str(folder)},
+            b"s" * 32,
+        )
+        self.said: list[str] = []
+        self.supervisor = Played()
+
+    @contextmanager
+    def show(self, *, progress: bool = False, **views: Any) -> Iterator[Showing]:
+        spec = replace(self.spec, views=Views(title="train.py --epochs 90", **views))
+        with Showing(spec, say=self.said.append, progress=progress) as showing:
+            showing.attend(cast(Any, self.supervisor))
+            yield showing
+
+    @staticmethod
+    def start(showing: Showing) -> None:
+        """Workers on two hosts."""
+        showing.tick()
+        for name in ("h1", "h2"):
+            showing.host(name, "up")
+        showing.placed(0, SEATS)
+        showing.spawned(0, 100)
+        showing.spawned(1, 200)
+
+    @property
+    def job(self) -> jobs.JobFile:
+        (file,) = self.folder.glob("*.job")
+        return cast(jobs.JobFile, jobs.msgspec.json.decode(file.read_bytes(), type=jobs.JobFile))
+
+    def ask(self, path: str, method: str = "GET", body: bytes = b"") -> tuple[int, Any]:
+        """Ask the job as ``top`` does."""
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(30)
+            sock.connect(self.job.unix)
+            head = (
+                f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.job.token}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            )
+            sock.sendall(head.encode() + body)
+            data = b""
+            while piece := sock.recv(65536):
+                data += piece
+        answer, _, text = data.partition(b"\r\n\r\n")
+        return int(answer.split()[1]), json.loads(text)
+
+
+@pytest.fixture
+def stage(folder: Path) -> Stage:
+    return Stage(folder)
+
+
+def snapshot(showing: Showing) -> Snapshot:
+    """All that there is to see now."""
+    observatory = showing._observatory
+    assert observatory is not None
+    observatory.tick()
+    return observatory.snapshot()
+
+
+def states(showing: Showing) -> list[str]:
+    return [STATES[index] for index in snapshot(showing).ranks.state]
+
+
+def sample(rank: int, count: int) -> bytes:
+    steps = Steps(count=count, seconds=0.1 * count, last=0.1)
+    return CODEC.encode(Sample(rank, 2, 0, 100 * (rank + 1), time.time(), steps=steps, doing="computing"))
+
+
+def test_a_job_that_nobody_looks_at_has_a_sleeping_socket_and_no_more(stage: Stage) -> None:
+    with stage.show() as showing:
+        stage.start(showing)
+        showing.output(0, 1, b"one line\n")
+        assert showing.observe is None
+        assert showing._observatory is None
+        assert stage.job.command == "train.py --epochs 90"
+        assert stage.job.pid == os.getpid()
+        assert stage.job.address == ""
+        assert stage.supervisor.observing == []
+        assert showing.subscribe() is None
+    assert list(stage.folder.iterdir()) == []
+    assert stage.said == []
+
+
+def test_top_wakes_it_and_sees_what_has_happened_before(stage: Stage) -> None:
+    with stage.show() as showing:
+        stage.start(showing)
+        showing.ended(1, -9, "was killed by signal 9 (SIGKILL)")
+        status, job = stage.ask("/v1/job")
+        assert status == 200
+        assert job["job"]["command"] == "train.py --epochs 90"
+        assert stage.supervisor.observing == [Observe(host=True)]
+        assert showing.observe == Observe(host=True), "agents that come later are told with their start"
+        assert snapshot(showing).ranks.pid == [100, 200]
+        assert states(showing) == ["starting", "failed"]
+        assert [host.name for host in snapshot(showing).hosts] == ["h1", "h2"]
+        showing.output(0, 1, b"a line that is written now\n")
+        showing.conclude(1, "")
+        (line,) = stage.ask("/v1/output")[1]
+        assert line["text"] == "a line that is written now"
+
+
+def test_what_agents_pass_on_is_seen_and_nonsense_is_passed_over(stage: Stage) -> None:
+    with stage.show(page=("127.0.0.1", 0)) as showing:
+        assert showing.observe == Observe(host=True)
+        stage.start(showing)
+        showing.reported("h1", Observed([b"nonsense", sample(0, 1), CODEC.encode(Note(0, 1.0, "warning", "hot"))]))
+        showing.reported("h2", Observed([sample(1, 4)]))
+        seen = snapshot(showing)
+        assert seen.ranks.steps == [1, 4]
+        assert [event.text for event in seen.events if event.kind == "warning"] == ["hot"]
+
+
+def test_the_pages_address_is_printed_or_shown_as_a_link(stage: Stage) -> None:
+    with stage.show(page=("127.0.0.1", 0)):
+        (line,) = stage.said
+        assert line.startswith("the job's page is at http://127.0.0.1:")
+        assert "?token=" in line
+        assert stage.job.address.startswith("http://127.0.0.1:")
+        assert "token" not in stage.job.address
+    links: list[str] = []
+    with stage.show(page=("127.0.0.1", 0), show_link=links.append):
+        assert len(links) == 1
+        assert len(stage.said) == 1, "not printed, too"
+
+
+def test_a_page_that_cannot_listen_is_an_error_before_anything_starts(stage: Stage) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=str(port)), stage.show(page=("127.0.0.1", port)):
+            raise AssertionError("it has started")
+    assert list(stage.folder.glob("*")) == []
+
+
+def test_without_a_private_folder_the_job_runs_and_top_does_not_find_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    monkeypatch.setattr("hvdgloo._platform.runtime.SHORT", "/nowhere")
+    stage.spec = replace(stage.spec, environ={})
+    with stage.show() as showing:
+        stage.start(showing)
+    with stage.show(page=("127.0.0.1", 0)) as showing:
+        stage.start(showing)
+        assert stage.said, "the page needs no folder"
+
+
+def test_for_the_progress_line_hosts_are_not_measured_and_output_is_not_kept(stage: Stage) -> None:
+    with stage.show(progress=True) as showing:
+        assert showing.observe == Observe(host=False)
+        stage.start(showing)
+        assert showing.subscribe() is None, "nobody has reported anything"
+        showing.output(0, 1, b"one line\n")
+        showing.reported("h1", Observed([sample(0, 3)]))
+        snapshot(showing)
+        reader = showing.subscribe()
+        assert reader is not None
+        news = reader.next()
+        assert isinstance(news, Snapshot)
+        assert news.ranks.steps[0] == 3
+        assert news.output == 0
+
+
+def test_process_numbers_of_many_workers_are_collected(stage: Stage) -> None:
+    with stage.show(page=("127.0.0.1", 0)) as showing:
+        stage.start(showing)
+        assert snapshot(showing).ranks.pid == [0, 0]
+        when = showing.tick()
+        assert when is not None
+        wait_for(lambda: time.monotonic() >= when, what="that moment")
+        assert showing.tick() is None
+        assert snapshot(showing).ranks.pid == [100, 200]
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "state"),
+    [
+        (0, "exited with status 0", "ended"),
+        (3, "exited with status 3", "failed"),
+        (-15, "", "ended"),
+        (None, "", "lost"),
+    ],
+)
+def test_what_has_become_of_a_worker(stage: Stage, status: int | None, reason: str, state: str) -> None:
+    with stage.show(page=("127.0.0.1", 0)) as showing:
+        stage.start(showing)
+        showing.ended(1, status, reason)
+        assert states(showing) == ["starting", state]
+
+
+def test_ranks_of_an_elastic_job_are_those_of_the_present_epoch(stage: Stage) -> None:
+    with stage.show(page=("127.0.0.1", 0)) as showing:
+        stage.start(showing)
+        showing.ended(0, -9, "was killed by signal 9 (SIGKILL)")
+        showing.placed(1, [Seat(1, 0, "h2", 0), Seat(7, 1, "h2", 1)])
+        showing.spawned(7, 700)
+        showing.output(1, 1, b"I am rank 0 now\n")
+        showing.conclude(0, "")
+        seen = snapshot(showing)
+        assert (seen.job.epoch, seen.ranks.pid) == (1, [200, 700])
+        assert showing._observatory is not None
+        assert [(line.rank, line.text) for line in showing._observatory.lines()] == [(0, "I am rank 0 now")]
+
+
+def test_a_restart_is_an_event_and_begins_anew(stage: Stage) -> None:
+    with stage.show(page=("127.0.0.1", 0)) as showing:
+        stage.start(showing)
+        showing.ended(0, 1, "exited with status 1")
+        again = Played()
+        showing.attend(cast(Any, again), "restart 1: rank 0 exited with status 1")
+        assert again.audience is showing
+        showing.placed(0, SEATS)
+        assert states(showing) == ["starting", "starting"]
+        assert "restart 1: rank 0 exited with status 1" in [event.text for event in snapshot(showing).events]
+
+
+def test_the_end_is_shown(stage: Stage) -> None:
+    with stage.show(page=("127.0.0.1", 0)) as showing:
+        stage.start(showing)
+        showing.conclude(3, "the job failed: rank 1 exited with status 3")
+        job = snapshot(showing).job
+        assert (job.state, job.exit_code, job.message) == ("failed", 3, "the job failed: rank 1 exited with status 3")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (LaunchError("host h2 cannot be reached\nand more"), 1),
+        (JobFailedError("interrupted", exit_code=143), 143),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_a_job_that_could_not_be_started_has_failed(stage: Stage, error: BaseException, status: int) -> None:
+    found: list[Any] = []
+
+    def fail() -> None:
+        with stage.show(page=("127.0.0.1", 0)) as showing:
+            found.append(showing._observatory)
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    job = found[0].snapshot().job
+    assert (job.state, job.exit_code) == ("failed", status)
+    assert "\n" not in job.message
+
+
+def test_traces_need_a_right_of_their_own(stage: Stage) -> None:
+    with stage.show(page=("127.0.0.1", 0)) as showing:
+        stage.start(showing)
+        assert stage.ask("/v1/traces", "POST", b'{"steps": 5}')[0] == 403
+    with stage.show(page=("127.0.0.1", 0), control=True) as showing:
+        stage.start(showing)
+        assert stage.ask("/v1/traces", "POST", b'{"steps": 5}')[0] == 202
+        assert stage.supervisor.tracing == [TraceSteps(1, 5)]
+        showing.reported("h1", Tracing(1, 0))
+        showing.reported("h2", Tracing(1, 0))
+        (trace,) = stage.ask("/v1/traces")[1]["traces"]
+        assert trace["state"] == "failed"
+        assert "no worker can be asked" in trace["text"]
+
+
+def test_nothing_is_left_behind(stage: Stage) -> None:
+    before = threading.active_count()
+    for views in ({}, {"page": ("127.0.0.1", 0), "control": True}):
+        with stage.show(**cast(Any, views)) as showing:
+            stage.start(showing)
+            stage.ask("/v1/job")
+        wait_for(lambda: threading.active_count() <= before, 20, "the end of all threads")
+    assert list(stage.folder.iterdir()) == []
