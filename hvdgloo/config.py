@@ -105,6 +105,16 @@ def _number(*, positive: bool) -> Callable[[str], float]:
     return parse
 
 
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ValueError("expected a number from 0 to 1")
+    return value
+
+
 def _text(text: str) -> str:
     return text
 
@@ -631,6 +641,69 @@ class Config:
         fallback=("HOROVOD_DISABLE_GROUP_FUSION",),
         parse=_boolean,
         help="1: tensors of an explicit group are fused with each other only",
+    )
+
+    # Trying settings.
+    autotune: bool = _setting(
+        False,
+        env="HVDGLOO_AUTOTUNE",
+        fallback=("HOROVOD_AUTOTUNE",),
+        flag="--autotune",
+        yaml="autotune.enabled",
+        parse=_boolean,
+        help="during the first steps, try other fusion thresholds, cycle times, hierarchical and inline thresholds, "
+        "and keep those with which the job is clearly faster, if there are any. What you have set yourself stays. Rank "
+        "0's choice applies to all (docs/tuning.md)",
+    )
+    autotune_log: str = _setting(
+        "",
+        env="HVDGLOO_AUTOTUNE_LOG",
+        fallback=("HOROVOD_AUTOTUNE_LOG",),
+        flag="--autotune-log-file",
+        yaml="autotune.log_file",
+        parse=_text,
+        help="a CSV file on rank 0's host, with a line for every sample, and one for the choice",
+    )
+    autotune_warmup_samples: int = _setting(
+        3,
+        env="HVDGLOO_AUTOTUNE_WARMUP_SAMPLES",
+        fallback=("HOROVOD_AUTOTUNE_WARMUP_SAMPLES",),
+        flag="--autotune-warmup-samples",
+        yaml="autotune.warmup_samples",
+        unit="samples",
+        parse=_integer(0),
+        help="how many samples at the beginning do not count",
+    )
+    autotune_steps_per_sample: int = _setting(
+        10,
+        env="HVDGLOO_AUTOTUNE_STEPS_PER_SAMPLE",
+        fallback=("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",),
+        flag="--autotune-steps-per-sample",
+        yaml="autotune.steps_per_sample",
+        unit="steps",
+        parse=_integer(1),
+        help="how many steps are measured with the same settings; their median counts",
+    )
+    autotune_max_samples: int = _setting(
+        20,
+        env="HVDGLOO_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+        fallback=("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",),
+        flag="--autotune-bayes-opt-max-samples",
+        yaml="autotune.bayes_opt_max_samples",
+        unit="settings",
+        parse=_integer(1),
+        help="how many different settings are tried at most; the better ones are measured several times",
+    )
+    autotune_noise: float = _setting(
+        0.8,
+        env="HVDGLOO_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+        fallback=("HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",),
+        flag="--autotune-gaussian-process-noise",
+        yaml="autotune.gaussian_process_noise",
+        unit="share",
+        parse=_share,
+        help="from 0 to 1, how much the times of steps vary: the more they do, the more often what seems best is "
+        "compared with the settings of the start before it is kept",
     )
 
     # Stalls.

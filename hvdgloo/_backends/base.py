@@ -323,6 +323,20 @@ class Sharing(Protocol):
         ...
 
 
+@runtime_checkable
+class Tunable(Protocol):
+    """What a Backend may offer in addition: settings that may change between two operations, on all ranks."""
+
+    @property
+    def hierarchical_threshold(self) -> int:
+        """Bytes from which a tensor of an allreduce is cut into slices."""
+        ...
+
+    def tune(self, hierarchical_threshold: int) -> None:
+        """Have another one from the next operation on; nothing may be under way."""
+        ...
+
+
 class Done:
     """The Work of an operation that completed before it returned."""
 

@@ -27,7 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
@@ -153,6 +153,14 @@ class HierarchicalBackend:
         self._line = _Line(deque(), deque())
         self._rooms: dict[tuple[str, int], npt.NDArray[np.uint8]] = {}
         self.blocks = any(part.blocks for part in self._parts)
+
+    @property
+    def hierarchical_threshold(self) -> int:
+        return self._thresholds.allreduce
+
+    def tune(self, hierarchical_threshold: int) -> None:
+        """See ``Tunable``."""
+        self._thresholds = replace(self._thresholds, allreduce=hierarchical_threshold)
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         if buffer.nbytes >= self._thresholds.allreduce:

@@ -35,6 +35,7 @@ from hvdgloo._engine.messages import (
     Pong,
     Resend,
     Stacks,
+    Tune,
     decode,
     frame,
 )
@@ -418,19 +419,22 @@ class Control:
                     self._gatherer.send(1 << destination, message)
                 else:
                     self._send(destination, frame(message))
-        if coordinator.warnings or coordinator.recoveries:
-            self._warn(coordinator)
+        if coordinator.warnings or coordinator.recoveries or coordinator.news:
+            self._tell(coordinator)
 
-    def _warn(self, coordinator: Coordinator) -> None:
-        for text in coordinator.warnings:
-            logger.warning("%s", text)
+    def _tell(self, coordinator: Coordinator) -> None:
+        """Rank 0: say what people are to know."""
+        for text in (*coordinator.warnings, *coordinator.news):
+            logger.warning("%s", text)  # who has asked for autotune sees what it has chosen, at the usual level
         if self._counters is not None:
             for text in coordinator.warnings:
                 self._counters.note("stall", text)
             for text in coordinator.recoveries:
                 self._counters.note("stall ended", text)
-        coordinator.warnings.clear()
-        coordinator.recoveries.clear()
+            for text in coordinator.news:
+                self._counters.note("tuning", text)
+        for said in (coordinator.warnings, coordinator.recoveries, coordinator.news):
+            said.clear()
 
     def overdue(self, least: float) -> tuple[list[Waiting], dict[int, str]]:
         """Rank 0: ``Coordinator.waiting`` and ``stacks``; callable from any thread. Nothing is known on other ranks,
@@ -489,6 +493,10 @@ class Control:
         if isinstance(message, Execute):
             if self._ended is None:
                 self._executor.execute(self._member.accept(message), may_wait=self._may_wait, lent=self._lent)
+        elif isinstance(message, Tune):
+            if self._ended is None:
+                self._member.tune(message)
+                self._executor.tune(message)
         elif isinstance(message, Resend):
             self._to_coordinator(self._member.resend(message.signatures), now)
         elif isinstance(message, Ping):

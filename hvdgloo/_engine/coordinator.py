@@ -12,17 +12,18 @@ asked for a sign of life, and a rank whose connection has ended, or which does n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from hvdgloo._engine import stall
-from hvdgloo._engine.conventions import EVERYONE, INQUEST_SECONDS
+from hvdgloo._engine.conventions import COORDINATOR, EVERYONE, INQUEST_SECONDS
 from hvdgloo._engine.messages import (
     Abort,
     AskStacks,
     Bye,
     Drained,
     End,
+    Execute,
     Failed,
     Gathered,
     Inquest,
@@ -37,6 +38,7 @@ from hvdgloo._engine.messages import (
     Silent,
     Stacks,
     Submit,
+    Tune,
 )
 from hvdgloo._engine.negotiation import Negotiator, Waiting, format_ranks
 from hvdgloo._engine.readiness import bits_of
@@ -46,6 +48,7 @@ from hvdgloo._engine.watch import Watch
 if TYPE_CHECKING:
     from hvdgloo._engine.seat import Seat
     from hvdgloo._engine.timeline import Timeline
+    from hvdgloo._engine.tuning import Tuner
     from hvdgloo._observe.lateness import LatenessBook
 
 STACKS_SECONDS = 2.0
@@ -87,11 +90,13 @@ class Coordinator:
         describe: a rank with its host and pid, for messages.
         seat: rank 0's place in the tree, if there is one; otherwise every rank speaks to rank 0.
         lateness: where it is counted which ranks come last, if anywhere.
+        tuner: what tries other settings, if that was asked for.
 
     Attributes:
         outbox: messages and whom they are for, in order.
         warnings: of stalls, for people.
         recoveries: what is to be said of stalls that have ended.
+        news: what has been decided, for people.
         gathering: (in a tree) some ranks wait for others, though nothing of that has come up yet; or some have asked
             lately whether those above are alive.
     """
@@ -104,14 +109,18 @@ class Coordinator:
         describe: Callable[[int], str],
         seat: Seat | None = None,
         lateness: LatenessBook | None = None,
+        tuner: Tuner | None = None,
     ) -> None:
         self.outbox: list[tuple[int, Message]] = []
         self.warnings: list[str] = []
         self.recoveries: list[str] = []
+        self.news: list[str] = []
         self.busy = self.gathering = False
         self.over = False
         self._size = size
         self._rules = rules
+        self._cycle_time = rules.cycle_time
+        self._tuner = tuner
         self._describe = describe
         self._negotiator = Negotiator(members, rules.cache_capacity)
         self._negotiator.lateness = lateness
@@ -190,6 +199,8 @@ class Coordinator:
                 unknown.append((ranks, [part.what]))
         elif isinstance(message, Observe):
             self.outbox.append((EVERYONE, message))
+        elif isinstance(message, Tune):
+            self._change(message)
         elif isinstance(message, Lost):
             self.lost(message.rank, message.reason, now)
         elif isinstance(message, Abort):
@@ -223,6 +234,8 @@ class Coordinator:
             self._abort("peer", message.text)
         elif isinstance(message, Stacks) and self._stall is not None:
             self._stall.stacks[rank] = message.text
+        elif isinstance(message, Tune) and rank == COORDINATOR:
+            self._change(message)
 
     def lost(self, rank: int, reason: str, now: float) -> None:
         """A rank's connection has ended."""
@@ -237,11 +250,27 @@ class Coordinator:
         self._last_release = now
         if self._timeline is not None:
             self._timeline.cycle(self._timeline.now())
-        self.outbox.append((EVERYONE, self._negotiator.take()))
+        batch = self._negotiator.take()
+        if self._tuner is not None:
+            self._tune(self._tuner, batch, now)
+        self.outbox.append((EVERYONE, batch))
+
+    def _tune(self, tuner: Tuner, batch: Execute, now: float) -> None:
+        """Show the tuner what is ordered, and have all ranks change settings before that, if it says so."""
+        choice = tuner.ordered(self._negotiator.responses(batch.items), now)
+        if choice is not None:
+            self._change(Tune(*astuple(choice)))
+        if tuner.conclusion:
+            self.news.append(tuner.conclusion)
+            self._tuner = None
+
+    def _change(self, settings: Tune) -> None:
+        self._cycle_time = settings.cycle_time
+        self.outbox.append((EVERYONE, settings))
 
     def may_release(self, now: float) -> bool:
         """False until the minimum delay since the last batch has passed."""
-        return now >= self._last_release + self._rules.cycle_time
+        return now >= self._last_release + self._cycle_time
 
     def tick(self, now: float) -> None:
         """Let time pass: pings, silent ranks, stalls, deadlines."""
@@ -272,7 +301,7 @@ class Coordinator:
             times.append(self._stall.deadline)
         elif self._next_stall_check is not None:
             times.append(self._next_stall_check)
-        release = self._last_release + self._rules.cycle_time
+        release = self._last_release + self._cycle_time
         if self._negotiator.has_ready and release > self._ticked:
             # One that is already due waits for room in the data plane, which wakes the control thread in any case.
             times.append(release)

@@ -11,18 +11,19 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from hvdgloo._backends.base import Backend, Plane, Sharing
+from hvdgloo._backends.base import Backend, Plane, Sharing, Tunable
 from hvdgloo._engine.control import Control
 from hvdgloo._engine.conventions import COORDINATOR
 from hvdgloo._engine.executor import Executor
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
-from hvdgloo._engine.messages import REDUCTIONS, Leave, Observe, Request
+from hvdgloo._engine.messages import REDUCTIONS, Leave, Observe, Request, Tune
 from hvdgloo._engine.planes import Group
+from hvdgloo._engine.settings import Choice
 from hvdgloo._engine.stacks import THREAD_PREFIX
 from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo._net.descriptors import bury
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from hvdgloo._engine.negotiation import Waiting
     from hvdgloo._engine.seat import Seat
     from hvdgloo._engine.timeline import Timeline
+    from hvdgloo._engine.tuning import AutotuneSettings
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ class EngineSettings:
     spin_time: float = 0.0
     deterministic: bool = False
     follow_streams: bool = False
+    autotune: AutotuneSettings | None = None
 
 
 class Engine:
@@ -131,7 +134,8 @@ class Engine:
         # Sums that travel with the agreement are added in rank order, and whether they do depends on which rank came
         # first.
         steady = backend.in_rank_order or not settings.deterministic
-        self._member = Member(rank, {0: everyone}, settings.inline_threshold if steady else 0, counters)
+        inline_threshold = settings.inline_threshold if steady else 0
+        self._member = Member(rank, {0: everyone}, inline_threshold, counters)
         self._forked = False
         self._closing = threading.Lock()
         self._executor = Executor(
@@ -144,6 +148,10 @@ class Engine:
             operation_timeout=settings.operation_timeout,
             follow_streams=settings.follow_streams,
             counters=counters,
+        )
+        hierarchical_threshold = backend.hierarchical_threshold if isinstance(backend, Tunable) else 0
+        self._start_settings = Choice(
+            settings.fusion_threshold, settings.cycle_time, hierarchical_threshold, inline_threshold
         )
         coordinator = None
         if rank == 0:
@@ -158,7 +166,12 @@ class Engine:
                 settings.stall_shutdown_time,
             )
             lateness = None if counters is None else counters.lateness
-            coordinator = Coordinator(topology.size, {0: everyone}, rules, topology.describe, seat, lateness)
+            tuner = None
+            if settings.autotune is not None and topology.size > 1:
+                from hvdgloo._engine.tuning import Tuner
+
+                tuner = Tuner(self._start_settings, settings.autotune, deterministic=settings.deterministic)
+            coordinator = Coordinator(topology.size, {0: everyone}, rules, topology.describe, seat, lateness, tuner)
         gatherer = None
         if seat is not None and seat.below:
             from hvdgloo._engine.tree import PATIENCE_SECONDS, Gatherer
@@ -282,6 +295,16 @@ class Engine:
             self._control.submitted(waits=waits)
         elif filed == 1:
             self._control.wake()
+
+    @property
+    def start_settings(self) -> Choice:
+        """The settings that may change while the job runs, as they were in the beginning."""
+        return self._start_settings
+
+    def tune(self, choice: Choice) -> None:
+        """On rank 0: have all ranks use other settings, from the same operation on. It is one of those that this rank
+        submits from now on, or an earlier one that is not yet ordered."""
+        self._control.say(Tune(*astuple(choice)))
 
     def start_timeline(self, path: str, *, clock_offset: float = 0.0, mark_cycles: bool = False) -> bool:
         """Trace operations into a file from now on, until ``stop_timeline`` or the end.

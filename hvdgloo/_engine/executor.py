@@ -19,13 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from hvdgloo._backends.base import Done, Mark, Plane, Scattered, Several, Work, has_ended
+from hvdgloo._backends.base import Done, Mark, Plane, Scattered, Several, Tunable, Work, has_ended
 from hvdgloo._engine import fusion
 from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.fusion import Bucket, Part
-from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Request, Response
+from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Request, Response, Tune
 from hvdgloo._engine.phases import Phases, adaptive_sum, exchange
 from hvdgloo._engine.planes import DEPTH, Group
 from hvdgloo._engine.submission import Submission
@@ -171,6 +172,7 @@ class Executor:
         self._under_way: deque[_UnderWay] = deque()
         self._unresolved: dict[Submission, None] = {}  # in order
         self._plans: dict[tuple[int, ...], Sequence[Bucket]] = {}
+        self._tuned: Tune | None = None  # as the data thread knows it
         self._waiting_here: tuple[Bucket, Batch] | None = None  # the only one queued, if not executed at once
         self._submitted = 0
         self._completed = 0
@@ -244,6 +246,22 @@ class Executor:
         for bucket in buckets:
             self._submitted += 1
             self._queue.put((bucket, batch))
+
+    def tune(self, settings: Tune) -> None:
+        """Use these settings for all that is ordered from now on. Called as ``execute`` is."""
+        self._fusion_threshold = settings.fusion_threshold
+        self._plans.clear()
+        # Data planes change where the data thread comes to this place in the order; until then nothing is executed
+        # on other threads.
+        self._submitted += 1
+        self._queue.put(partial(self._tune_planes, settings))
+
+    def _tune_planes(self, settings: Tune) -> None:
+        self._tuned = settings
+        for group in self._groups.values():
+            _tune_plane(group, settings)
+        self._completed += 1
+        self._on_room()
 
     def execute_queued(self) -> None:
         """Do on a lent thread what ``execute`` has just left to the data thread, if that has not begun it and it is
@@ -559,6 +577,8 @@ class Executor:
         opened = self._open_group(response.value, response.request.ranks)
         if opened is not None:
             self._groups[response.value] = opened
+            if self._tuned is not None:
+                _tune_plane(opened, self._tuned)
             if self._verdict is not None:
                 opened.host.backend.abort()  # the abort did not see it
 
@@ -767,6 +787,11 @@ def _let_go(under_way: Iterable[_UnderWay]) -> bool:
 
 def _nothing(*_: object) -> None:
     """Nobody is told."""
+
+
+def _tune_plane(group: Group, settings: Tune) -> None:
+    if isinstance(group.host.backend, Tunable):
+        group.host.backend.tune(settings.hierarchical_threshold)
 
 
 def _combining(op: ReduceOp) -> ReduceOp:

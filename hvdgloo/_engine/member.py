@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hvdgloo._engine import inline, joined
-from hvdgloo._engine.messages import Execute, Request, Response, Submit
+from hvdgloo._engine.messages import Execute, Request, Response, Submit, Tune
 from hvdgloo._engine.submission import Signature, Submission
 from hvdgloo._observe.counters import AGREEMENT, Counters
 from hvdgloo.errors import DuplicateNameError, HorovodInternalError, InvalidArgumentError, MismatchError
@@ -120,6 +120,11 @@ class Member:
                 if counters.asleep:
                     counters.wake()
             return len(self._new), len(self._pending) > len(self._new)
+
+    def tune(self, settings: Tune) -> None:
+        """Use other settings from now on. Ranks need not agree on what travels with submissions: if some tensor does
+        not, the others are not used."""
+        self._inline_threshold = settings.inline_threshold
 
     def drain(self, *, idle: bool = True) -> Submit | None:
         """The operations filed since the last call.

@@ -225,6 +225,16 @@ class Bye(codec.Message, frozen=True, tag=10):
     """Every rank has drained; connections may be closed."""
 
 
+class Tune(codec.Message, frozen=True, tag=20):
+    """What is ordered from here on is fused and sent with these settings; see ``tuning.Choice``. Rank 0 may say it to
+    its coordinator, too, which passes it on."""
+
+    fusion_threshold: Count
+    cycle_time: float
+    hierarchical_threshold: Count
+    inline_threshold: Count
+
+
 # In a tree (see ``tree``), from the leader of a host to the one above. Ranks travel as runs: start, length, ...
 
 
@@ -334,10 +344,11 @@ Message: TypeAlias = (
     | To
     | Inquest
     | Observe
+    | Tune
 )
 
 
-FOR_EVERYONE = (Execute, End, Abort, Bye, Observe)
+FOR_EVERYONE = (Execute, End, Abort, Bye, Observe, Tune)
 """In a tree, leaders pass these on to all below them, as they came."""
 
 
@@ -381,7 +392,8 @@ _CODEC: codec.Codec[Any] = codec.Codec(
     | Silent
     | To
     | Inquest
-    | Observe,
+    | Observe
+    | Tune,
     "control message",
 )
 

@@ -13,7 +13,7 @@ ordered.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -304,6 +304,16 @@ class Negotiator:
         message = Execute(tuple(self._ready), tuple(self._forgotten), tuple(self._results))
         self._ready, self._forgotten, self._results = [], [], []
         return message
+
+    def responses(self, items: Iterable[int | Response]) -> list[Response]:
+        """What was just taken, spelled out; without numbers that are no longer known."""
+        spelled = []
+        for item in items:
+            if not isinstance(item, int):
+                spelled.append(item)
+            elif item in self._signatures:
+                spelled.append(self._signatures[item].response)
+        return spelled
 
     @property
     def has_ready(self) -> bool:

@@ -58,6 +58,7 @@ from hvdgloo._engine.messages import (
     Stacks,
     Submit,
     To,
+    Tune,
 )
 from hvdgloo._engine.partial import Held
 from hvdgloo._engine.readiness import Block, Ledger, bits_of, mask_of, numbers_of
@@ -161,7 +162,7 @@ class Gatherer:
             self._drain(mask_of_runs(message.ranks) if message.ranks else 1 << child)
         elif isinstance(message, (Leave, Failed, Stacks)):
             self._say(Said(child, message))
-        elif isinstance(message, (Said, Lost, Observe, Abort)):
+        elif isinstance(message, (Said, Lost, Observe, Tune, Abort)):
             self._say(message)
         elif isinstance(message, Silent):
             if self._seat.parent < 0:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdgloo._backends.select import plane_settings
 from hvdgloo._engine.engine import EngineSettings
+from hvdgloo._engine.settings import Choice
 from hvdgloo._platform.machine import usable_cores
 from hvdgloo.config import Config
+
+if TYPE_CHECKING:
+    from hvdgloo._engine.tuning import AutotuneSettings
 
 logger = logging.getLogger(__name__)
 
@@ -60,5 +65,22 @@ def engine_settings(
         stall_warning_time=float(shared["stall_warning_time"]),
         stall_shutdown_time=shutdown_time,
         follow_streams=config.gpu_completion == "stream",
+        autotune=_autotune(config) if config.autotune else None,
         spin_time=_SPIN_SECONDS if local_size is not None and 1 < local_size <= usable_cores() else 0.0,
+    )
+
+
+def _autotune(config: Config) -> AutotuneSettings:
+    """How settings are tried; what the user has chosen stays."""
+    from hvdgloo._engine.tuning import AutotuneSettings  # most jobs do without
+
+    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+    tried = [field.name for field in dataclasses.fields(Choice)]
+    return AutotuneSettings(
+        log=config.autotune_log,
+        warmup_samples=config.autotune_warmup_samples,
+        steps_per_sample=config.autotune_steps_per_sample,
+        most=config.autotune_max_samples,
+        noise=config.autotune_noise,
+        fixed=frozenset(name for name in tried if getattr(config, name) != defaults[name]),
     )

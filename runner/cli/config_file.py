@@ -19,9 +19,6 @@ from hvdgloo.runner.cli.setting_flags import CONTROLLER, is_boolean, to_variable
 
 _IGNORED = {
     "params": {"hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce"},
-    "autotune": {
-        "enabled", "log_file", "warmup_samples", "steps_per_sample", "bayes_opt_max_samples", "gaussian_process_noise",
-    },
     "library_options": {"mpi_threads_disable", "num_nccl_streams"},
 }  # fmt: skip
 """Horovod's keys that have no effect."""

@@ -38,6 +38,7 @@ GROUPS = {
     "stalls": "stalls",
     "log": "the workers' own messages",
     "doctor": "for hvdgloo-run doctor",
+    "tune": "for hvdgloo-run tune",
     "information": "information",
     "horovod": "accepted from horovodrun",
 }
@@ -61,6 +62,7 @@ _SECTIONS = {
     "library_options.shm_segment_mb": "tuning",
     "library_options.shm_direct": "tuning",
     "params": "tuning",
+    "autotune": "tuning",
     "stall_check": "stalls",
     "logging": "log",
     "observe": "views",
@@ -88,9 +90,9 @@ leave nothing behind.
 """
 
 _KNOWN = """\
---autotune-..., --hierarchical-..., --torus-allreduce, --tcp, --mpi-args,
---mpi-threads-disable, --binding-args, --num-nccl-streams and --disable-cache
-have no effect, and a line says so;
+--hierarchical-allreduce, --hierarchical-allgather, --torus-allreduce, --tcp,
+--mpi-args, --mpi-threads-disable, --binding-args, --num-nccl-streams and
+--disable-cache have no effect, and a line says so;
 --mpi and --jsrun are refused."""
 
 _EPILOG = """\
@@ -103,6 +105,7 @@ program. Everything after it belongs to it. Examples:
   hvdgloo-run -np 4 --min-np 2 --host-discovery-script ./hosts.sh train.py
   hvdgloo-run doctor -H h1:2,h2:2     is everything there that the job needs?
   hvdgloo-run top                     what does the job that is running do?
+  hvdgloo-run tune -H h1:2,h2:2       which settings suit these hosts?
   hvdgloo-run timeline merge all.json trace.*.json    ranks' traces in one file
 
 Exit status: 0 if all workers succeeded, else that of the first one that failed
@@ -135,6 +138,31 @@ The command is looked for on every host, and not run. Examples:
 
 Exit status: 0 if a job can start (there may be warnings), 1 if something that
 was found will stop it, 2 if the command line cannot be used.
+"""
+
+
+TUNE_SECONDS = 100
+"""How long ``tune`` measures, about."""
+
+_TUNE_GROUPS = ("hosts", "reach", "environment", "network", "tuning", "tune")
+
+_TUNE_DESCRIPTION = f"""\
+usage: {PROGRAM} tune [options] [-- program.py ...]
+
+Measure on the hosts of a job which settings suit them: data planes, buckets and
+thresholds. With a Python program, run it for a few steps, and tune to its
+gradients; else to those of a well-known network. All options of a job may be
+given, and what they set stays; these matter here:
+"""
+
+_TUNE_EPILOG = """\
+Examples:
+
+  hvdgloo-run tune -H h1:4,h2:4 --save tuned.yaml
+  hvdgloo-run tune -H h1:4,h2:4 --save tuned.yaml --plot tuned.svg -- train.py
+  hvdgloo-run -H h1:4,h2:4 --config-file tuned.yaml train.py
+
+Exit status: 0 if settings were measured, also where the defaults are best.
 """
 
 
@@ -219,13 +247,20 @@ class Parser(argparse.ArgumentParser):
 
     def doctor_help(self) -> str:
         """The help of ``hvdgloo-run doctor``."""
+        return self._help_of(_DOCTOR_DESCRIPTION, _DOCTOR_GROUPS, _DOCTOR_EPILOG)
+
+    def tune_help(self) -> str:
+        """The help of ``hvdgloo-run tune``."""
+        return self._help_of(_TUNE_DESCRIPTION, _TUNE_GROUPS, _TUNE_EPILOG)
+
+    def _help_of(self, description: str, groups: Sequence[str], epilog: str) -> str:
         formatter = self._get_formatter()
-        formatter.add_text(_DOCTOR_DESCRIPTION)
-        for name in _DOCTOR_GROUPS:
+        formatter.add_text(description)
+        for name in groups:
             formatter.start_section(GROUPS[name])
             formatter.add_arguments(self._titled[name]._group_actions)
             formatter.end_section()
-        formatter.add_text(_DOCTOR_EPILOG)
+        formatter.add_text(epilog)
         return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -268,6 +303,7 @@ def build_parser() -> Parser:
     setting_flags.add_setting_flags(lambda key: parser.adder(_SECTIONS.get(key) or _SECTIONS[key.partition(".")[0]]))
     _add_time_flags(parser.adder("time"))
     _add_doctor_flags(parser.adder("doctor"))
+    _add_tune_flags(parser.adder("tune"))
     _add_information_flags(parser.adder("information"))
     _add_known_flags(parser)
     return parser
@@ -417,7 +453,13 @@ def _add_time_flags(add: setting_flags.AddArgument) -> None:
 
 
 def _add_doctor_flags(add: setting_flags.AddArgument) -> None:
-    add("--json", action="store_true", help="print what was found as JSON instead of a table")
+    add("--json", action="store_true", help="print what was found as JSON instead of a table; also for tune")
+
+
+def _add_tune_flags(add: setting_flags.AddArgument) -> None:
+    add("--save", metavar="FILE", help="write the settings that were found to a file for --config-file")
+    add("--plot", metavar="FILE", help="write a picture (SVG) of what was measured")
+    add("--seconds", type=positive, metavar="N", help=f"measure for about so long (default: {TUNE_SECONDS})")
 
 
 def _add_information_flags(add: setting_flags.AddArgument) -> None:

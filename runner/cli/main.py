@@ -20,10 +20,10 @@ from typing import NoReturn, TextIO
 from hvdgloo.config import without_place
 from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError, LaunchError, MissingDependencyError
 from hvdgloo.rendezvous._auth import generate_secret
-from hvdgloo.runner.cli import config_file, setting_flags
+from hvdgloo.runner.cli import config_file, setting_flags, tune
 from hvdgloo.runner.cli.config_file import FileContent
 from hvdgloo.runner.cli.elastic import examined, options_from
-from hvdgloo.runner.cli.flags import PROGRAM, Parser, build_parser, judge_known_flags, misplaced, split
+from hvdgloo.runner.cli.flags import PROGRAM, TUNE_SECONDS, Parser, build_parser, judge_known_flags, misplaced, split
 from hvdgloo.runner.cli.reach import exports_from, reach_from
 from hvdgloo.runner.console.writer import is_broken_pipe
 from hvdgloo.runner.job.assembly import assemble
@@ -96,19 +96,24 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
         except OSError as error:
             return _unwritable(error, stdout, stderr)
     parser = build_parser()
-    flags, command, doctor = split_all(argv, parser.values)
-    if doctor and not {"-h", "--help"}.isdisjoint(flags):
-        return _print(parser.doctor_help(), stdout, stderr)
+    flags, command, tuned = split_all(argv, parser.values, "tune")
+    doctor = False
+    if not tuned:
+        flags, command, doctor = split_all(argv, parser.values)
+    if (doctor or tuned) and not {"-h", "--help"}.isdisjoint(flags):
+        return _print(parser.doctor_help() if doctor else parser.tune_help(), stdout, stderr)
     given = parser.given(flags)
-    if given.json and not doctor:
-        raise ConfigError(f"--json is for {PROGRAM} doctor")
+    if given.json and not (doctor or tuned):
+        raise ConfigError(f"--json is for {PROGRAM} doctor and {PROGRAM} tune")
+    if not tuned:
+        tune.check(given)
     if given.version:
         return _print(f"{__version__}\n", stdout, stderr)
     if given.check_build:
         from hvdgloo.runner.cli.build_report import build_table
 
         return _print(build_table(), stdout, stderr)
-    line = command_line(parser, given, command, doctor=doctor)
+    line = command_line(parser, given, () if tuned else command, doctor=doctor or tuned)
     for notice in line.notices:
         stderr.write(f"{PROGRAM}: {notice}\n")
     stderr.flush()
@@ -118,6 +123,9 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
 
         found, well = run(line.spec, stderr=stderr, width=_width(stdout), json=bool(given.json))
         return _print(found, stdout, stderr) or int(not well)
+    if tuned:
+        found = tune.run(line.spec, given, command, default_seconds=TUNE_SECONDS, stderr=stderr)
+        return _print(found, stdout, stderr)
     from hvdgloo.runner.launch import launch
 
     report = launch(line.spec, stdout=stdout, stderr=stderr, fork=alone)
@@ -156,13 +164,16 @@ def _width(stdout: TextIO) -> int:
     return min(shutil.get_terminal_size().columns, _WIDEST) if stdout.isatty() else _WIDTH
 
 
-def split_all(argv: Sequence[str], values: Mapping[str, int]) -> tuple[list[str], list[str], bool]:
-    """Flags, command, and whether the job is only to be examined: ``doctor`` may come before or after the flags.
+def split_all(
+    argv: Sequence[str], values: Mapping[str, int], word: str = "doctor"
+) -> tuple[list[str], list[str], bool]:
+    """Flags, command, and whether the job is not to be run but to be examined: ``doctor`` (or another word) may come
+    before or after the flags.
 
     A program of that name is run by ``-- doctor``.
     """
     flags, command = split(argv, values)
-    if argv[len(flags) : len(flags) + 1] != ["doctor"]:
+    if argv[len(flags) : len(flags) + 1] != [word]:
         return flags, command, False
     more, command = split(command[1:], values)
     return flags + more, command, True

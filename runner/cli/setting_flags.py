@@ -24,7 +24,6 @@ _OLD_SPELLINGS = (
 
 _NO_EFFECT = "it has no effect here"
 _MPI = "there is no MPI here, so it has no effect"
-_NOT_YET = "it has no effect in this version"
 
 IGNORED_FLAGS: tuple[tuple[str, int, str], ...] = (
     *((f"--{no}{name}", 0, _NO_EFFECT)
@@ -35,12 +34,6 @@ IGNORED_FLAGS: tuple[tuple[str, int, str], ...] = (
     ("--binding-args", 1, _MPI),
     ("--num-nccl-streams", 1, _NO_EFFECT),
     ("--disable-cache", 0, "nothing is remembered between jobs here, so it has no effect"),
-    *((f"--{no}autotune", 0, _NOT_YET) for no in ("", "no-")),
-    ("--autotune-log-file", 1, _NOT_YET),
-    ("--autotune-warmup-samples", 1, _NOT_YET),
-    ("--autotune-steps-per-sample", 1, _NOT_YET),
-    ("--autotune-bayes-opt-max-samples", 1, _NOT_YET),
-    ("--autotune-gaussian-process-noise", 1, _NOT_YET),
 )  # fmt: skip
 """Horovod's flags that are accepted and do nothing: flag, number of values, why."""
 

@@ -39,7 +39,6 @@ OTHER_OPTIONS = {
     "--network",
     "--no-deps",
     "--nodes",
-    "--autotune",
     "--nproc-per-node",
     "--ntasks-per-node",
     "--pid",
@@ -83,7 +82,6 @@ FRAMEWORKS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "pyspark", "pya
 """What extras bring."""
 WITHOUT_EFFECT = {
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE",
-    "HOROVOD_AUTOTUNE",
     "HOROVOD_BATCH_D2D_MEMCOPIES",
     "HOROVOD_CONTROLLER",
     "HOROVOD_CPU_OPERATIONS",

@@ -154,6 +154,15 @@ GRAPH: dict[str, set[str]] = {
         "runner.transport",
     },
     "hvdgloo.runner.top": {"_platform", "rendezvous._observatory", "rendezvous._page"},
+    "hvdgloo.runner.tuning": {
+        "_engine",
+        "_job",
+        "config",
+        "numpy",
+        "runner",
+        "runner.job",
+        "runner.worker",
+    },
     "hvdgloo.runner.cli": {
         "_platform",
         "config",
@@ -166,6 +175,7 @@ GRAPH: dict[str, set[str]] = {
         "runner.show",
         "runner.top",
         "runner.transport",
+        "runner.tuning",
     },
     "hvdgloo.runner.__main__": {"runner.cli"},
     "hvdgloo.run": {

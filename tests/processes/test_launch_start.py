@@ -243,7 +243,7 @@ def test_flags_and_files_set_the_workers_variables(launcher: Launcher) -> None:
         "stall_check: {enabled: false, warning_time_seconds: 30}\nlogging: {level: DEBUG}\n"
     )
     done = launcher.run(
-        "--config-file", "settings.yaml", "--fusion-threshold-mb", "64", "--log-without-timestamp", "--autotune",
+        "--config-file", "settings.yaml", "--fusion-threshold-mb", "64", "--log-without-timestamp", "--tcp",
         "-np", "1", launcher.script(DUMP), env={"HVDGLOO_LOG_LEVEL": "ERROR"},
     )  # fmt: skip
     environ = dumps(done)[0][0]
@@ -253,7 +253,7 @@ def test_flags_and_files_set_the_workers_variables(launcher: Launcher) -> None:
     assert environ["HVDGLOO_STALL_CHECK_TIME_SECONDS"] == "30"
     assert environ["HVDGLOO_LOG_LEVEL"] == "DEBUG", "the file wins over the environment"
     assert environ["HVDGLOO_LOG_HIDE_TIME"] == "1"
-    assert "--autotune: it has no effect in this version" in done.stderr
+    assert "--tcp: " in done.stderr
     assert "params.hierarchical_allreduce has no effect here" in done.stderr
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,12 @@ GOOD: dict[str, tuple[str, Any]] = {
     "deterministic": ("1", True),
     "shm_direct": ("No", "0"),
     "disable_group_fusion": ("1", True),
+    "autotune": ("1", True),
+    "autotune_log": ("tuning.csv", "tuning.csv"),
+    "autotune_warmup_samples": ("0", 0),
+    "autotune_steps_per_sample": ("1", 1),
+    "autotune_max_samples": ("5", 5),
+    "autotune_noise": ("0.5", 0.5),
     "stall_check_disable": ("True", True),
     "stall_warning_time": ("0.5", 0.5),
     "stall_shutdown_time": ("90", 90.0),
@@ -132,6 +139,11 @@ BAD = [
     ("deterministic", "perhaps", _FLAG),
     ("shm_direct", "2", "expected auto, 1 or 0"),
     ("disable_group_fusion", "2", _FLAG),
+    ("autotune", "perhaps", _FLAG),
+    ("autotune_warmup_samples", "-1", _WHOLE),
+    ("autotune_steps_per_sample", "0", "expected a whole number, at least 1"),
+    ("autotune_max_samples", "0", "expected a whole number, at least 1"),
+    *(("autotune_noise", text, "expected a number from 0 to 1") for text in ("1.5", "-0.1", "much")),
     ("timeline_mark_cycles", "some", _FLAG),
     ("as_horovod", "perhaps", _FLAG),
     ("stall_check_disable", "maybe", _FLAG),
@@ -155,7 +167,7 @@ def _field(name: str) -> dataclasses.Field[Any]:
 def test_every_field_is_tried_here() -> None:
     assert set(GOOD) == set(settings()) == {field.name for field in dataclasses.fields(Config)}
     always_usable = {"job_id", "agent_id", "worker", "hostname", "address", "secret_file", "timeline", "observer"}
-    always_usable |= {"tls_cert", "tls_key", "tls_ca"}
+    always_usable |= {"tls_cert", "tls_key", "tls_ca", "autotune_log"}
     assert {name for name, _, _ in BAD} | always_usable | {"secret"} == set(settings())
 
 
@@ -310,6 +322,12 @@ configs = st.builds(
     gradient_bucket=st.integers(0, 2**31),
     deterministic=st.booleans(),
     disable_group_fusion=st.booleans(),
+    autotune=st.booleans(),
+    autotune_log=st.just("") | _texts,
+    autotune_warmup_samples=st.integers(0, 2**31),
+    autotune_steps_per_sample=st.integers(1, 2**31),
+    autotune_max_samples=st.integers(1, 2**31),
+    autotune_noise=st.floats(0, 1),
     stall_check_disable=st.booleans(),
     stall_warning_time=_seconds,
     stall_shutdown_time=st.just(0.0) | _seconds,
@@ -320,17 +338,20 @@ configs = st.builds(
 )
 
 
+@hypothesis.settings(deadline=None)
 @given(configs)
 def test_what_is_written_is_read_back(config: Config) -> None:
     assert Config.from_env(config.to_env()) == config
 
 
+@hypothesis.settings(deadline=None)
 @given(configs)
 def test_only_what_differs_from_the_default_is_written(config: Config) -> None:
     differs = {settings()[f.name].env for f in dataclasses.fields(Config) if getattr(config, f.name) != f.default}
     assert set(config.to_env()) == differs
 
 
+@hypothesis.settings(deadline=None)
 @given(st.sampled_from(sorted(settings())), st.text())
 def test_any_text_is_read_or_refused_as_a_config_error(name: str, text: str) -> None:
     if name == "secret_file":
@@ -346,6 +367,7 @@ def test_any_text_is_read_or_refused_as_a_config_error(name: str, text: str) -> 
     assert refusal == "" or refusal.startswith(f"{variable}: ")
 
 
+@hypothesis.settings(deadline=None)
 @given(st.sampled_from(["h1", "10.0.0.5", "fd00::1", "::"]), st.integers(1, 65535))
 def test_endpoints_are_read_back(host: str, port: int) -> None:
     assert parse_endpoint(format_endpoint(host, port)) == (host, port)

@@ -18,7 +18,7 @@ from hvdgloo._backends import kernels
 from hvdgloo._engine import executor
 from hvdgloo._engine.executor import QUICK_BYTES, Executor
 from hvdgloo._engine.fusion import LONE_BYTES
-from hvdgloo._engine.messages import Request, Response
+from hvdgloo._engine.messages import Request, Response, Tune
 from hvdgloo._engine.planes import DEPTH, Group
 from hvdgloo._engine.submission import Submission
 from hvdgloo.errors import BackendError, PeerLostError
@@ -664,3 +664,67 @@ class TestFailure:
 
     def test_a_thread_that_never_started_is_joined_at_once(self, bench: Callable[..., Bench]) -> None:
         assert bench().executor.join(0)
+
+
+class TestTuning:
+    """Settings that change while buckets are under way and queued."""
+
+    @staticmethod
+    def tunable(b: Bench) -> None:
+        b.backend.hierarchical_threshold = 0  # type: ignore[attr-defined]
+        b.backend.tune = lambda threshold: b.backend.log.append(("tune", threshold))  # type: ignore[attr-defined]
+
+    def test_fusion_changes_with_the_next_batch(self, bench: Callable[..., Bench]) -> None:
+        b = bench(fusion_threshold=LIMIT)
+        arrays = [np.ones(1000, np.int32) for _ in range(4)]
+        batches = [[allreduce(f"{turn}.{i}", a) for i, a in enumerate(arrays)] for turn in range(3)]
+        b.executor.execute(batches[0])
+        b.executor.tune(Tune(8000, 0.0, 0, 0))
+        b.executor.execute(batches[1])
+        b.executor.tune(Tune(LIMIT, 0.0, 0, 0))
+        b.executor.execute(batches[2])
+        b.executor.start()
+        for pair in batches[2]:
+            assert results(pair) == [[3] * 1000]
+        assert [len(seen) for seen in b.backend.seen] == [16000, 8000, 8000, 16000]
+
+    def test_plans_that_were_kept_are_made_anew(self, bench: Callable[..., Bench]) -> None:
+        b = bench(fusion_threshold=LIMIT)
+        b.executor.start()
+        for limit, count in ((LIMIT, 1), (4000, 2)):
+            b.executor.tune(Tune(limit, 0.0, 0, 0))
+            batch = [allreduce(name, np.ones(1000, np.int32)) for name in "ab"]
+            numbered = [(Response(response.request, signature=i), own) for i, (response, own) in enumerate(batch)]
+            before = len(b.backend.seen)
+            b.executor.execute(numbered)
+            assert [results(pair) for pair in batch] == [[[3] * 1000]] * 2
+            assert len(b.backend.seen) - before == count
+
+    def test_a_plane_changes_between_what_was_ordered_before_and_after(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        self.tunable(b)
+        b.backend.gates[0] = threading.Event()
+        first, second = allreduce("a", np.ones(2)), allreduce("b", np.ones(2))
+        b.executor.start()
+        b.executor.execute([first])
+        b.executor.tune(Tune(LIMIT, 0.0, 4096, 0))
+        b.executor.execute([second])  # the thread that orders must not execute it before the plane has changed
+        assert b.backend.calls("tune") == []
+        assert b.executor.backlog == 3
+        b.backend.gates[0].set()
+        assert results(second) == [[3.0, 3.0]]
+        order = [entry for entry in b.backend.log if entry[0] in ("allreduce SUM", "end", "tune")]
+        tuned = [("tune", 4096)] * 2  # the planes of two process sets
+        assert order == [("allreduce SUM", 0), ("end", 0), *tuned, ("allreduce SUM", 1), ("end", 1)]
+        assert b.executor.backlog == 0
+
+    def test_a_set_that_is_added_later_has_the_same_settings(self, bench: Callable[..., Bench]) -> None:
+        b = bench()
+        self.tunable(b)
+        b.executor.start()
+        b.executor.tune(Tune(LIMIT, 0.0, 4096, 0))
+        request = Request("add", Collective.ADD_PROCESS_SET, ranks=(0, 1))
+        pair = Response(request, value=9), Submission(request, (), (), None, None)
+        b.executor.execute([pair])
+        pair[1].handle.wait(10)
+        assert b.backend.calls("tune") == [("tune", 4096)] * 3

@@ -63,6 +63,7 @@ class TestFlags:
             "--shm-direct": "1",
             "--tls": "off",
             "--join": "now",
+            "--autotune-gaussian-process-noise": "0.5",
         }
         parser = build_parser()
         for name, setting in settings().items():
@@ -163,6 +164,8 @@ class TestFile:
             "params.deterministic": "true",
             "elastic.join": "now",
             "observe.enabled": "false",
+            "autotune.enabled": "true",
+            "autotune.gaussian_process_noise": "0.5",
         }
         for setting in settings().values():
             if setting.yaml is not None:
@@ -182,8 +185,8 @@ class TestFile:
         environ, ignored = self.read(
             tmp_path, "controller: gloo\nautotune: {enabled: true}\nlibrary_options: {num_nccl_streams: 2}\n"
         )
-        assert environ == {}
-        assert ignored == ["autotune.enabled", "library_options.num_nccl_streams"]
+        assert environ == {"HVDGLOO_AUTOTUNE": "1"}
+        assert ignored == ["library_options.num_nccl_streams"]
 
     @pytest.mark.parametrize(
         ("text", "message"),

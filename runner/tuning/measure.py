@@ -1,0 +1,351 @@
+"""What runs on the hosts: steps of a workload with one setting after another, and a program that is recorded.
+
+Gradients are made up and no time is spent computing: a rank sleeps where the program would compute, as it does where a
+GPU computes.
+"""
+
+from __future__ import annotations
+
+import runpy
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from hvdgloo._engine.engine import Engine
+from hvdgloo._engine.messages import Request
+from hvdgloo._engine.settings import Choice
+from hvdgloo._engine.tuning import Axis, search
+from hvdgloo._job import process
+from hvdgloo.errors import LaunchError
+from hvdgloo.runner.tuning.workload import Workload, of_steps
+from hvdgloo.types import Collective
+
+BUCKETS = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
+FUSION = tuple(mib << 20 for mib in (1, 4, 16, 32, 64))
+HIERARCHICAL = tuple(kib << 10 for kib in (32, 128, 512, 2048))
+CYCLES = (0.0, 0.001, 0.005)
+
+SWEEP = tuple(1 << exponent for exponent in range(10, 27, 2))
+"""Sizes in bytes for which a data plane's speed is shown."""
+
+_SWEEP_SECONDS = 0.25  # for each size
+_MOST_STEPS, _SHORTEST = 10, 1e-4
+_PAIRS = 5
+_RECORDED, _WARM_UP = 6, 2  # steps of a program
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The settings that can be tried within one job: sizes in bytes, times in seconds."""
+
+    gradient_bucket: int
+    fusion_threshold: int
+    cycle_time: float
+    hierarchical_threshold: int
+    inline_threshold: int
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.fusion_threshold, self.cycle_time, self.hierarchical_threshold, self.inline_threshold)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What suits one workload.
+
+    Attributes:
+        in_buckets: see ``Workload``.
+        part: the share of its bytes that was sent.
+        start, start_seconds: settings of the beginning, and a step's median time with them.
+        best, best_seconds: those that are to be used, and the time with them.
+        tried: every setup with its median time, in the order of the first measurement.
+    """
+
+    in_buckets: bool
+    part: float
+    start: Setup
+    start_seconds: float
+    best: Setup
+    best_seconds: float
+    tried: tuple[tuple[Setup, float], ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a job has found.
+
+    Attributes:
+        plane: the data plane of the set of all ranks.
+        ranks, hosts: how many there are.
+        direct: it is shared memory in which large tensors are read in place.
+        sweep: seconds of an allreduce by its size in bytes.
+        found: for each workload.
+    """
+
+    plane: str
+    ranks: int
+    hosts: int
+    direct: bool
+    sweep: dict[int, float]
+    found: tuple[Found, ...]
+
+
+def measure(workloads: Sequence[Workload], seconds: float, bucket: int, *, searching: bool) -> Measured | None:
+    """Measure a data plane on all ranks. Collective; rank 0's result counts, and the others return None.
+
+    Args:
+        seconds: that it may take, roughly.
+        bucket: the gradients' buckets to begin with, in bytes.
+        searching: also try settings.
+    """
+    import hvdgloo.numpy as hvd
+
+    hvd.init()
+    try:
+        deadline = time.monotonic() + seconds
+        context = process.current()
+        backend = context.engine._groups[0].host.backend
+        sweep = _sweep(hvd, 0.2 * seconds)
+        start = Setup(bucket, *astuple(context.engine.start_settings))
+        found = []
+        for number, workload in enumerate(workloads):
+            bench = _Bench(hvd, context.engine, workload, f"tune.{number}")
+            left = max(0.0, deadline - time.monotonic()) / (len(workloads) - number)
+            bench.settle(start, left)
+            best, gain = bench.search(start, left) if searching else (start, 1.0)
+            if not searching:
+                bench.steps_for(start, left)
+                bench.sample(start)
+            middle = {setup: statistics.median(times) for setup, times in bench.times.items()}
+            before = middle[start]
+            part = bench.nbytes / workload.nbytes
+            found.append(Found(workload.in_buckets, part, start, before, best, before / gain, tuple(middle.items())))
+        if hvd.rank() != 0:
+            return None
+        direct = bool(getattr(backend, "is_direct", False))
+        return Measured(backend.name, hvd.size(), hvd.cross_size(), direct, sweep, tuple(found))
+    finally:
+        hvd.shutdown()
+
+
+def _sweep(hvd: Any, seconds: float) -> dict[int, float]:
+    """Seconds of a blocking allreduce for each size; the sizes that are left when the time is over are left out."""
+    found = {}
+    end = time.monotonic() + seconds
+    for size in SWEEP:
+        array = np.zeros(size // 4, np.float32)
+        times: list[float] = []
+        begun = time.monotonic()
+        while True:
+            # Rank 0 says whether to go on, a few steps before it counts.
+            for _ in range(4):
+                at = time.perf_counter()
+                hvd.allreduce(array, op=hvd.Sum, name="tune.sweep")
+                times.append(time.perf_counter() - at)
+            now = time.monotonic()
+            more = now < min(end, begun + _SWEEP_SECONDS) and len(times) < 200
+            if not hvd.broadcast_object(more, name="tune.more"):
+                break
+        found[size] = statistics.median(times[1:])
+        if hvd.broadcast_object(time.monotonic() > end, name="tune.end"):
+            break
+    return found
+
+
+def _samples(axes: Sequence[Axis]) -> int:
+    """How many samples a search takes: each candidate about two, and the comparisons."""
+    return sum(2 * len(values) for _, values in axes) + 2 * _PAIRS
+
+
+class _Bench:
+    """Steps of a workload. All ranks call the same methods; rank 0 decides.
+
+    Args:
+        label: begins the tensors' names.
+    """
+
+    def __init__(self, hvd: Any, engine: Engine, workload: Workload, label: str) -> None:
+        self._hvd, self._engine, self._workload = hvd, engine, workload
+        self._memory = np.zeros(workload.nbytes // 4 + len(workload.sizes), np.float32)
+        self._labels: defaultdict[tuple[int, ...], str] = defaultdict(lambda: f"{label}.{len(self._labels)}")
+        self._steps = 3
+        self.times: dict[Setup, list[float]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all gradients that are sent."""
+        return self._workload.nbytes
+
+    def settle(self, start: Setup, seconds: float) -> None:
+        """See how long steps take. Where it is not known when gradients become ready, they do evenly, in as much time
+        as it takes to send them; and if there are too many to try all settings in some seconds, the last are left out.
+        """
+        if not self._workload.delays:
+            self._workload = replace(self._workload, delays=(0.0,) * len(self._workload.sizes))
+            self._step(start)
+            pace = float(self._agreed(self._step(start), "pace"))
+            # A sample has two steps at least, of which each takes up to twice as long as if all were sent at once.
+            share = seconds / (4 * _samples(self._axes(start)) * max(pace, _SHORTEST))
+            self._workload = self._workload.first(round(share * self._workload.nbytes))
+            every = min(1.0, share) * pace / len(self._workload.sizes)
+            delays = tuple(number * every for number in range(len(self._workload.sizes)))
+            self._workload = replace(self._workload, delays=delays)
+        for _ in range(2):
+            self._step(start)
+
+    def steps_for(self, start: Setup, seconds: float) -> None:
+        """Have samples of as many steps as there is time for: of one more, the first does not count."""
+        wanted = round(seconds / max(self.sample(start), _SHORTEST)) - 1
+        self._steps = int(self._agreed(max(1, min(_MOST_STEPS, wanted)), "steps"))
+
+    def search(self, start: Setup, seconds: float) -> tuple[Setup, float]:
+        """Look for a better setup than ``start`` for about so many seconds; returns it and its gain."""
+        axes = self._axes(start)
+        self.steps_for(start, seconds / _samples(axes))
+        running = search(start, axes, most=sum(len(values) for _, values in axes), pairs=_PAIRS)
+        score = None
+        while True:
+            try:
+                setup = next(running) if score is None else running.send(score)
+            except StopIteration as end:
+                best, gain = end.value
+                return best, gain
+            score = 1 / self.sample(setup)
+
+    def sample(self, setup: Setup) -> float:
+        """The median time of some steps with a setup, in seconds; rank 0's on all ranks."""
+        if self._hvd.rank() == 0:
+            self._engine.tune(setup.choice)
+        self._hvd.barrier()
+        self._step(setup)
+        seconds = statistics.median([self._step(setup) for _ in range(self._steps)])
+        seconds = float(self._agreed(seconds, "seconds"))
+        self.times.setdefault(setup, []).append(seconds)
+        return seconds
+
+    def _agreed(self, value: Any, what: str) -> Any:
+        return self._hvd.broadcast_object(value, name=f"tune.{what}")
+
+    def _axes(self, start: Setup) -> list[Axis]:
+        axes: list[Axis] = []
+        if self._workload.in_buckets:
+            buckets = {tuple(self._workload.sent(size)): size for size in (*reversed(BUCKETS), start.gradient_bucket)}
+            axes.append(("gradient_bucket", sorted(buckets.values())))
+        else:
+            axes.append(("fusion_threshold", FUSION))
+        if start.hierarchical_threshold:
+            axes.append(("hierarchical_threshold", HIERARCHICAL))
+        if not self._workload.in_buckets:
+            axes.append(("cycle_time", CYCLES))
+        return axes
+
+    def _step(self, setup: Setup) -> float:
+        sent = self._workload.sent(setup.gradient_bucket)
+        label = self._labels[tuple(nbytes for nbytes, _ in sent)]
+        handles, end = [], 0
+        begun = time.perf_counter()
+        for number, (nbytes, last) in enumerate(sent):
+            begin, end = end, end + max(1, nbytes // 4)
+            ahead = begun + self._workload.delays[last] - time.perf_counter()
+            if ahead > _SHORTEST:
+                time.sleep(ahead)
+            handles.append(
+                self._hvd.allreduce_async_(self._memory[begin:end], op=self._hvd.Sum, name=f"{label}.{number}")
+            )
+        for handle in handles:
+            self._hvd.synchronize(handle)
+        return time.perf_counter() - begun
+
+
+# A program of the user's.
+
+
+class _Enough(BaseException):
+    """So many steps were recorded. Not an Exception: the program must not take it for one of its own."""
+
+
+@dataclass
+class _Recorder:
+    steps: list[list[tuple[str, int, float]]] = field(default_factory=lambda: [[]])
+    done: bool = False
+
+    def note(self, request: Request) -> None:
+        """An operation is submitted."""
+        if self.done:
+            raise _Enough
+        if request.collective is not Collective.ALLREDUCE or ".noname." in request.name:
+            return
+        names = {name for name, _, _ in self.steps[-1]}
+        if request.name in names:
+            if len(self.steps) == _WARM_UP + _RECORDED:
+                self.done = True
+                raise _Enough
+            self.steps.append([])
+        self.steps[-1].append((request.name, request.nbytes, time.perf_counter()))
+
+    def workload(self) -> Workload:
+        """What was seen.
+
+        Raises:
+            LaunchError: nothing came again.
+        """
+        complete = self.steps[min(_WARM_UP, len(self.steps) - 2) : -1] if len(self.steps) > 1 else []
+        if not complete or not complete[-1]:
+            raise LaunchError(
+                "the program has ended without two training steps: there are no gradients to tune for (tensors need "
+                "names that come again in every step, as those of optimizers have)"
+            )
+        return of_steps(complete, in_buckets="hvdgloo.torch" in sys.modules)
+
+
+def record(argv: Sequence[str], *, module: bool) -> Workload:
+    """Run a program until some steps have been seen.
+
+    Args:
+        argv: file, or name of the module, and its arguments.
+
+    Raises:
+        LaunchError: it has ended without steps.
+        Exception: what it has raised before that.
+    """
+    recorder = _Recorder()
+    sys.argv[:] = list(argv)
+    with _watched(recorder):
+        try:
+            if module:
+                runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(argv[0], run_name="__main__")
+        except _Enough:
+            pass
+        except SystemExit as end:
+            if end.code and not recorder.done:
+                raise
+        except Exception:
+            if not recorder.done:  # frameworks make errors of their own of what their callbacks raise
+                raise
+        if process.is_initialized():
+            process.shutdown()
+    return recorder.workload()
+
+
+@contextmanager
+def _watched(recorder: _Recorder) -> Iterator[None]:
+    launch = Engine.launch
+
+    def watched(self: Engine, persistent: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.note(persistent.request)
+        launch(self, persistent, *args, **kwargs)
+
+    Engine.launch = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Engine.launch = launch  # type: ignore[method-assign]

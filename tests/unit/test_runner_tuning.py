@@ -1,0 +1,323 @@
+"""``hvdgloo-run tune``: what is measured, what is concluded, and what is shown of it; no job is started here."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdgloo._engine.engine import Engine
+from hvdgloo._engine.messages import Request
+from hvdgloo._engine.submission import PersistentRequest
+from hvdgloo.config import Config
+from hvdgloo.errors import ConfigError, LaunchError
+from hvdgloo.runner.cli import config_file
+from hvdgloo.runner.cli.flags import build_parser
+from hvdgloo.runner.cli.main import main, split_all
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
+from hvdgloo.runner.tuning import campaign, measure, report
+from hvdgloo.runner.tuning.campaign import Campaign
+from hvdgloo.runner.tuning.measure import Found, Measured, Setup, record
+from hvdgloo.runner.tuning.workload import FIRST_BYTES, Workload, of_steps, resnet50
+from hvdgloo.types import Collective, DType, TensorSpec
+
+MIB = 1 << 20
+START = Setup(25 * MIB, 32 * MIB, 0.0, 128 << 10, 1024)
+BEST = replace(START, gradient_bucket=8 * MIB, hierarchical_threshold=512 << 10)
+FUSED = replace(START, fusion_threshold=4 * MIB, cycle_time=0.001)
+
+
+class TestWorkload:
+    def test_resnet50_has_its_number_of_parameters(self) -> None:
+        assert len(resnet50()) == 161
+        assert sum(resnet50()) == 4 * 25_557_032
+        assert resnet50()[:2] == (4 * 1000, 4 * 2048 * 1000)  # the last layer's gradients come first
+
+    def test_buckets_are_those_of_the_optimizer(self) -> None:
+        pytest.importorskip("torch")
+        import torch
+
+        from hvdgloo.torch._buckets import _FIRST_BYTES, plan
+
+        sizes = (300_000, 900_000, 4_000_000, 12_000, 8_000_000, 40, 400_000)
+        parameters = {str(i): torch.empty(size // 4) for i, size in enumerate(sizes)}
+        for limit in (MIB, 4 * MIB, 25 * MIB):
+            planned = [[int(name) for name in names] for names in plan(parameters, list(parameters), limit)]
+            expected = [(sum(sizes[i] for i in names), names[-1]) for names in planned]
+            assert Workload(sizes).sent(limit) == expected
+        assert FIRST_BYTES == _FIRST_BYTES
+
+    def test_one_by_one_each_gradient_is_sent_when_it_is_ready(self) -> None:
+        assert Workload((8, 4), in_buckets=False).sent(MIB) == [(8, 0), (4, 1)]
+        assert Workload((8, 4)).sent(0) == [(8, 0), (4, 1)]
+
+    def test_a_program_s_gradients_come_in_the_order_and_at_the_times_of_most_of_its_steps(self) -> None:
+        steps = [
+            [("a", 4, 10.0), ("b", 8, 10.2), ("c", 12, 10.3)],
+            [("b", 8, 20.0), ("a", 4, 20.1), ("c", 12, 29.0)],  # a step that was disturbed
+            [("a", 4, 30.0), ("b", 8, 30.2), ("c", 12, 30.3)],
+        ]
+        found = of_steps(steps, in_buckets=False)
+        assert found.sizes == (4, 8, 12)
+        assert found.delays == pytest.approx((0.0, 0.2, 0.3))
+
+    def test_a_slow_network_sends_the_first_gradients_only(self) -> None:
+        workload = Workload((8, 4, 12), (0.0, 0.1, 0.2))
+        assert workload.first(24) == workload
+        assert workload.first(23) == Workload((8, 4), (0.0, 0.1))
+        assert workload.first(0) == Workload((8,), (0.0,))
+
+
+class TestRecording:
+    """Programs that are run here, with an engine that does nothing."""
+
+    @pytest.fixture(autouse=True)
+    def engine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Engine, "launch", lambda *_, **__: None)
+        monkeypatch.setattr(sys, "argv", [])
+        monkeypatch.delitem(sys.modules, "hvdgloo.torch", raising=False)
+
+    def program(self, tmp_path: Path, body: str) -> str:
+        path = tmp_path / "train.py"
+        path.write_text(
+            "import sys\n"
+            "from hvdgloo._engine.engine import Engine\n"
+            "from tests.unit.test_runner_tuning import request\n"
+            "def send(name, count): Engine.launch(None, request(name, count))\n" + body
+        )
+        return str(path)
+
+    def test_a_program_is_ended_after_some_steps(self, tmp_path: Path) -> None:
+        path = self.program(
+            tmp_path,
+            "assert sys.argv[1:] == ['--epochs', '9']\n"
+            "send('allreduce.noname.1', 5)\n"
+            "while True:\n  send('x', 100); send('y', 300)\n",
+        )
+        found = record([path, "--epochs", "9"], module=False)
+        assert found.sizes == (400, 1200)
+        assert len(found.delays) == 2
+        assert not found.in_buckets
+
+    def test_what_a_framework_makes_of_the_end_is_no_failure(self, tmp_path: Path) -> None:
+        body = (
+            "def step():\n"
+            "  try: send('x', 100)\n"
+            "  except BaseException as error: raise RuntimeError('callback failed') from error\n"
+            "while True: step()\n"
+        )
+        assert record([self.program(tmp_path, body)], module=False).sizes == (400,)
+
+    def test_a_program_s_own_error_is_its_own(self, tmp_path: Path) -> None:
+        with pytest.raises(ZeroDivisionError):
+            record([self.program(tmp_path, "send('x', 1)\n1 / 0\n")], module=False)
+
+    @pytest.mark.parametrize("body", ["", "send('x', 1)\nsys.exit(0)\n"])
+    def test_a_program_without_steps_is_told_so(self, tmp_path: Path, body: str) -> None:
+        with pytest.raises(LaunchError, match="without two training steps"):
+            record([self.program(tmp_path, body)], module=False)
+
+    def test_a_short_program_is_enough(self, tmp_path: Path) -> None:
+        body = "for _ in range(3): send('x', 100)\n"
+        assert record([self.program(tmp_path, body)], module=False).sizes == (400,)
+
+    def test_afterwards_the_engine_is_what_it_was(self, tmp_path: Path) -> None:
+        before = Engine.launch
+        record([self.program(tmp_path, "for _ in range(3): send('x', 100)\n")], module=False)
+        assert Engine.launch is before
+
+
+def request(name: str, count: int) -> PersistentRequest:
+    return PersistentRequest(Request(name, Collective.ALLREDUCE, (TensorSpec(DType.FLOAT32, (count,)),)))
+
+
+def found(in_buckets: bool, best: Setup, start_seconds: float, best_seconds: float) -> Found:
+    tried = ((START, start_seconds), (best, best_seconds)) if best != START else ((START, start_seconds),)
+    return Found(in_buckets, 1.0, START, start_seconds, best, best_seconds, tried)
+
+
+def measured(plane: str, *each: Found, direct: bool = False) -> Measured:
+    return Measured(plane, 4, 2, direct, {1 << 10: 1e-4, 1 << 20: 2e-3, 1 << 26: 1.5}, each)
+
+
+class Hosts:
+    """Plays the hosts: answers jobs by what they were asked to do.
+
+    Args:
+        seconds: of a step, from the settings of a job that does not search.
+    """
+
+    def __init__(self, main: Measured, seconds: Callable[[Mapping[str, str]], float]) -> None:
+        self.main, self.seconds = main, seconds
+        self.jobs: list[tuple[str, Mapping[str, str]]] = []
+
+    def __call__(
+        self, spec: LaunchSpec, stderr: Any, function: Any, args: Sequence[Any], kwargs: Any, **settings: str
+    ) -> list[Any]:
+        self.jobs.append((function.__name__, settings))
+        if function is measure.record:
+            return [Workload((400, 1200), (0.0, 0.1))] * 2
+        if kwargs["searching"]:
+            return [self.main, None]
+        seconds = self.seconds(settings)
+        return [measured(self.main.plane, found(True, START, seconds, seconds)), None]
+
+
+SPEC = LaunchSpec(("true",), (HostEntry("localhost", 2),), 2, "/", {}, b"s" * 32)
+
+
+def conduct(
+    monkeypatch: pytest.MonkeyPatch, hosts: Hosts, program: Sequence[str] = (), spec: LaunchSpec = SPEC
+) -> Campaign:
+    monkeypatch.setattr(campaign, "_function", hosts)
+    return campaign.run(spec, program=program, seconds=60, stderr=io.StringIO(), say=lambda text: None)
+
+
+class TestCampaign:
+    def test_what_was_found_for_both_ways_is_set(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        main = measured("gloo", found(True, BEST, 0.2, 0.15), found(False, FUSED, 0.3, 0.2))
+        done = conduct(monkeypatch, Hosts(main, lambda settings: 1.0))
+        assert done.settings == {
+            "gradient_bucket": 8 * MIB, "hierarchical_threshold": 512 << 10, "fusion_threshold": 4 * MIB,
+            "cycle_time": 1.0,
+        }  # fmt: skip
+        assert done.chosen is None
+
+    def test_another_plane_is_chosen_only_if_it_is_faster_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        main = measured("hierarchical", found(True, BEST, 0.2, 0.15))
+
+        def always(settings: Mapping[str, str]) -> float:
+            return 0.1 if settings.get("hierarchical_threshold") == "0" else 0.15
+
+        hosts = Hosts(main, always)
+        done = conduct(monkeypatch, hosts)
+        assert done.chosen is not None
+        assert done.settings["hierarchical_threshold"] == "0"
+        # The others are measured with what was found.
+        assert [settings.get("gradient_bucket") for _, settings in hosts.jobs[1:]] == [str(8 * MIB)] * 3
+        times = iter([0.1, 0.15, 0.15])  # the first one was luck
+        done = conduct(monkeypatch, Hosts(main, lambda settings: next(times)))
+        assert done.chosen is None
+        assert done.settings["hierarchical_threshold"] == 512 << 10
+
+    def test_shared_memory_is_tried_in_the_other_ways_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for direct, expected in (
+            (True, [{"shm_direct": "0"}]),
+            (False, [{"shm_direct": "1"}, {"shm_segment": "16777216"}]),
+        ):
+            main = measured("shm", found(True, START, 0.2, 0.2), direct=direct)
+            done = conduct(monkeypatch, Hosts(main, lambda settings: 0.2))
+            assert [variant.settings for variant, _ in done.others] == expected
+            assert done.settings == {}
+
+    def test_what_the_user_has_chosen_is_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        main = measured("shm", found(True, START, 0.2, 0.2))
+        spec = replace(SPEC, environ={"HVDGLOO_SHM_DIRECT": "0"})
+        done = conduct(monkeypatch, Hosts(main, lambda settings: 0.2), spec=spec)
+        assert [variant.settings for variant, _ in done.others] == [{"shm_segment": "16777216"}]
+
+    @pytest.mark.parametrize(
+        "program", [["train.py", "-v"], ["python3", "train.py", "-v"], ["/usr/bin/python", "-m", "train", "-v"]]
+    )
+    def test_a_program_is_recorded_first(self, monkeypatch: pytest.MonkeyPatch, program: list[str]) -> None:
+        hosts = Hosts(measured("gloo", found(True, START, 0.2, 0.2)), lambda settings: 0.2)
+        done = conduct(monkeypatch, hosts, program)
+        assert [name for name, _ in hosts.jobs] == ["record", "measure"]
+        assert hosts.jobs[0][1] == {"gradient_bucket": "0"}  # or gradients would be seen in buckets
+        assert done.workload.startswith("the gradients of train")
+        assert done.workload.endswith(": 2 tensors, 0.0 MiB")
+
+    @pytest.mark.parametrize("program", [["./train.sh"], ["python"], ["-m"]])
+    def test_only_python_s_programs_can_be_recorded(self, monkeypatch: pytest.MonkeyPatch, program: list[str]) -> None:
+        with pytest.raises(ConfigError, match="it is no Python file, nor -m and a module"):
+            conduct(monkeypatch, Hosts(measured("gloo"), lambda settings: 0.2), program)
+
+
+@pytest.fixture
+def result(monkeypatch: pytest.MonkeyPatch) -> Campaign:
+    main = measured("hierarchical", found(True, BEST, 0.2, 0.15), found(False, FUSED, 0.3, 0.2))
+    return conduct(monkeypatch, Hosts(main, lambda settings: 0.3))
+
+
+class TestReport:
+    def test_the_file_sets_what_was_found(self, result: Campaign, tmp_path: Path) -> None:
+        path = tmp_path / "tuned.yaml"
+        path.write_text(report.as_yaml(result))
+        config = Config.from_env(config_file.read(str(path), build_parser()).environ)
+        assert config == Config(
+            gradient_bucket=8 * MIB, fusion_threshold=4 * MIB, cycle_time=1.0, hierarchical_threshold=512 << 10
+        )
+
+    def test_where_the_defaults_are_best_the_file_says_so(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        main = measured("gloo", found(True, START, 0.2, 0.2))
+        done = conduct(monkeypatch, Hosts(main, lambda settings: 0.2))
+        path = tmp_path / "tuned.yaml"
+        path.write_text(report.as_yaml(done))
+        assert config_file.read(str(path), build_parser()).environ == {}
+        assert "The defaults are best" in path.read_text()
+        assert "best as they are" in report.as_text(done)
+
+    def test_the_text_shows_planes_bars_and_what_to_set(self, result: Campaign) -> None:
+        text = report.as_text(result)
+        assert text.startswith("4 ranks on 2 hosts, shared memory in each host, Gloo between hosts; gradients like")
+        lines = text.splitlines()
+        assert "    1 KiB   100 us   100 us" in lines
+        assert "   64 MiB   1.50 s   1.50 s" in lines
+        bars = {line.split()[0]: line.count("#") for line in lines if "#" in line}
+        assert bars == {"8": 40, "25": 30, "4": 40, "32": 27}
+        assert "  best: gradient-bucket-mb 8, hierarchical-threshold 524288: 150.00 ms, 33 % faster" in lines
+        assert "Gloo alone, not reduced in each host first: 300.00 ms, 100 % slower" in lines
+        assert "  params.cycle_time_ms: 1" in lines
+
+    def test_the_json_has_all_figures(self, result: Campaign) -> None:
+        values = json.loads(report.as_json(result))
+        assert values["settings"]["params.gradient_bucket_mb"] == "8"
+        assert [plane["plane"] for plane in values["planes"]] == ["hierarchical", "hierarchical"]
+        assert values["planes"][0]["found"][1]["tried"][1]["seconds"] == 0.2
+
+    def test_the_picture_is_svg_with_a_point_for_each_figure(self, result: Campaign) -> None:
+        root = ElementTree.fromstring(report.as_svg(result))
+        names = [element.tag.rpartition("}")[2] for element in root.iter()]
+        assert names.count("polyline") == 2 + 1 + 1
+        assert names.count("circle") == 2 * 3 + 2 + 2
+        for element in root.iter():
+            if element.tag.endswith("circle"):
+                assert 0 <= float(element.attrib["cy"]) <= 410
+
+
+class TestCommandLine:
+    def test_tune_may_come_before_or_after_the_flags(self) -> None:
+        values = build_parser().values
+        for words in (["tune", "-H", "h1:2"], ["-H", "h1:2", "tune"]):
+            assert split_all([*words, "--", "train.py", "-x"], values, "tune") == (
+                ["-H", "h1:2"], ["train.py", "-x"], True,
+            )  # fmt: skip
+        assert split_all(["-np", "2", "--", "tune"], values, "tune") == (["-np", "2"], ["tune"], False)
+
+    def test_its_help_shows_its_flags(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["tune", "--help"]) == 0
+        text = capsys.readouterr().out
+        assert "usage: hvdgloo-run tune" in text
+        assert "--save FILE" in text
+        assert "--autotune" in text
+
+    @pytest.mark.parametrize("flag", ["--save", "--plot"])
+    def test_its_flags_are_not_for_jobs(self, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([flag, "x", "-np", "1", "true"]) == 2
+        assert f"{flag} is for hvdgloo-run tune" in capsys.readouterr().err
+
+    def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "missing" / "tuned.yaml"
+        assert main(["tune", "-np", "1", "--save", str(path)]) == 2
+        assert f"{path}: No such file or directory" in capsys.readouterr().err
