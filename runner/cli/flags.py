@@ -63,6 +63,7 @@ _SECTIONS = {
     "library_options.shm_direct": "tuning",
     "params": "tuning",
     "autotune": "tuning",
+    "observe": "log",
     "stall_check": "stalls",
     "logging": "log",
     "observe": "views",
