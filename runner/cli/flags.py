@@ -63,7 +63,6 @@ _SECTIONS = {
     "library_options.shm_direct": "tuning",
     "params": "tuning",
     "autotune": "tuning",
-    "observe": "log",
     "stall_check": "stalls",
     "logging": "log",
     "observe": "views",
