@@ -484,10 +484,10 @@ class Executor:
     def _count_from(under_way: _UnderWay, counters: Counters, started: float, fenced: float) -> None:
         """A bucket is on its way, and will be counted when it has arrived."""
         part = under_way.bucket.parts[0]
-        process_set = under_way.batch[part.operation][0].request.process_set
         plane = under_way.plane.label if part.tensor >= 0 else AGREEMENT
-        under_way.traffic = counters.carried(plane, process_set)
-        under_way.traffic.begun(fenced)
+        key = plane, under_way.batch[part.operation][0].request.process_set
+        traffic = under_way.traffic = counters.traffic.get(key) or counters.carried(*key)
+        traffic.begun(fenced)
         under_way.started, under_way.fenced = started, fenced
 
     @staticmethod

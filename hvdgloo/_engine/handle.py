@@ -102,14 +102,21 @@ class Handle:
         if not self._done:
             began = time.monotonic()
             counters = self.counters
-            if counters is not None and counters.blocked_in is None:
-                counters.blocked_since, counters.blocked_in = began, self
-                try:
-                    self._block(timeout)
-                finally:
+            if counters is not None:
+                if counters.blocked_in is None:
+                    counters.blocked_since = began
+                    counters.blocked_in = self
+                else:
+                    counters = None  # another thread's time is being counted
+            try:
+                lend = self.lend
+                if timeout is None and lend is not None:
+                    lend(self)
+                if not self._done:
+                    self._sleep(timeout)
+            finally:
+                if counters is not None:
                     counters.unblocked(self.ordered, time.monotonic())
-            else:
-                self._block(timeout)
             if isinstance(self._error, HorovodInternalError):
                 self._error.waiting_since = min(began, self._error.waiting_since)
         if self._error is not None:
@@ -117,13 +124,6 @@ class Handle:
         if self.follow is not None:
             self.follow(self.outputs)
         return self.outputs
-
-    def _block(self, timeout: float | None) -> None:
-        lend = self.lend
-        if timeout is None and lend is not None:
-            lend(self)
-        if not self._done:
-            self._sleep(timeout)
 
     def _sleep(self, timeout: float | None) -> None:
         with _lock:

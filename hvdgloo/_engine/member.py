@@ -202,9 +202,10 @@ class Member:
                 if self.timeline is not None:
                     self.timeline.inlined(response, operation)
                 if counters is not None:
-                    traffic = counters.carried(AGREEMENT, response.request.process_set)
+                    key = AGREEMENT, response.request.process_set
+                    traffic = counters.traffic.get(key) or counters.carried(*key)
                     traffic.operations += 1
-                    traffic.bytes += operation.outputs[0].nbytes
+                    traffic.bytes += len(results[position])
                 operation.handle.resolve(operation.outputs)
             else:
                 batch.append((response, operation))

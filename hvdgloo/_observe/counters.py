@@ -179,17 +179,24 @@ class Counters:
             now: the present.
         """
         self.blocked_in = None
-        waiting, communicating = _split(self.blocked_since, ordered, now)
-        self.waiting += waiting
-        self.communicating += communicating
+        since = self.blocked_since
+        if ordered <= since:
+            if ordered:
+                self.communicating += now - since
+            else:
+                self.waiting += now - since
+        else:
+            turn = min(ordered, now)
+            self.waiting += turn - since
+            self.communicating += now - turn
 
     def blocked(self, now: float) -> tuple[float, float]:
         """``waiting`` and ``communicating`` up to a moment, of what lasts, too."""
         awaited, since = self.blocked_in, self.blocked_since
         if awaited is None:
             return self.waiting, self.communicating
-        waiting, communicating = _split(since, awaited.ordered, now)
-        return self.waiting + waiting, self.communicating + communicating
+        turn = min(max(awaited.ordered, since), now) if awaited.ordered else now
+        return self.waiting + turn - since, self.communicating + now - turn
 
     def step(self) -> None:
         """A training step has ended."""
@@ -222,14 +229,6 @@ class Counters:
     def bytes(self) -> int:
         """The size of these tensors on this rank."""
         return sum(traffic.bytes for traffic in [*self.traffic.values()])
-
-
-def _split(since: float, ordered: float, now: float) -> tuple[float, float]:
-    """How much of a time was spent before an operation was given its place in the order, and how much after."""
-    if not ordered:
-        return now - since, 0.0
-    turn = min(max(ordered, since), now)
-    return turn - since, now - turn
 
 
 def _nothing() -> None:
