@@ -25,6 +25,7 @@ _LONGEST_MORE = 16 * 1024
 _PLANES = 64
 _LEAVERS = 64  # hosts that have left or were lost, and are still shown
 _MOST_RANKS = 65536  # in a job whose ranks nobody has placed: what a forged sample may make us believe
+_LEAST_ROUNDS = 50  # after which a straggler is worth an event: the first steps are unlike the others
 _FORGOTTEN = 60.0  # seconds after which a straggler that was none meanwhile is news again
 
 
@@ -65,7 +66,11 @@ class Model:
     @property
     def still(self) -> bool:
         """Whether there is nothing to tell until something comes in."""
-        return self._still and not self._changed and not self._missing
+        return self._still and not self._changed and (self._over or not self._missing)
+
+    @property
+    def _over(self) -> bool:
+        return self._job.exit_code is not None
 
     def observe(self, host: str, observation: Observation, now: float) -> None:
         if not math.isfinite(observation.at):
@@ -181,12 +186,15 @@ class Model:
                 rank.recording.hold(now - 1)
         self._ticked = now
         for rank in self._ranks.values():
-            rank.rates = rank.rates.ended() if rank.fate else rank.window.rates(now)
+            rank.rates = self._rates(rank, now)
         planes = self._planes()
         late = self._late(now)
         self._sum_up()
-        self._record(now, planes)
-        self._still = self._job.steps_per_second == 0 and self._job.bytes_per_second == 0
+        if not self._over:
+            self._record(now, planes)
+        self._heat.add(now, self._hot)
+        self._hot = {}
+        self._still = self._over or (self._job.steps_per_second == 0 and self._job.bytes_per_second == 0)
         self._changed = False
         return self._tell(now, planes, late)
 
@@ -302,8 +310,8 @@ class Model:
         return sorted(found.values(), key=lambda plane: (plane.process_set, -plane.bytes, plane.name, plane.why))
 
     def _late(self, now: float) -> list[view.Straggler]:
-        if any(rank.fate for rank in self._ranks.values()):
-            # Nobody makes a step any more: what was seen last is what tells something.
+        if any(rank.fate in ("failed", "lost") for rank in self._ranks.values()):
+            # Everybody waits for those: what was seen before is what tells something.
             return [straggler for straggler in self._told.stragglers if straggler.rank in self._ranks]
         places = {
             rank.rank: stragglers.Place(rank.rank, rank.host, sample.gpu, rank.rates, steps=sample.steps.count > 0)
@@ -313,6 +321,8 @@ class Model:
         hosts = {host.name: host.window.mean() for host in self._hosts.values() if host.window and host.state == "up"}
         found = stragglers.find(self._lateness, places, hosts)
         for straggler in found:
+            if straggler.of < _LEAST_ROUNDS:
+                continue
             if straggler.rank not in self._stragglers_known:
                 self.event("straggler", straggler.text, straggler.rank, "", now)
             self._stragglers_known[straggler.rank] = now
@@ -320,9 +330,14 @@ class Model:
             del self._stragglers_known[rank]
         return found
 
+    def _rates(self, rank: Rank, now: float) -> Rates:
+        if self._over:
+            return rank.window.whole()
+        return rank.rates.ended() if rank.fate else rank.window.rates(now)
+
     def _sum_up(self) -> None:
         job = self._job
-        active = [rank for rank in self._ranks.values() if not rank.fate] or list(self._ranks.values())
+        active = [rank for rank in self._ranks.values() if self._over or not rank.fate] or list(self._ranks.values())
         stepping = [rank.rates for rank in active if rank.rates.step_seconds > 0]
         job.steps = max(
             [job.steps, *(rank.window.last.steps.count for rank in self._ranks.values() if rank.window.last)]
@@ -352,8 +367,6 @@ class Model:
             memory = sum(sample.memory for _, sample in heard)
             uses = ((use.name, use.bytes_per_second) for use in planes)
             self._series.add(now, drawn.point(everybody, cpu, memory, uses))
-        self._heat.add(now, self._hot)
-        self._hot = {}
 
     # How it is told.
 

@@ -57,6 +57,7 @@ class Window:
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
+        self._first: Sample | None = None
         self._interval = 1.0
         self._heard = 0.0  # when the last sample came, by our clock
         self._stepped = 0.0  # and when the last one with a new step
@@ -76,6 +77,7 @@ class Window:
     def put(self, sample: Sample, now: float) -> None:
         """Takes the next sample, which must go on from the last one."""
         previous = self._samples[-1] if self._samples else None
+        self._first = self._first or sample
         self._samples.append(sample)
         while len(self._samples) > 2 and sample.at - self._samples[1].at >= _SPAN:
             self._samples.popleft()
@@ -100,20 +102,31 @@ class Window:
         steps = self._steps
         if now - self._stepped > quiet + 3 * steps.step_seconds:
             steps = dataclasses.replace(steps, steps_per_second=0.0)
-        elapsed = last.at - first.at
-        if now - self._heard > quiet or elapsed <= 0:
-            return steps
-        before = {(flow.plane, flow.process_set): flow.bytes for flow in first.flows}
-        return dataclasses.replace(
-            steps,
-            bytes_per_second=(last.bytes - first.bytes) / elapsed,
-            flows={
-                (flow.plane, flow.process_set): max(0, flow.bytes - before.get((flow.plane, flow.process_set), 0))
-                / elapsed
-                for flow in last.flows
-            },
-            cpu=max(0.0, (last.cpu_seconds - first.cpu_seconds) / elapsed),
-        )
+        return steps if now - self._heard > quiet else _traffic(first, last, steps)
+
+    def whole(self) -> Rates:
+        """The means of all the time that the process has been seen."""
+        first, last = self._first, self.last
+        if first is None or last is None:
+            return Rates()
+        return _traffic(first, last, _of_steps(first.steps, last.steps) or Rates())
+
+
+def _traffic(first: Sample, last: Sample, steps: Rates) -> Rates:
+    """The mean rates between two samples, beside what is known of steps."""
+    elapsed = last.at - first.at
+    if elapsed <= 0:
+        return steps
+    before = {(flow.plane, flow.process_set): flow.bytes for flow in first.flows}
+    return dataclasses.replace(
+        steps,
+        bytes_per_second=(last.bytes - first.bytes) / elapsed,
+        flows={
+            (flow.plane, flow.process_set): max(0, flow.bytes - before.get((flow.plane, flow.process_set), 0)) / elapsed
+            for flow in last.flows
+        },
+        cpu=max(0.0, (last.cpu_seconds - first.cpu_seconds) / elapsed),
+    )
 
 
 def _of_steps(before: Steps, after: Steps) -> Rates | None:

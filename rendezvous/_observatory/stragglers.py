@@ -110,14 +110,16 @@ def causes(place: Place, places: Mapping[int, Place], hosts: Mapping[str, HostSa
 
 
 def _share_rule(
-    value: Callable[[HostSample], float], least: float, more: float, sentence: str
+    value: Callable[[HostSample], float], least: float, more: float, sentence: str, *, alone: bool = True
 ) -> Callable[[str, HostSample, Sequence[HostSample]], str]:
-    """A rule about a share of a host's time: unusual from ``least`` on, if it is ``more`` above the other hosts'."""
+    """A rule about a share of a host's time: unusual from ``least`` on, if it is ``more`` above the other hosts'; and
+    if there are none, where it is unusual ``alone``.
+    """
 
     def rule(name: str, host: HostSample, elsewhere: Sequence[HostSample]) -> str:
         here = value(host)
         usual = statistics.median([value(other) for other in elsewhere]) if elsewhere else 0.0
-        if here < least or here < usual + more:
+        if here < least or here < usual + more or not (elsewhere or alone):
             return ""
         text = sentence.format(host=name, share=words.share(here))
         return f"{text} ({words.share(usual)} on the other hosts)" if elsewhere else text
@@ -147,7 +149,7 @@ _OF_HOSTS = (
         0.1,
         "{share} of {host}'s memory is in use",
     ),
-    _share_rule(lambda host: host.cpu, 0.95, 0.2, "the processors of {host} are {share} busy"),
+    _share_rule(lambda host: host.cpu, 0.95, 0.2, "the processors of {host} are {share} busy", alone=False),
 )
 
 
@@ -199,7 +201,7 @@ def _processor(place: Place, others: Sequence[Place]) -> str:
     """Many more cores in use than elsewhere, or hardly any."""
     usual = _median_of(others, lambda rates: rates.cpu)
     here = place.rates.cpu
-    if usual is None:
+    if usual is None or not here:
         return ""
     if here > 2 * usual + 0.5:
         return f"its process keeps {here:.1f} cores busy, those of other ranks {usual:.1f}"

@@ -20,7 +20,7 @@ STATES = ("starting", "computing", "waiting", "communicating", "idle", "stalled"
 
 
 class Job(msgspec.Struct, omit_defaults=False):
-    """The job as a whole.
+    """The job as a whole. What is "at the moment" here and in ``Ranks`` is the mean of all its time once it is over.
 
     Attributes:
         id: of the job, without meaning.

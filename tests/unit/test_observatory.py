@@ -518,6 +518,46 @@ def test_a_stopped_job_keeps_what_was_seen_of_it() -> None:
     assert "Killed" in [line.text for line in job.observatory.lines(0)]
 
 
+def test_what_is_said_of_a_job_that_is_over_are_the_means_of_all_its_time() -> None:
+    job = SimulatedJob(4, 2, slow=None, step=0.1)
+    job.advance(20)
+    job.step = 0.2
+    job.advance(20)
+    assert job.observatory.snapshot().job.step_seconds == 0.2
+    job.observatory.ended(0)
+    curve = job.observatory.snapshot().series.step_seconds
+    seen = job.observatory.snapshot()
+
+    # 200 steps of 0.1 s, of which the first has no length that anybody knows, and 100 of 0.2 s
+    assert seen.job.step_seconds == pytest.approx(40.0 / 299, rel=0.01)
+    assert seen.job.steps_per_second == pytest.approx(299 / 40.0, rel=0.01)
+    assert seen.job.bytes_per_second == pytest.approx(4 * 25 * MIB * 290 / 39, rel=0.01)
+    assert seen.ranks.step_seconds == [seen.job.step_seconds] * 4
+    assert curve[-1] == 0.2
+    assert job.observatory._model.still
+
+
+def test_the_last_words_of_ranks_count_though_they_have_ended() -> None:
+    job = SimulatedJob(4, 2)
+    job.advance(40)
+    job.advance(20, tick=False)
+    for rank in range(4):
+        job.observatory.worker(rank, "ended")
+    job.observatory.ended(0)
+    (straggler,) = job.observatory.snapshot().stragglers
+
+    assert (straggler.rank, straggler.of) == (3, 540)
+
+
+def test_a_straggler_is_no_event_before_it_has_made_fifty_steps_last() -> None:
+    job = SimulatedJob(4, 2)
+    job.advance(5)
+    assert [straggler.rank for straggler in job.observatory.snapshot().stragglers] == [3]
+    assert kinds(job.observatory.snapshot()) == []
+    job.advance(30)
+    assert kinds(job.observatory.snapshot()) == ["straggler"]
+
+
 def test_a_failed_job_says_why() -> None:
     job = SimulatedJob(2, 1, slow=None)
     job.advance(2)

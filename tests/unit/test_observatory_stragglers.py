@@ -133,7 +133,7 @@ def test_what_all_hosts_have_in_common_is_no_cause() -> None:
 
 def test_on_a_single_host_shares_of_its_time_are_said_without_comparison() -> None:
     here = {rank: Place(rank, "h1", -1, Rates(step_seconds=0.1), True) for rank in range(4)}
-    (straggler,) = find(lateness({3: 920}), here, {"h1": HostSample(at=0.0, cores=4, cpu=0.3, stolen=0.2)})
+    (straggler,) = find(lateness({3: 920}), here, {"h1": HostSample(at=0.0, cores=4, cpu=0.99, stolen=0.2)})
 
     assert straggler.causes == ["the hypervisor gives 20 % of h1's processor time to other machines"]
 
