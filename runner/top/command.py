@@ -16,6 +16,7 @@ from typing import NoReturn, TextIO
 from hvdgloo._platform.runtime import runtime_folder
 from hvdgloo._platform.spelling import in_one_line
 from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous._observatory.view import STATES, Snapshot
 from hvdgloo.rendezvous._observatory.words import duration
 from hvdgloo.rendezvous._page.jobs import JobFile, jobs
 from hvdgloo.runner.top.source import GoneError, Source, decoded, of_job, of_link
@@ -34,6 +35,7 @@ there is no such job, or it cannot be shown.
 """
 _KEYS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10, " ": 10}
 """Keys, and by how many ranks they scroll."""
+_SETTLING = 4.0  # seconds within which ranks that are asked have answered; each does so once a second
 _QUIT = frozenset("q\x04")
 
 
@@ -132,6 +134,8 @@ def _interval(text: str) -> float:
 
 
 def _print_json(source: Source, stdout: TextIO, interval: float, *, once: bool) -> None:
+    if once:
+        _settled(source)
     stdout.write(f"{source.snapshot(curves=True).decode()}\n")
     try:
         while not once:
@@ -147,7 +151,17 @@ def _print_once(source: Source, stdout: TextIO) -> None:
 
     from hvdgloo.runner.top.screen import Screen
 
-    Console(file=stdout, highlight=False).print(Screen(decoded(source.snapshot()), whole=True), end="")
+    Console(file=stdout, highlight=False).print(Screen(_settled(source), whole=True), end="")
+
+
+def _settled(source: Source) -> Snapshot:
+    """The job, once its ranks have said something: where nobody has looked before, they begin to just now."""
+    deadline = time.monotonic() + _SETTLING
+    while True:
+        snapshot = decoded(source.snapshot())
+        if any(STATES[state] != "starting" for state in snapshot.ranks.state) or time.monotonic() >= deadline:
+            return snapshot
+        time.sleep(_SETTLING / 20)
 
 
 def _watch(source: Source, stdout: TextIO, interval: float) -> None:

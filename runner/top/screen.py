@@ -35,11 +35,14 @@ _COLUMNS: tuple[tuple[str, int, int, Callable[[Ranks, int], str]], ...] = (
     ("step", 7, 0, lambda ranks, n: duration(ranks.step_seconds[n])),
     ("computing", 9, 0, lambda ranks, n: share(ranks.computing[n])),
     ("waiting", 7, 0, lambda ranks, n: share(ranks.waiting[n])),
+    ("operations", 10, 0, lambda ranks, n: f"{ranks.operations[n]:,}"),
     ("bytes/s", 7, 100, lambda ranks, n: size(ranks.bytes_per_second[n])),
     ("cores", 5, 110, lambda ranks, n: number(ranks.cpu[n])),
     ("memory", 7, 110, lambda ranks, n: size(ranks.memory[n])),
 )
 """Heading, width, how wide the terminal must be for it, and what stands there."""
+_OF_STEPS = frozenset({"steps", "step", "computing", "waiting"})
+_WITHOUT_STEPS = frozenset({"operations"})
 _EVENTS = 5
 _STRAGGLERS = 3
 _LEAST_HOSTS = 4  # lines of hosts, where there are more than fit
@@ -103,7 +106,11 @@ def _job(snapshot: Snapshot) -> list[RenderableType]:
     if job.least is not None:
         most = f"to {job.most}" if job.most is not None else "or more"
         facts += f" (elastic: {job.least} {most}; epoch {job.epoch})"
-    facts += f"  step {job.steps:,}  {number(job.steps_per_second)} steps/s  {size(job.bytes_per_second)}/s"
+    if any(snapshot.ranks.steps):
+        facts += f"  step {job.steps:,}  {number(job.steps_per_second)} steps/s"
+    else:
+        facts += f"  {_count(max(snapshot.ranks.operations, default=0), 'operation')}"
+    facts += f"  {size(job.bytes_per_second)}/s"
     lines: list[RenderableType] = [title, Text(facts, no_wrap=True, overflow="ellipsis")]
     if job.step_seconds:
         lines.append(
@@ -205,7 +212,8 @@ def _ranks(snapshot: Snapshot, first: int, rows: int | None, width: int) -> Rend
     """The table of ranks, from the ``first`` one of its order on. What is narrow leaves columns out."""
     ranks, hosts = snapshot.ranks, snapshot.hosts
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", width=width)
-    columns = [column for column in _COLUMNS if width >= column[2]]
+    unwanted = _WITHOUT_STEPS if any(ranks.steps) else _OF_STEPS
+    columns = [column for column in _COLUMNS if width >= column[2] and column[0] not in unwanted]
     table.add_column("rank", justify="right", no_wrap=True, min_width=4)
     table.add_column("host", no_wrap=True, max_width=max(8, width // 8))
     table.add_column("state", no_wrap=True, min_width=_LONGEST_STATE)

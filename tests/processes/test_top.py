@@ -9,9 +9,11 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,6 +102,25 @@ def test_as_json(published: Published) -> None:
     assert decoded(text.encode()).job.size == 4
 
 
+def test_who_looks_first_waits_for_the_ranks_to_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are asked when somebody looks, and answer within a second."""
+    job = SimulatedJob(ranks=2, slow=None)
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            job.advance(3)
+
+    monkeypatch.setattr(command, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    with PageServer(job.observatory, secret=SECRET, unix=str(folder / "s")):
+        published = Published(folder)
+        assert "computing" in top("--once")[1].splitlines()[-1]
+        assert json.loads(top("--once", "--json")[1])["job"]["state"] == "running"
+        published.end()
+    assert len(waits) == 3
+
+
 def test_json_goes_on_until_the_job_is_over(
     published: Published, server: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +131,7 @@ def test_json_goes_on_until_the_job_is_over(
         if len(waits) == 3:
             server.stop()
 
-    monkeypatch.setattr("hvdgloo.runner.top.command.time.sleep", sleep)
+    monkeypatch.setattr(command, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     status, text = top("--json", "--interval", "2.5")
     assert status == 0
     assert waits == [2.5] * 3

@@ -114,6 +114,14 @@ def test_a_job_that_has_just_begun() -> None:
     assert shown(Snapshot())[0].startswith("starting")
 
 
+def test_a_job_that_counts_no_steps() -> None:
+    snapshot = simulated(ranks=2, slow=None).observatory.snapshot()
+    snapshot.ranks.steps[:] = [0, 0]
+    text = "\n".join(shown(snapshot))
+    assert re.search(r"2 ranks on 2 hosts  \d+ operations  ", text)
+    assert re.search(r"^rank  host  state +operations  bytes/s", text, re.MULTILINE)
+
+
 def test_a_job_that_has_failed() -> None:
     job = simulated(ranks=2, slow=None)
     job.observatory.ended(137, "rank 1 was killed\nby SIGKILL")
