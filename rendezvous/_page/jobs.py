@@ -25,7 +25,7 @@ class JobFile(msgspec.Struct, frozen=True):
         command: as the user typed it.
         started: in seconds since 1970.
         unix: path of the Unix socket at which it can be seen.
-        token: that has to be shown there: the control token, or the status token if nothing can be asked for.
+        token: that has to be shown there: the status token, which reads.
         address: of its page, without a token; empty if it has none.
     """
 
