@@ -27,6 +27,7 @@ class JobFile(msgspec.Struct, frozen=True):
         unix: path of the Unix socket at which it can be seen.
         token: that has to be shown there: the status token, which reads.
         address: of its page, without a token; empty if it has none.
+        control: the token that may have steps traced, too; empty if nobody may.
     """
 
     id: str
@@ -36,6 +37,7 @@ class JobFile(msgspec.Struct, frozen=True):
     unix: str
     token: str
     address: str = ""
+    control: str = ""
 
 
 def socket_path(folder: str, id: str) -> str:

@@ -297,7 +297,8 @@ class Showing:
                 started=self._started,
                 unix=path,
                 address=self._server.address if page is not None else "",
-                token=status_token(secret) if self._traces is None else control_token(secret),
+                token=status_token(secret),
+                control="" if self._traces is None else control_token(secret),
             )
             with suppress(ConfigError):  # it is only not found
                 self._stack.enter_context(jobs.published(job, folder))

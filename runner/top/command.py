@@ -18,6 +18,7 @@ from hvdgloo._platform.spelling import in_one_line
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous._observatory.view import STATES, Snapshot
 from hvdgloo.rendezvous._observatory.words import duration
+from hvdgloo.rendezvous._page.control import MOST_STEPS
 from hvdgloo.rendezvous._page.jobs import JobFile, jobs
 from hvdgloo.runner.top.source import GoneError, Source, decoded, of_job, of_link
 
@@ -36,6 +37,7 @@ there is no such job, or it cannot be shown.
 _KEYS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10, " ": 10}
 """Keys, and by how many ranks they scroll."""
 _SETTLING = 4.0  # seconds within which ranks that are asked have answered; each does so once a second
+_LOOK_AGAIN = 0.5  # seconds
 _QUIT = frozenset("q\x04")
 
 
@@ -62,7 +64,9 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
     elsewhere = options.job is not None and "://" in options.job
     source = of_link(options.job) if elsewhere else of_job(find(options.job, environ))
     try:
-        if options.link:
+        if options.trace:
+            _trace(source, options.trace, stdout)
+        elif options.link:
             stdout.write(f"{source.link()}\n")
         elif options.json:
             _print_json(source, stdout, options.interval, once=options.once)
@@ -88,6 +92,12 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("job", nargs="?", metavar="JOB", help="which job (default: the only one)")
+    parser.add_argument(
+        "--trace",
+        type=_steps,
+        metavar="STEPS",
+        help="have the next steps traced, write the merged trace into this folder, and end (needs --page-control)",
+    )
     parser.add_argument("--once", action="store_true", help="show it once, and end")
     parser.add_argument("--json", action="store_true", help="as JSON, a line for each time (docs/observing.md)")
     parser.add_argument("--link", action="store_true", help="print a new link to the job's page, and end")
@@ -123,6 +133,12 @@ def _listed(found: Sequence[JobFile]) -> str:
     )
 
 
+def _steps(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_STEPS:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of steps from 1 to {MOST_STEPS:,}")
+    return int(text)
+
+
 def _interval(text: str) -> float:
     try:
         value = float(text)
@@ -152,6 +168,27 @@ def _print_once(source: Source, stdout: TextIO) -> None:
     from hvdgloo.runner.top.screen import Screen
 
     Console(file=stdout, highlight=False).print(Screen(_settled(source), whole=True), end="")
+
+
+def _trace(source: Source, steps: int, stdout: TextIO) -> None:
+    """Have steps traced, and write the merged trace to a new file.
+
+    Raises:
+        ConfigError: it is refused, has failed, or cannot be written.
+    """
+    trace = source.trace(steps)
+    while trace.state == "tracing":
+        time.sleep(_LOOK_AGAIN)
+        trace = source.state_of(trace.number)
+    if trace.state != "ready":
+        raise ConfigError(f"top: trace {trace.number} has failed: {trace.text}")
+    path = f"hvdgloo-trace-{trace.number}.json"
+    try:
+        with open(path, "xb") as file:
+            file.write(source.traced(trace.number))
+    except OSError as error:
+        raise ConfigError(f"top: {path} cannot be written: {error.strerror or error}") from None
+    stdout.write(f"{path}: {trace.text}; open it in ui.perfetto.dev\n")
 
 
 def _settled(source: Source) -> Snapshot:

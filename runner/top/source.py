@@ -12,6 +12,7 @@ import msgspec
 
 from hvdgloo.errors import ConfigError, HvdglooError
 from hvdgloo.rendezvous._observatory.view import SCHEMA, Snapshot
+from hvdgloo.rendezvous._page.control import Trace
 from hvdgloo.rendezvous._page.jobs import JobFile
 
 PATIENCE = 20.0
@@ -20,6 +21,10 @@ PATIENCE = 20.0
 
 class _Schema(msgspec.Struct):
     schema: int = 0
+
+
+class _Traces(msgspec.Struct):
+    traces: list[Trace]
 
 
 class GoneError(HvdglooError):
@@ -72,25 +77,40 @@ class Source:
         url: str = json.loads(self._request("POST", "v1/links"))["url"]
         return url
 
+    def trace(self, steps: int) -> Trace:
+        """Have the next steps traced; raises as ``snapshot`` does."""
+        order = json.dumps({"steps": steps}).encode()
+        return msgspec.json.decode(self._request("POST", "v1/traces", order), type=Trace)
+
+    def state_of(self, number: int) -> Trace:
+        """What has become of a trace; raises as ``snapshot`` does."""
+        traces = msgspec.json.decode(self._request("GET", "v1/traces"), type=_Traces).traces
+        return next(trace for trace in traces if trace.number == number)
+
+    def traced(self, number: int) -> bytes:
+        """A merged trace; raises as ``snapshot`` does."""
+        return self._request("GET", f"v1/traces/{number}")
+
     def close(self) -> None:
         self._connection.close()
 
-    def _request(self, method: str, path: str) -> bytes:
+    def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         try:
-            self._connection.request(method, self._place + path, headers=self._headers)
+            self._connection.request(method, self._place + path, body, headers)
             answer = self._connection.getresponse()
-            body = answer.read()
+            said = answer.read()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
             raise GoneError(f"the job's launcher does not answer ({_reason(error)}); most likely it is over") from None
-        if answer.status != 200:
-            raise ConfigError(f"the job's launcher refuses: {_refusal(body)}")
-        return body
+        if answer.status >= 300:
+            raise ConfigError(f"the job's launcher refuses: {_refusal(said)}")
+        return said
 
 
 def of_job(job: JobFile) -> Source:
     """Reads a job of this user on this host."""
-    return Source(lambda: UnixConnection(job.unix), {"Authorization": f"Bearer {job.token}"})
+    return Source(lambda: UnixConnection(job.unix), {"Authorization": f"Bearer {job.control or job.token}"})
 
 
 def of_link(link: str) -> Source:

@@ -19,6 +19,7 @@ import pytest
 
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous import _auth as auth
+from hvdgloo.rendezvous._page.control import BusyError, Trace
 from hvdgloo.rendezvous._page.server import PageServer
 from hvdgloo.runner.cli.main import main
 from hvdgloo.runner.top import command
@@ -36,8 +37,8 @@ JOB.advance(5)
 PUBLISHER = """if True:
     import os, sys
     from hvdgloo.rendezvous._page.jobs import JobFile, published
-    folder, id, unix, token = sys.argv[1:]
-    with published(JobFile(id, os.getpid(), "hvdgloo-run\\tx", 1e9, unix, token), folder):
+    folder, id, unix, token, control = sys.argv[1:]
+    with published(JobFile(id, os.getpid(), "hvdgloo-run\\tx", 1e9, unix, token, "", control), folder):
         print(os.getpid(), flush=True)
         sys.stdin.read()
 """
@@ -61,8 +62,8 @@ def server(folder: Path) -> Iterator[PageServer]:
 class Published:
     """A process that has published a job, as launchers do, and ends when it is told to."""
 
-    def __init__(self, folder: Path, id: str = ID) -> None:
-        arguments = [str(folder), id, str(folder / "s"), auth.status_token(SECRET)]
+    def __init__(self, folder: Path, id: str = ID, control: str = "") -> None:
+        arguments = [str(folder), id, str(folder / "s"), auth.status_token(SECRET), control]
         self.process = subprocess.Popen(
             [sys.executable, "-c", PUBLISHER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -152,6 +153,63 @@ def test_the_token_for_scripts(published: Published, server: PageServer) -> None
     token = top("--token")[1].strip()
     assert script(server, token).get("/v1/job").status == 200
     assert script(server, token).post("/v1/traces", {"steps": 1}).status == 403
+
+
+class Tracing:
+    """Has steps traced; ready at the second look."""
+
+    def __init__(self, folder: Path, state: str = "ready") -> None:
+        self._file = folder / "merged"
+        self._file.write_bytes(b"[]")
+        self._state = state
+        self._looks = 0
+
+    def trace(self, steps: int) -> Trace:
+        if self._looks:
+            raise BusyError("the job is not running, so there are no steps to be traced")
+        return Trace(1, steps, "tracing", "")
+
+    def traces(self) -> list[Trace]:
+        self._looks += 1
+        return [Trace(1, 5, "tracing" if self._looks == 1 else self._state, "2 ranks of 2", 2)]
+
+    def path(self, number: int) -> str:
+        return str(self._file)
+
+
+def test_steps_are_traced(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    control = Tracing(tmp_path)
+    with PageServer(JOB.observatory, secret=SECRET, unix=str(folder / "s"), control=control):
+        job = Published(folder, control=auth.control_token(SECRET))
+        assert top("--trace", "5") == (0, "hvdgloo-trace-1.json: 2 ranks of 2; open it in ui.perfetto.dev\n")
+        assert (tmp_path / "hvdgloo-trace-1.json").read_bytes() == b"[]"
+        with pytest.raises(ConfigError, match="refuses: the job is not running"):
+            top("--trace", "5")
+        job.end()
+
+
+def test_a_trace_that_fails_and_one_that_would_overwrite_another(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hvdgloo-trace-1.json").write_text("mine")
+    for state, message in (("ready", "cannot be written: File exists"), ("failed", "has failed: 2 ranks of 2")):
+        control = Tracing(tmp_path, state)
+        with PageServer(JOB.observatory, secret=SECRET, unix=str(folder / "s"), control=control):
+            job = Published(folder, control=auth.control_token(SECRET))
+            with pytest.raises(ConfigError, match=message):
+                top("--trace", "5")
+            job.end()
+    assert (tmp_path / "hvdgloo-trace-1.json").read_text() == "mine"
+
+
+def test_tracing_must_have_been_allowed(published: Published) -> None:
+    with pytest.raises(ConfigError, match="--page-control"):
+        top("--trace", "5")
+    for steps in ("0", "x", "1001", "-1"):
+        with pytest.raises(ConfigError, match=r"is not a number of steps from 1 to 1,000|expected one argument"):
+            top("--trace", steps)
 
 
 def test_a_job_elsewhere_is_read_by_its_link(server: PageServer) -> None:

@@ -98,8 +98,9 @@ class Stage:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(30)
             sock.connect(self.job.unix)
+            token = self.job.control or self.job.token
             head = (
-                f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.job.token}\r\n"
+                f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
                 f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
             )
             sock.sendall(head.encode() + body)
