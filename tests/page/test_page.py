@@ -61,6 +61,19 @@ def test_the_job_is_seen_in_one_look(show: Show, browser: Chromium) -> None:
     ]
 
 
+def test_a_program_without_steps_shows_its_operations(show: Show, browser: Chromium) -> None:
+    job = minute(slow=None)
+    for rank in range(4):
+        job.observatory.observe(job.host(rank), Sample(rank=rank, size=4, epoch=0, pid=2000 + rank, at=job.now))
+    job.observatory.placed(0, [(rank, job.host(rank), rank % 2, 2000 + rank) for rank in range(4)])
+    for second in range(1, 4):
+        for rank in range(4):
+            sample = Sample(rank=rank, size=4, epoch=0, pid=2000 + rank, at=job.now + second, operations=1234)
+            job.observatory.observe(job.host(rank), sample)
+    shown = show(job)
+    assert shown.job.observatory.snapshot().job.steps == 0
+
+
 def test_planes_are_shown_with_their_reasons(show: Show, browser: Chromium) -> None:
     show(minute())
     rows = browser.texts("#plane-list tbody tr")
@@ -304,7 +317,7 @@ def test_the_heat_map_says_what_is_under_the_pointer(show: Show, browser: Chromi
 def test_output_is_followed_searched_and_read_back(show: Show, browser: Chromium) -> None:
     job = minute()
     for n in range(1200):
-        job.observatory.output(0, 2 if n % 2 else 1, f"line {n} \x1b[31mred\x1b[0m\n".encode())
+        job.observatory.output(0, 2 if n % 2 else 1, f"line {n} \x1b[31mred\x07\x1b[0m\n".encode())
     shown = show(job)
     until(lambda: browser.texts(".line .text")[-1:] == ["line 1199 red"], "the latest line")
     assert browser.shown("#lines > button") == 1

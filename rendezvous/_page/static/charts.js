@@ -171,11 +171,13 @@ const PLANE_STYLES = [
 const CHARTS = [
   {
     title: "Steps per second",
+    ofSteps: true,
     text: format.number,
     curves: (series) => [{ name: "steps per second", values: series.steps_per_second, colour: "computing", filled: true }],
   },
   {
     title: "Time of a step",
+    ofSteps: true,
     text: format.seconds,
     stacked: true,
     curves: (series) =>
@@ -220,7 +222,7 @@ class Chart {
     this._time = dom.make("span", { class: "time" });
     this._legend = dom.make("ul", { class: "legend" });
     this._area = dom.make("div", { class: "plot", tabindex: "0", role: "img" });
-    this._nothing = dom.make("p", { class: "nothing", text: "nothing yet" });
+    this._nothing = dom.make("p", { class: "nothing" });
     this.figure = dom.make(
       "figure",
       {},
@@ -239,6 +241,8 @@ class Chart {
     const curves = this._kind.curves(series);
     this._at = series.at;
     this._curves = this._kind.stacked ? stack(curves) : curves.map((curve) => ({ ...curve, drawn: curve.values }));
+    const steps = series.cpu.some((value) => value !== null) && this._kind.ofSteps;
+    dom.setText(this._nothing, steps ? "no steps are counted" : "nothing yet");
     this._nothing.hidden = this._curves.some(({ values }) => values.some((value) => value !== null));
     // What is on top of a stack is drawn first, so that what is below covers it.
     const drawn = this._kind.stacked ? [...this._curves].reverse() : this._curves;

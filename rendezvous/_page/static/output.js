@@ -4,8 +4,8 @@
 
 const MOST_LINES = 2000;
 const LINES_AT_ONCE = 500;
-/** Colours and the like that programs write for terminals; and characters that are not for reading. */
-const CONTROLS = /\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]/g;
+/** Characters that are not for reading; what programs write to colour a terminal has been taken out before. */
+const CONTROLS = /[\x00-\x08\x0b-\x1f\x7f-\x9f]/g;
 /** Characters that would turn the direction of all that follows. */
 const DIRECTIONS = /[\u202a-\u202e\u2066-\u2069]/g;
 

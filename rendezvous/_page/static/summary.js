@@ -54,6 +54,10 @@ class Summary {
     const bytes = over ? format.bytes(sum(store.ranks.map((row) => row.bytes))) : format.bytes(job.bytes_per_second) + "/s";
     dom.setText(dom.byId("traffic"), bytes);
     dom.setText(dom.byId("steps"), format.count(job.steps));
+    // Not every program has steps that can be counted, but all have operations.
+    const operations = Math.max(0, ...store.ranks.map((row) => row.operations));
+    dom.byId("summary").classList.toggle("stepless", !job.steps && operations > 0);
+    dom.setText(dom.byId("operations"), format.count(operations));
     dom.setText(dom.byId("size"), format.plural(job.size, "rank"));
     dom.setText(dom.byId("size-label"), this._hosts(store));
     dom.setAttribute(dom.byId("elapsed"), "title", "since " + format.moment(job.started));
@@ -94,10 +98,10 @@ class Summary {
     }
   }
 
-  /** The event that says who is waited for now, if it is not over. Those with stacks only add to it. */
+  /** The event that told of a stall which is not over. Those after it have its stacks. */
   _stall(events) {
     const over = events.findLastIndex(({ kind }) => kind === "stall ended" || kind === "elastic");
-    return events.slice(over + 1).findLast(({ kind, more }) => kind === "stall" && !more);
+    return events.slice(over + 1).find(({ kind }) => kind === "stall");
   }
 
   _verdict({ job, ranks, stragglers, events }) {
