@@ -11,6 +11,7 @@ from hvdgloo._observe.samples import Sample
 from hvdgloo.rendezvous._observatory import metrics
 from hvdgloo.rendezvous._observatory.observatory import Observatory
 from tests.support.observed import MIB, SimulatedJob
+from tests.support.pages import ROOT
 
 LABELS = {"rank", "host", "plane", "process_set", "part", "cause", "state", "gpu", "model", "job_id", "version", "le"}
 
@@ -156,3 +157,11 @@ def test_names_of_hosts_may_be_anything() -> None:
     observatory.tick()
 
     assert value(observatory, "hvdgloo_operations_total", rank="0", host='h"1\\\n?') == 5
+
+
+def test_every_metric_is_documented(job: SimulatedJob) -> None:
+    page = (ROOT / "docs/observing.md").read_text(encoding="utf-8")
+    families = text_string_to_metric_families(metrics.text(job.observatory)[0].decode())
+    names = {family.name + {"counter": "_total", "info": "_info"}.get(family.type, "") for family in families}
+    assert len(names) > 30
+    assert names == set(re.findall(r"`(hvdgloo_\w+)`", page))

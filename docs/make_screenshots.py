@@ -1,0 +1,144 @@
+"""Makes the pictures of docs/observing.md, from a real job of four ranks, one of which is slow.
+
+    python docs/make_screenshots.py
+
+It runs the page's program ``slow.py`` under ``hvdgloo-run --page --report``, and looks at the job with Chromium (Debian's
+packages chromium and chromium-driver, and selenium). What ``hvdgloo-run top`` shows is printed, to be put into the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.page.support import PATIENCE_S, Chromium, until  # noqa: E402 (it has just become reachable)
+from tests.support.pages import program  # noqa: E402
+
+WIDTH, MARGIN = 1180, 12
+"""In CSS pixels; the margin is above and below."""
+PAGE = "docs/observing.md"
+LINK = re.compile(r"https?://\S+\?token=\S+")
+
+
+class Job:
+    """``hvdgloo-run`` with a page and a report.
+
+    Args:
+        folder: where it runs; with ``slow.py``.
+        python: the interpreter of its workers.
+    """
+
+    def __init__(self, folder: Path, python: str) -> None:
+        (folder / "slow.py").write_text(program(PAGE, "time.sleep(0.03)"), encoding="utf-8")
+        self.report = folder / "job.html"
+        self._said: list[str] = []
+        self._launcher = subprocess.Popen(
+            [*_LAUNCHER, "-np", "4", "--page", "--report", "job.html", python, "slow.py"],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._launcher.stderr is not None
+        for line in self._launcher.stderr:
+            self._said.append(line)
+
+    def link(self) -> str:
+        """The address that it has printed."""
+        found = until(lambda: LINK.search("".join(self._said)) or self._failed(), "the address of the page")
+        assert isinstance(found, re.Match)
+        return found[0]
+
+    def _failed(self) -> None:
+        if self._launcher.poll() is not None:
+            raise SystemExit(f"hvdgloo-run has ended:\n{''.join(self._said)}")
+
+    def top(self) -> str:
+        """What ``hvdgloo-run top --once`` shows."""
+        environ = {**os.environ, "XDG_RUNTIME_DIR": str(self.report.parent), "COLUMNS": "100"}
+        return subprocess.run([*_LAUNCHER, "top", "--once"], env=environ, stdout=subprocess.PIPE, text=True).stdout
+
+    def end(self) -> None:
+        """Ctrl-C, after which there is a report."""
+        if self._launcher.poll() is None:
+            self._launcher.send_signal(signal.SIGINT)
+        self._launcher.wait(PATIENCE_S)
+        self._reader.join()
+
+
+_LAUNCHER = [sys.executable, "-m", "hvdgloo.runner"]
+
+
+@contextmanager
+def running(folder: Path, python: str) -> Iterator[Job]:
+    job = Job(folder, python)
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def shot(browser: Chromium, path: Path, first: str, last: str) -> None:
+    """A picture of a page from the top of one part of it to the end of another one."""
+    top, bottom = browser.run(
+        "return [document.querySelector(arguments[0]).getBoundingClientRect().top + scrollY,"
+        "        document.querySelector(arguments[1]).getBoundingClientRect().bottom + scrollY]",
+        first,
+        last,
+    )
+    clip = {"x": 0, "y": max(0, top - MARGIN), "width": WIDTH, "height": bottom - top + 2 * MARGIN, "scale": 1}
+    taken = browser.command("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+    path.write_bytes(base64.b64decode(taken["data"]))
+
+
+def make(folder: Path, seconds: float, python: str) -> str:
+    """All pictures, into a folder; returns what ``top`` shows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="job-") as place, Chromium() as browser:
+        with running(Path(place), python) as job:
+            browser.resize(WIDTH)
+            browser.theme("light")
+            browser.driver.get(job.link())
+            until(lambda: "Rank 3 on " in browser.text("#straggler-list"), "that rank 3 is called a straggler")
+            time.sleep(seconds)  # of curves to be seen
+            shot(browser, folder / "page.png", "header", "#charts")
+            browser.theme("dark")
+            shot(browser, folder / "stragglers.png", "#stragglers", "#stragglers")
+            shown = job.top()
+        browser.theme("light")
+        browser.driver.get(job.report.as_uri())
+        until(lambda: browser.text("#straggler-list"), "the report")
+        shot(browser, folder / "report.png", "header", "#summary")
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs/images", help="where pictures go")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the job are shown (default: 60)")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter of the job's workers")
+    given = parser.parse_args()
+    print(make(given.folder, given.seconds, given.python))
+
+
+if __name__ == "__main__":
+    main()
