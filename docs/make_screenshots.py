@@ -2,14 +2,16 @@
 
     python docs/make_screenshots.py
 
-It runs the page's program ``slow.py`` under ``hvdgloo-run --page --report``, and looks at the job with Chromium (Debian's
-packages chromium and chromium-driver, and selenium). What ``hvdgloo-run top`` shows is printed, to be put into the page.
+It runs the page's program ``slow.py`` under ``hvdgloo-run --page --report``, looks at the job with Chromium (Debian's
+packages chromium and chromium-driver, and selenium), and kills a worker at the end. What ``hvdgloo-run top`` shows is
+printed, to be put into the page.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import json
 import os
 import re
 import signal
@@ -18,8 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,9 +29,9 @@ sys.path.insert(0, str(ROOT))
 from tests.page.support import PATIENCE_S, Chromium, until  # noqa: E402 (it has just become reachable)
 from tests.support.pages import program  # noqa: E402
 
-WIDTH, MARGIN = 1180, 12
+WIDTH, MARGIN = 1240, 12
 """In CSS pixels; the margin is above and below."""
-PAGE = "docs/observing.md"
+_LAUNCHER = [sys.executable, "-m", "hvdgloo.runner"]
 LINK = re.compile(r"https?://\S+\?token=\S+")
 
 
@@ -39,17 +40,18 @@ class Job:
 
     Args:
         folder: where it runs; with ``slow.py``.
-        python: the interpreter of its workers.
+        python: the interpreter of its workers; None for that of the launcher.
     """
 
-    def __init__(self, folder: Path, python: str) -> None:
-        (folder / "slow.py").write_text(program(PAGE, "time.sleep(0.03)"), encoding="utf-8")
+    def __init__(self, folder: Path, python: str | None) -> None:
+        (folder / "slow.py").write_text(program("docs/observing.md", "time.sleep(0.03)"), encoding="utf-8")
         self.report = folder / "job.html"
+        self._environ = {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder)}
         self._said: list[str] = []
         self._launcher = subprocess.Popen(
-            [*_LAUNCHER, "-np", "4", "--page", "--report", "job.html", python, "slow.py"],
+            [*_LAUNCHER, "-np", "4", "--page", "--report", "job.html", *([python] if python else []), "slow.py"],
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder)},
+            env={**os.environ, **self._environ},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -72,29 +74,24 @@ class Job:
         if self._launcher.poll() is not None:
             raise SystemExit(f"hvdgloo-run has ended:\n{''.join(self._said)}")
 
-    def top(self) -> str:
+    def top(self, *flags: str) -> str:
         """What ``hvdgloo-run top --once`` shows."""
-        environ = {**os.environ, "XDG_RUNTIME_DIR": str(self.report.parent), "COLUMNS": "100"}
-        return subprocess.run([*_LAUNCHER, "top", "--once"], env=environ, stdout=subprocess.PIPE, text=True).stdout
+        command = [*_LAUNCHER, "top", "--once", *flags]
+        environ = {**os.environ, **self._environ, "COLUMNS": "110"}
+        return subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout
 
-    def end(self) -> None:
-        """Ctrl-C, after which there is a report."""
+    def kill(self, rank: int) -> None:
+        """Kill a worker, and wait for the end of the job and its report."""
+        ranks = json.loads(self.top("--json"))["ranks"]
+        os.kill(ranks["pid"][ranks["rank"].index(rank)], signal.SIGKILL)
+        self._launcher.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        """End it, if it has not ended yet."""
         if self._launcher.poll() is None:
-            self._launcher.send_signal(signal.SIGINT)
+            self._launcher.terminate()
         self._launcher.wait(PATIENCE_S)
         self._reader.join()
-
-
-_LAUNCHER = [sys.executable, "-m", "hvdgloo.runner"]
-
-
-@contextmanager
-def running(folder: Path, python: str) -> Iterator[Job]:
-    job = Job(folder, python)
-    try:
-        yield job
-    finally:
-        job.end()
 
 
 def shot(browser: Chromium, path: Path, first: str, last: str) -> None:
@@ -110,11 +107,11 @@ def shot(browser: Chromium, path: Path, first: str, last: str) -> None:
     path.write_bytes(base64.b64decode(taken["data"]))
 
 
-def make(folder: Path, seconds: float, python: str) -> str:
+def make(folder: Path, seconds: float, python: str | None = None) -> str:
     """All pictures, into a folder; returns what ``top`` shows."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="job-") as place, Chromium() as browser:
-        with running(Path(place), python) as job:
+        with closing(Job(Path(place), python)) as job:
             browser.resize(WIDTH)
             browser.theme("light")
             browser.driver.get(job.link())
@@ -124,10 +121,11 @@ def make(folder: Path, seconds: float, python: str) -> str:
             browser.theme("dark")
             shot(browser, folder / "stragglers.png", "#stragglers", "#stragglers")
             shown = job.top()
+            job.kill(1)
         browser.theme("light")
         browser.driver.get(job.report.as_uri())
         until(lambda: browser.text("#straggler-list"), "the report")
-        shot(browser, folder / "report.png", "header", "#summary")
+        shot(browser, folder / "report.png", "header", "#ranks")
     return shown
 
 
@@ -135,9 +133,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "docs/images", help="where pictures go")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the job are shown (default: 60)")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter of the job's workers")
     given = parser.parse_args()
-    print(make(given.folder, given.seconds, given.python))
+    sys.stdout.write(make(given.folder, given.seconds))
 
 
 if __name__ == "__main__":
