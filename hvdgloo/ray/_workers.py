@@ -13,6 +13,7 @@ once if a worker, an actor or a node is lost, a call is cancelled, or Ctrl-C is 
 from __future__ import annotations
 
 import atexit
+import io
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,6 +22,8 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from time import monotonic
 from typing import Any
+
+import cloudpickle
 
 from hvdgloo.config import Config
 from hvdgloo.errors import HvdglooError, InvalidArgumentError, JobFailedError, LaunchError
@@ -354,29 +357,43 @@ def pack(
     Raises:
         InvalidArgumentError: function or arguments cannot be pickled.
     """
-    import io
-
     import ray
-    import ray.cloudpickle
 
-    references = (ray.ObjectRef, ray.actor.ActorHandle)
-    found: list[bool] = []
-
-    class Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]  # Ray has no types here
-        def reducer_override(self, value: Any) -> Any:
-            if isinstance(value, references):
-                found.append(True)
-            return super().reducer_override(value)
-
-    file = io.BytesIO()
+    content = (kind.value, function, tuple(args), dict(kwargs))
     try:
-        Pickler(file).dump((kind.value, function, tuple(args), dict(kwargs)))
+        try:
+            # What Ray's own pickler makes is read by importing Ray, which takes longer than all else of the first call.
+            return _pickled(cloudpickle.CloudPickler, content), False
+        except _Reference:
+            return _pickled(ray.cloudpickle.CloudPickler, content, with_references=True), True
     except Exception as error:
         raise InvalidArgumentError(
             f"the function or its arguments cannot be sent to the workers ({type(error).__name__}: {error}); "
             "open files, locks and connections must be created inside the function"
         ) from error
-    return file.getvalue(), bool(found)
+
+
+class _Reference(Exception):  # noqa: N818 - nobody sees it
+    """What is to be pickled has references to Ray's objects."""
+
+
+def _pickled(pickler: type[Any], content: Any, *, with_references: bool = False) -> bytes:
+    """Raises:
+    _Reference: there are references to Ray's objects, and there should not be.
+    """
+    import ray
+
+    kinds = (ray.ObjectRef, ray.actor.ActorHandle)
+
+    class Pickler(pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if not with_references and isinstance(value, kinds):
+                raise _Reference
+            return super().reducer_override(value)
+
+    file = io.BytesIO()
+    Pickler(file).dump(content)
+    return file.getvalue()
 
 
 def by_node(places: Sequence[Place]) -> list[int]:

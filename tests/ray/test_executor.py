@@ -72,6 +72,11 @@ def test_results_are_in_rays_store(executor: RayExecutor) -> None:
     assert not first.flags.writeable
 
 
+def test_workers_that_need_not_read_rays_objects_do_not_import_ray(executor: RayExecutor) -> None:
+    """It would be most of what the first call takes. The first test of this module that has them import it follows."""
+    assert executor.run(lambda: "ray" in sys.modules) == [False, False]
+
+
 def test_arguments_may_be_references_to_rays_objects(executor: RayExecutor) -> None:
     import ray
 
