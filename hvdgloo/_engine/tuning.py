@@ -120,7 +120,9 @@ def axes_for(
         plans.setdefault(tuple(bucket.parts for bucket in fusion.plan(step, limit)), limit)
     axes: list[Axis] = [("fusion_threshold", list(plans.values()))]
     if start.hierarchical_threshold and not deterministic:
-        sizes = [sum(part.nbytes for part in parts) for parts in next(iter(plans))]
+        # A step's operations do not become ready at once, so buckets are of any size up to those that are planned.
+        sizes = sorted({nbytes for response in step for nbytes in response.sizes})
+        sizes += [sum(part.nbytes for part in parts) for plan in plans for parts in plan]
         axes.append(("hierarchical_threshold", _distinct(start.hierarchical_threshold, _HIERARCHICAL, sizes)))
     if batches > 1:
         axes.append(("cycle_time", _CYCLE))

@@ -113,6 +113,9 @@ class TestAxes:
         step = [allreduce("large", 5 * MIB), allreduce("small", 300 << 10)]
         values = dict(axes_for(START, step, 1, (), deterministic=False))["hierarchical_threshold"]
         assert values == [128 << 10, 512 << 10, 8 * MIB]  # both are cut, one is, none is
+        many = [allreduce(f"x{i}", 100 << 10) for i in range(30)]  # in buckets of any size up to 3 MiB
+        values = dict(axes_for(START, many, 1, (), deterministic=False))["hierarchical_threshold"]
+        assert values == [128 << 10, 32 << 10, 2048 << 10, 8192 << 10]
         flat = Choice(32 * MIB, 0.0, 0, 1024)
         assert "hierarchical_threshold" not in dict(axes_for(flat, step, 1, (), deterministic=False))
 
