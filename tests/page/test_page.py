@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+from hvdgloo._observe.samples import Sample
 from hvdgloo.rendezvous._observatory import view
 from hvdgloo.rendezvous._page.control import Trace
 from tests.page.support import NARROW, USUAL, WIDE, Chromium, Shown, axe, drag, until, words
