@@ -90,7 +90,8 @@ class Showing:
                 self._made()
             elif self.progress:
                 self.observe = Observe(host=False)
-            self._listen()
+            if self._views.page is not None:
+                self._listen()
             self._stack = stack.pop_all()
         return self
 
@@ -277,7 +278,7 @@ class Showing:
         tls = self._spec.network.tls
         if tls is not None:
             from hvdgloo._net.tls import Tls
-        self._server = PageServer(
+        server = PageServer(
             self._observatory or self._looked_at,
             secret=self._spec.secret,
             addresses=() if page is None else (address,),
@@ -286,8 +287,9 @@ class Showing:
             control=self._traces,
             tls=None if page is None or tls is None else Tls(*tls),
         )
-        self._server.listen()
-        self._stack.callback(self._server.stop)
+        server.listen()
+        self._server = server
+        self._stack.callback(server.stop)
         if path:
             secret = self._spec.secret
             job = jobs.JobFile(
@@ -296,14 +298,14 @@ class Showing:
                 command=self._views.title,
                 started=self._started,
                 unix=path,
-                address=self._server.address if page is not None else "",
+                address=server.address if page is not None else "",
                 token=status_token(secret),
                 control="" if self._traces is None else control_token(secret),
             )
             with suppress(ConfigError):  # it is only not found
                 self._stack.enter_context(jobs.published(job, folder))
         if page is not None:
-            link = self._server.link()
+            link = server.link()
             if self._views.show_link is not None:
                 self._views.show_link(link)
             else:
@@ -313,10 +315,12 @@ class Showing:
         with self._lock:
             if self._observatory is not None:
                 self._begin(self._observatory)
-        if self._server is None:
-            return
         if self._views.page is None:
-            self._server.start_on_demand()
+            # Its modules are imported while agents start, so no job starts later for it.
+            with suppress(ConfigError):
+                self._listen()
+            if self._server is not None:
+                self._server.start_on_demand()
             return
         # What serves it takes long to import, and the supervisor has agents to show that it is alive.
         thread = threading.Thread(target=self._start, name="hvdgloo-page-start", daemon=True)
@@ -365,6 +369,7 @@ class Showing:
             from hvdgloo.rendezvous._page import report
 
             try:
+                os.makedirs(os.path.dirname(os.path.abspath(self._views.report)), exist_ok=True)
                 self.written = report.write(self._observatory, self._views.report)
             except OSError as error:
                 self._say(f"--report {self._views.report}: it cannot be written: {error.strerror or error}")

@@ -1,0 +1,254 @@
+"""Real jobs as others see them: the page's data, the report, traces, and the line on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvdgloo.run
+from hvdgloo.errors import JobFailedError
+from hvdgloo.rendezvous._page import jobs
+from hvdgloo.runner.top.source import UnixConnection
+from tests.support import warm
+from tests.support.elastic_launch import Job
+from tests.support.launching import Launcher, clean_environment, launcher_in, wait_for
+from tests.support.terminal import terminal
+
+PATIENCE = 40.0
+
+STEPS = """
+import os, time
+import numpy as np
+import hvdgloo.numpy as hvd
+hvd.init()
+print("rank", hvd.rank(), "trains", flush=True)
+over, until = False, time.monotonic() + 50
+while not over:
+    hvd.allreduce(np.ones(4, np.float32), name="gradient")
+    over = hvd.broadcast_object(os.path.exists("end") or time.monotonic() > until)
+"""
+
+
+@pytest.fixture
+def private(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's private folder."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder) / "hvdgloo"
+
+
+@pytest.fixture
+def launcher(private: Path, tmp_path: Path) -> Iterator[Launcher]:
+    with launcher_in(tmp_path) as launcher:
+        yield launcher
+
+
+class Shown:
+    """The running job of this user, seen from another process."""
+
+    def __init__(self, private: Path) -> None:
+        self.file = wait_for(lambda: private.is_dir() and jobs.jobs(str(private)), PATIENCE, "the job's file")[0]
+
+    def ask(self, path: str, body: bytes | None = None) -> Any:
+        """What it answers, as ``top`` asks it."""
+        connection = UnixConnection(self.file.unix, PATIENCE)
+        try:
+            headers = {"Authorization": f"Bearer {self.file.token}", "Content-Type": "application/json"}
+            connection.request("GET" if body is None else "POST", path, body, headers)
+            answer = connection.getresponse()
+            data = answer.read()
+            assert answer.status < 400, data
+            return json.loads(data)
+        finally:
+            connection.close()
+
+    def until(self, condition: Callable[[Any], object], what: str) -> Any:
+        """The job's snapshot, once the condition holds for it."""
+        found: list[Any] = []
+
+        def holds() -> bool:
+            found[:] = [self.ask("/v1/job")]
+            return bool(condition(found[0]))
+
+        wait_for(holds, PATIENCE, what)
+        return found[0]
+
+
+def at_work(size: int) -> Callable[[Any], bool]:
+    """So many ranks have reported operations."""
+    return lambda seen: len(seen["ranks"]["rank"]) == size and min(seen["ranks"]["operations"]) > 0
+
+
+def end(launcher: Launcher) -> None:
+    (launcher.folder / "end").touch()
+
+
+def test_any_job_can_be_looked_at_and_leaves_nothing_behind(launcher: Launcher, private: Path) -> None:
+    process = launcher.start("-np", "2", warm.python(*warm.NUMPY), launcher.script(STEPS))
+    shown = Shown(private)
+    seen = shown.until(at_work(2), "both ranks at work")
+    assert seen["job"]["command"].endswith("worker.py")
+    assert [host["name"] for host in seen["hosts"]] == ["localhost"]
+    assert seen["hosts"][0]["cores"] == os.cpu_count()
+    assert {plane["name"] for plane in seen["planes"]} & {"shared memory", "gloo"}
+    end(launcher)
+    _, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, error
+    assert error == b""
+    launcher.assert_nothing_left()
+    assert list(private.iterdir()) == []
+
+
+def test_page_shows_output_and_who_has_failed(launcher: Launcher, private: Path) -> None:
+    with (launcher.folder / "err").open("wb") as err:
+        flags = ("-np", "2", "--page", "--grace-period", "20")
+        process = launcher.start(*flags, warm.python(*warm.NUMPY), launcher.script(STEPS), stderr=err)
+        shown = Shown(private)
+        seen = shown.until(at_work(2), "both ranks at work")
+        lines = wait_for(lambda: len(found := shown.ask("/v1/output")) >= 2 and found, PATIENCE, "their output")
+        assert {(line["rank"], line["text"]) for line in lines} == {(0, "rank 0 trains"), (1, "rank 1 trains")}
+        os.kill(seen["ranks"]["pid"][1], signal.SIGKILL)
+        assert process.wait(PATIENCE) == 128 + signal.SIGKILL
+    text = (launcher.folder / "err").read_text()
+    assert re.match(r"hvdgloo-run: the job's page is at http://127\.0\.0\.1:\d+/\?token=\S+\n", text), text
+
+
+def test_report_is_written_after_a_failure_and_the_summary_says_where(launcher: Launcher) -> None:
+    script = launcher.script("import os, sys; print('I am', os.environ['RANK']); sys.exit(3)")
+    done = launcher.run("-np", "1", "--report", "reports/job.html", script, timeout=PATIENCE)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[0] == "hvdgloo-run: the job failed: rank 0 on host localhost exited with status 3"
+    assert done.stderr.splitlines()[-1] == "hvdgloo-run: the report is in reports/job.html"
+    assert "<html" in (launcher.folder / "reports/job.html").read_text()
+    recording = json.loads((launcher.folder / "reports/job.json").read_text())
+    job = recording["snapshot"]["job"]
+    assert (job["state"], job["exit_code"]) == ("failed", 3)
+    assert job["message"] == "the job failed: rank 0 on host localhost exited with status 3"
+    assert [line["text"] for line in recording["lines"]] == ["I am 0"]
+
+
+def test_report_of_a_job_that_could_not_be_started(launcher: Launcher) -> None:
+    done = launcher.run("-H", "no-such-host.invalid:1", "--report", "job.html", "true", timeout=PATIENCE)
+    assert done.returncode == 1
+    assert "hvdgloo-run: the report is in job.html" in done.stderr
+    job = json.loads((launcher.folder / "job.json").read_text())["snapshot"]["job"]
+    assert job["state"] == "failed"
+    assert "no-such-host.invalid" in job["message"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--report", "."], "--report .: it cannot be written: it is a folder"),
+        (["--page-control"], "--page-control is about the page, which only --page serves"),
+        (["--page=nonsense:port"], "'nonsense:port': expected ADDR, ADDR:PORT or [ADDR]:PORT"),
+        (["--page=192.0.2.1:0"], "192.0.2.1"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_before_anything_starts(launcher: Launcher, flags: list[str], text: str) -> None:
+    done = launcher.run("-np", "1", *flags, launcher.script("open('started', 'w')"))
+    assert done.returncode == 2, done.stderr
+    assert text in done.stderr
+    assert not (launcher.folder / "started").exists()
+
+
+def test_a_trace_that_the_page_asks_for_has_all_ranks(launcher: Launcher, private: Path) -> None:
+    flags = ("-np", "2", "--page", "--page-control")
+    process = launcher.start(*flags, warm.python(*warm.NUMPY), launcher.script(STEPS))
+    shown = Shown(private)
+    shown.until(at_work(2), "both ranks at work")
+    assert shown.ask("/v1/traces", b'{"steps": 3}')["state"] == "tracing"
+
+    def made() -> Any:
+        (trace,) = shown.ask("/v1/traces")["traces"]
+        return trace if trace["state"] != "tracing" else None
+
+    trace = wait_for(made, PATIENCE, "the trace")
+    assert trace["state"] == "ready", trace
+    events = shown.ask("/v1/traces/1")
+    rows = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {"rank 0 allreduce.gradient", "rank 1 allreduce.gradient"} <= rows
+    end(launcher)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+
+
+def told(seen: Any) -> list[str]:
+    """What the job says of its changes."""
+    return [event["text"] for event in seen["events"] if event["kind"] == "elastic" and "went on" in event["text"]]
+
+
+def test_changes_of_an_elastic_job_are_seen(launcher: Launcher, private: Path) -> None:
+    job = Job(launcher, warm.python(*warm.NUMPY))
+    job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99", "--page")
+    first = job.members(1, 2)
+    shown = Shown(private)
+    seen = shown.until(lambda seen: seen["ranks"]["pid"] == [worker.pid for worker in first], "the first epoch")
+    assert (seen["job"]["least"], seen["job"]["most"]) == (1, None)
+    os.kill(first[1].pid, signal.SIGKILL)
+    again = job.members(2, 2)
+    pids = [worker.pid for worker in again]
+    seen = shown.until(lambda seen: seen["ranks"]["pid"] == pids and told(seen), "the next epoch, and why")
+    assert seen["job"]["epoch"] >= 1
+    assert "rank 1 on host localhost was killed by signal 9 (SIGKILL)" in told(seen)[0]
+    job.finish()
+    assert job.end() == 0
+
+
+TRAINS = STEPS.replace("hvd.init()\n", "hvd.init()\nhvd.barrier()\n", 1)
+
+
+def test_on_a_terminal_a_line_says_how_far_the_job_is_and_goes_away(private: Path, tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text(TRAINS)
+    command = ("-m", "hvdgloo.runner", "-np", "2", warm.python(*warm.NUMPY), "worker.py")
+    with terminal(*command, env=clean_environment(), cwd=tmp_path, columns=120) as screen:
+        screen.wait_for(r"(?m)^2 ranks, .+/s.*, \d+(\.\d)? s$", PATIENCE)
+        (tmp_path / "end").touch()
+        assert screen.end(PATIENCE) == 0
+        assert not re.search(r"(?m)^2 ranks", screen.text)
+        assert "[0]<stdout>:rank 0 trains" in screen.text
+
+
+@pytest.mark.parametrize("flag", ["--no-progress", "--verbose"])
+def test_the_line_is_not_for_everybody(private: Path, tmp_path: Path, flag: str) -> None:
+    (tmp_path / "worker.py").write_text(TRAINS)
+    command = ("-m", "hvdgloo.runner", "-np", "2", flag, warm.python(*warm.NUMPY), "worker.py")
+    with terminal(*command, env=clean_environment(), cwd=tmp_path, columns=120) as screen:
+        screen.wait_for("rank 0 trains", PATIENCE)
+        # Nobody looks at the job, so its workers have nowhere to report to.
+        assert not list(private.glob("*/agent"))
+        (tmp_path / "end").touch()
+        assert screen.end(PATIENCE) == 0
+        assert b"2 ranks," not in screen.raw
+
+
+def test_from_python(private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    report = tmp_path / "job.html"
+
+    def work() -> int:
+        return 7
+
+    assert hvdgloo.run.run(work, np=1, page=True, report=str(report)) == [7]
+    assert "hvdgloo-run: the job's page is at http://127.0.0.1:" in said.getvalue()
+    job = json.loads(report.with_suffix(".json").read_text())["snapshot"]["job"]
+    assert job["state"] == "ended"
+    assert job["command"] == "hvdgloo.run.run(test_from_python.<locals>.work)"
+
+    def fail() -> None:
+        os._exit(3)
+
+    with pytest.raises(JobFailedError) as caught:
+        hvdgloo.run.run(fail, np=1, report=str(report))
+    assert str(caught.value).endswith(f"the report is in {report}")
