@@ -156,17 +156,25 @@ def _exchange(host: Backend, own: Gpu, rank: int, size: int, timeout: float) -> 
     return [Gpu(**json.loads(reports[at : at + _REPORT_BYTES])) for at in range(0, len(reports), _REPORT_BYTES)]
 
 
+def _host_index(device: torch.device) -> int:
+    return gpu.host_index(device) if device.type == "cuda" else -1
+
+
 class DeviceMemory:
     """A GPU's memory. All work on it is ordered on the current stream.
 
     Args:
         device: the GPU. (A CPU works as well, which is how this is tested without a GPU.)
+
+    Attributes:
+        gpu_index: its number among those of the host; -1 if that is not known.
     """
 
     in_order = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.gpu_index = _host_index(device)
 
     def holds(self, buffer: Buffer) -> bool:
         owner = buffer.owner
@@ -192,12 +200,16 @@ class PinnedMemory:
 
     Args:
         device: the GPU whose tensors are staged there.
+
+    Attributes:
+        gpu_index: as of ``DeviceMemory``.
     """
 
     in_order = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.gpu_index = _host_index(device)
 
     def holds(self, buffer: Buffer) -> bool:
         return buffer.device == "cpu"

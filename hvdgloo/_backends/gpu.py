@@ -97,6 +97,15 @@ def identity(device: torch.device) -> str:
     return str(getattr(properties, "uuid", None) or f"{socket.gethostname()}:{device.index}")
 
 
+def host_index(device: torch.device) -> int:
+    """A GPU's number among those of the host, as NVML counts them, whichever of them this process sees; -1 if torch
+    cannot tell."""
+    try:
+        return int(torch.cuda._get_nvml_device_index(device))
+    except Exception:  # noqa: BLE001 - it is torch's own function; what it is wanted for is only shown
+        return -1
+
+
 def of(tensor: torch.Tensor) -> torch.device | None:
     """The GPU that a tensor is on; None for one on the CPU or another kind of device."""
     return tensor.device if tensor.is_cuda else None

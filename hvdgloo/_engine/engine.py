@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -300,6 +300,14 @@ class Engine:
     def start_settings(self) -> Choice:
         """The settings that may change while the job runs, as they were in the beginning."""
         return self._start_settings
+
+    @property
+    def settings_in_use(self) -> Choice:
+        """The same, as they are now on this rank."""
+        tuned = self._executor.tuned
+        if tuned is None:
+            return self._start_settings
+        return Choice(*[getattr(tuned, each.name) for each in fields(Choice)])
 
     def tune(self, choice: Choice) -> None:
         """On rank 0: have all ranks use other settings, from the same operation on. It is one of those that this rank

@@ -247,6 +247,11 @@ class Executor:
             self._submitted += 1
             self._queue.put((bucket, batch))
 
+    @property
+    def tuned(self) -> Tune | None:
+        """The settings that the data planes were last changed to; None if they never were."""
+        return self._tuned
+
     def tune(self, settings: Tune) -> None:
         """Use these settings for all that is ordered from now on. Called as ``execute`` is."""
         self._fusion_threshold = settings.fusion_threshold

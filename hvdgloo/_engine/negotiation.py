@@ -106,7 +106,8 @@ class Negotiator:
         Returns:
             numbers that no longer stand for anything; the rank must spell out these requests.
         """
-        self._speaker, self._now, self._waited = rank, now, 0.0
+        if self.lateness is not None:
+            self._speaker, self._now, self._waited = rank, now, 0.0
         unknown = [] if self._count(rank, submission, now) else self._absorb_each(rank, submission, now)
         if unknown or submission.resent:
             self._asked_back[rank] += bool(unknown) - submission.resent

@@ -129,7 +129,8 @@ class Block:
             carried &= bits
             if not carried:
                 return 0
-        self.completed_since = min([time for time, begun in self._since if begun & carried])
+        begun = self._since
+        self.completed_since = begun[0][0] if len(begun) == 1 else min([time for time, bits in begun if bits & carried])
         self._drop(carried)
         return carried
 

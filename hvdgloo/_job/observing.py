@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -65,10 +66,21 @@ class _Rank:
         ]
 
     def gpu(self) -> int:
-        return -1
+        found = [getattr(plane.memory, "gpu_index", -1) for _, _, plane, _ in self._engine.planes]
+        return max(found, default=-1)
 
     def settings(self) -> dict[str, Any] | None:
-        return shown_settings(self._config) if self.place.rank == 0 else None
+        if self.place.rank:
+            return None
+        in_use = self._engine.settings_in_use
+        now: dict[str, Any] = {
+            "fusion_threshold": in_use.fusion_threshold,
+            "cycle_time": in_use.cycle_time * 1000,
+            "inline_threshold": in_use.inline_threshold,
+        }
+        if in_use.hierarchical_threshold:
+            now["hierarchical_threshold"] = in_use.hierarchical_threshold
+        return shown_settings(replace(self._config, **now))
 
     def missing(self, least: float) -> tuple[Sequence[samples.Missing], Sequence[tuple[int, str]]]:
         overdue, stacks = self._engine.overdue(least)

@@ -190,6 +190,7 @@ class Sampler:
         self._counters, self._subject = counters, subject
         self._before = time.monotonic(), *counters.blocked(time.monotonic())
         self._made = 0
+        self._settings: dict[str, Any] | None = None
         self.latest = -1.0
 
     def works(self, now: float) -> bool:
@@ -212,7 +213,7 @@ class Sampler:
 
         Args:
             now: the present.
-            settings: say the settings, too.
+            settings: say the settings even if they are those that were said last.
         """
         counters, subject = self._counters, self._subject
         place = subject.place
@@ -220,7 +221,9 @@ class Sampler:
         traffic = [*counters.traffic.values()]
         missing, stacks = subject.missing(OVERDUE_SECONDS) if place.rank == 0 else ((), ())
         doing = self._doing(now)
-        settings = settings or self._made % _SETTINGS_EVERY == 0
+        current = subject.settings()
+        settings = settings or current != self._settings or self._made % _SETTINGS_EVERY == 0
+        self._settings = current
         self._made += 1
         return samples.Sample(
             place.rank,
@@ -250,7 +253,7 @@ class Sampler:
             memory=resident_bytes(),
             gpu=subject.gpu(),
             planes=subject.planes(),
-            settings=subject.settings() if settings else None,
+            settings=current if settings else None,
             lateness=None if counters.lateness is None else counters.lateness.totals(),
             missing=missing[:_MOST_MISSING],
             stacks=[(rank, text[:_MOST_TEXT]) for rank, text in stacks[:_MOST_MISSING]],

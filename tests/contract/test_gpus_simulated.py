@@ -26,6 +26,7 @@ from hvdgloo._collectives.process_sets import ProcessSet  # noqa: E402
 from hvdgloo._engine import executor  # noqa: E402
 from hvdgloo._engine.handle import Handle  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
+from hvdgloo._job.observing import _Rank  # noqa: E402
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
@@ -209,6 +210,25 @@ def test_every_collective_in_every_order(gpus: Simulated, operations: str) -> No
 
     with world(gpus, operations=operations) as made:
         made.run(body)
+
+
+@pytest.mark.parametrize("operations", ["nccl", "gloo"])
+def test_observers_learn_each_ranks_gpu_and_why_its_tensors_travel_as_they_do(gpus: Simulated, operations: str) -> None:
+    def body(context: Context) -> tuple[int, int, list[tuple[str, str, str]]]:
+        subject = _Rank(context.config, context.engine, 0.0)
+        before = subject.gpu()
+        frontend_of(context).allreduce(rows(context.rank), op=ReduceOp.SUM)
+        return before, subject.gpu(), [(plane.name, plane.device, plane.why) for plane in subject.planes()]
+
+    with world(gpus, operations=operations) as made:
+        for before, index, planes in made.run(body):
+            assert (before, index) == (-1, 0)  # each rank's own, which it sees as its first
+            assert [device for _, device, _ in planes] == ["cpu", "cuda"]
+            name, _, why = planes[1]
+            if operations == "nccl":
+                assert (name, why) == ("nccl", "every rank has a GPU of its own")
+            else:
+                assert why.startswith("CUDA tensors go through host memory; host ")
 
 
 def test_a_collective_comes_after_the_stream_that_made_its_tensor(gpus: Simulated) -> None:

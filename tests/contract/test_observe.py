@@ -13,10 +13,15 @@ import pytest
 
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet
+from hvdgloo._engine.settings import Choice
+from hvdgloo._job.alone import open_alone
 from hvdgloo._job.context import Context
 from hvdgloo._job.observing import _Rank
+from hvdgloo._observe.counters import Counters
+from hvdgloo.config import Config
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import Metrics, PlaneMetrics
+from tests.support import world as world_module
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
@@ -217,3 +222,76 @@ def test_the_difference_of_metrics_is_what_was_counted_in_between() -> None:
     )
     with pytest.raises(TypeError):
         later - 1  # type: ignore[operator]
+
+
+def test_settings_are_those_in_use_named_as_in_a_file(ranks: Callable[..., World]) -> None:
+    made = ranks(2, fusion_threshold=8 << 20, stall_check_disable=True)
+    subjects = [_Rank(context.config, context.engine, 0.0) for context in made.contexts]
+    assert subjects[1].settings() is None
+    shown = subjects[0].settings()
+    assert shown is not None
+    assert shown["params.fusion_threshold_mb"] == 8
+    assert shown["stall_check.enabled"] is False
+    assert not any("secret" in name or "tls" in name for name in shown)
+    made.contexts[0].engine.tune(Choice(1 << 20, 0.005, 0, 64))
+
+    def rank_body(context: Context) -> None:
+        frontend_of(context).allreduce(np.ones(3000, np.float32), name="x")
+
+    end = time.monotonic() + DEADLINE
+    while (subjects[0].settings() or {})["params.fusion_threshold_mb"] != 1:
+        made.run(rank_body)
+        assert time.monotonic() < end
+    assert (subjects[0].settings() or {})["params.cycle_time_ms"] == 5.0
+
+
+def test_nothing_is_counted_where_that_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world_module, "Counters", lambda: None)
+    made = World(2, "inline")
+    try:
+
+        def rank_body(context: Context) -> Metrics:
+            hvd = frontend_of(context)
+            hvd.allreduce(np.ones(2, np.float32), name="x")
+            hvd.allreduce(np.ones(2000, np.float32), name="y")
+            hvd.end_step()
+            return context.metrics()
+
+        assert made.run(rank_body) == [Metrics(0, 2), Metrics(1, 2)]
+    finally:
+        made.close()
+
+
+def test_totals_go_on_in_the_next_engine() -> None:
+    """As in an elastic job's next epoch."""
+    counters = Counters()
+    config = Config()
+    for epoch in (1, 2):
+        engine = open_alone(config, counters=counters)
+        context = Context(config, engine.topology, 0, engine)
+        frontend_of(context).allreduce(np.ones(2000, np.float32), name="x")
+        context.end_step()
+        assert (context.metrics().operations, context.metrics().steps) == (epoch, epoch)
+        context.close()
+
+
+def test_the_optimizers_steps_are_counted_in_torch(ranks: Callable[..., World]) -> None:
+    torch = pytest.importorskip("torch")
+    from hvdgloo.torch._adapter import TorchAdapter
+    from hvdgloo.torch._distributed import wrap
+    from hvdgloo.torch._parameters import ReductionOptions
+
+    def rank_body(context: Context) -> Metrics:
+        parameter = torch.nn.Parameter(torch.ones(3000))
+        frontend = Frontend(TorchAdapter(), lambda: context)
+        optimizer = wrap(frontend, torch.optim.SGD([parameter], lr=0.1), None, None, ReductionOptions())
+        for _ in range(4):
+            optimizer.zero_grad()
+            (parameter * (1 + context.rank)).sum().backward()
+            optimizer.step()
+        return context.metrics()
+
+    for size in (1, 2):
+        for metrics in ranks(size).run(rank_body):
+            assert metrics.steps == 4
+            assert 0 < metrics.step_before_first <= metrics.step_seconds if size > 1 else metrics.step_seconds > 0

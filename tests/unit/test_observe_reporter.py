@@ -32,6 +32,7 @@ class Rank:
         self.pending = "", 0.0
         self.overdue: tuple[Sequence[samples.Missing], Sequence[tuple[int, str]]] = (), ()
         self.traced: list[str] = []
+        self.cycle_time = 0.0
 
     def planes(self) -> Sequence[samples.Plane]:
         return [samples.Plane("gloo", 0, "cpu", "hosts h1 and h2")]
@@ -40,7 +41,7 @@ class Rank:
         return -1
 
     def settings(self) -> dict[str, Any] | None:
-        return {"params.cycle_time_ms": 0.0}
+        return {"params.cycle_time_ms": self.cycle_time}
 
     def oldest_pending(self) -> tuple[str, float]:
         return self.pending
@@ -134,6 +135,16 @@ def test_what_is_counted_is_handed_on(agent: Agent, begun: Callable[..., Reporte
     assert sample.cpu_seconds > 0
     assert sample.memory > 1 << 20
     assert abs(sample.at - time.time()) < DEADLINE
+
+
+def test_settings_are_said_at_first_and_when_they_have_changed() -> None:
+    counters, rank = Counters(), Rank(0)
+    sampler = Sampler(counters, rank)
+    sampler.sample(1.0, settings=True)
+    assert sampler.sample(2.0, settings=False).settings is None
+    rank.cycle_time = 5.0
+    assert sampler.sample(3.0, settings=False).settings == {"params.cycle_time_ms": 5.0}
+    assert sampler.sample(4.0, settings=False).settings is None
 
 
 def test_a_working_rank_is_reported_on_no_more_than_once_per_interval(

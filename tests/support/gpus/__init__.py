@@ -59,6 +59,9 @@ class Simulated:
     def identity(self, device: torch.device) -> str:
         return f"simulated GPU {device.index} of rank {self.machine.rank}"
 
+    def host_index(self, device: torch.device) -> int:
+        return int(device.index)
+
     def of(self, tensor: torch.Tensor) -> torch.device | None:
         return tensor.device if isinstance(tensor, GpuTensor) else None
 

@@ -1,0 +1,34 @@
+"""Why ranks exchange tensors as they do, in words that name hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdgloo._backends.reasons import why
+from hvdgloo.topology import Host, Topology, Worker
+
+
+def topology(*slots: int) -> Topology:
+    hosts = tuple(Host(f"h{number}", f"identity{number}") for number, _ in enumerate(slots, 1))
+    places = [(host, local) for host, count in enumerate(slots) for local in range(count)]
+    workers = tuple(Worker(rank, *place, 1, "127.0.0.1", 0) for rank, place in enumerate(places))
+    return Topology(0, hosts, workers)
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "device", "reason"),
+    [
+        ("local", (1,), "cpu", "a single rank"),
+        ("shm", (3,), "cpu", "all ranks are on host h1"),
+        ("gloo", (2,), "cpu", "memory is not shared on host h1"),
+        ("gloo", (1, 1), "cpu", "hosts h1 and h2"),
+        ("gloo", (1, 1, 1, 1), "cpu", "hosts h1, h2, h3 and h4"),
+        ("gloo", (1, 1, 1, 1, 1, 1), "cpu", "hosts h1, h2, h3 and 3 more"),
+        ("hierarchical", (2, 2), "cpu", "hosts h1 and h2, with several ranks each"),
+        ("nccl", (2, 2), "cuda", "every rank has a GPU of its own"),
+        ("shm", (2,), "cuda", "CUDA tensors go through host memory; host h1"),
+        ("gloo", (1, 1), "cuda", "CUDA tensors go through host memory; hosts h1 and h2"),
+    ],
+)
+def test_the_reason_names_what_decided(name: str, slots: tuple[int, ...], device: str, reason: str) -> None:
+    assert why(name, topology(*slots), range(sum(slots)), device) == reason
