@@ -110,7 +110,8 @@ class Model:
             return
         if state in ("lost", "failed", "ended"):
             if known.fate != state and state != "ended":
-                self.event("failure", reason or f"rank {rank} ({known.host}) is {state}", rank, "", now)
+                what = reason or ("is lost" if state == "lost" else "has failed")
+                self.event("failure", f"rank {rank} ({known.host}) {what}", rank, "", now)
             known.fate, known.reason = state, reason[:_LONGEST_TEXT]
             self.output.finish(rank, now)
         else:

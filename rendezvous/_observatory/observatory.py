@@ -76,7 +76,8 @@ class Observatory:
     def worker(self, rank: int, state: str, reason: str = "") -> None:
         """What has become of a rank's process: "starting", "running", "ended", "failed" or "lost".
 
-        The last two make an event, with the reason as its text.
+        Args:
+            reason: of the last two, which make an event, such as "was killed by signal 9 (SIGKILL)".
         """
         with self._lock:
             self._model.worker(rank, state, reason, self._clock())

@@ -19,9 +19,9 @@ def opened(browser: Chromium, folder: Path, job: SimulatedJob) -> None:
 def failed(**settings: object) -> SimulatedJob:
     job = SimulatedJob(**settings)  # type: ignore[arg-type]
     job.advance(60)
-    job.lose(2, "rank 2 was killed by SIGKILL")
+    job.lose(2)
     job.advance(2)
-    job.observatory.ended(137, "rank 2 was killed by SIGKILL")
+    job.observatory.ended(137, "rank 2 (h2) was killed by SIGKILL")
     return job
 
 
@@ -30,7 +30,7 @@ def test_it_shows_the_job_with_its_charts_without_a_server(browser: Chromium, tm
 
     assert browser.text("#command") == "hvdgloo-run -np 4 python train.py"
     assert browser.text("#connection") == "report"
-    assert "rank 2 was killed by SIGKILL" in browser.text("#events")
+    assert "rank 2 (h2) was killed by SIGKILL" in browser.text("#events")
     assert "Rank 3 on h2" in words(browser.texts("#straggler-list .who"))
     assert browser.shown("#plots canvas") > 0
     assert browser.shown("#trace") == 0

@@ -157,10 +157,10 @@ class SimulatedJob:
         self._hung, self._stacks = None, []
         self.observatory.observe(self.host(0), Note(0, self.now, "stall ended", "all ranks go on"))
 
-    def lose(self, rank: int, reason: str = "") -> None:
+    def lose(self, rank: int, reason: str = "was killed by SIGKILL") -> None:
         """A rank's process is killed; the others make no further step."""
         self._gone.add(rank)
-        self.observatory.worker(rank, "failed", reason or f"rank {rank} ({self.host(rank)}) was killed by SIGKILL")
+        self.observatory.worker(rank, "failed", reason)
 
     def shrink(self) -> None:
         """The job goes on without the lost ranks, as an elastic job does: those that are left get new numbers."""

@@ -292,15 +292,17 @@ def test_a_lost_host_takes_its_ranks_with_it() -> None:
 def test_a_killed_rank_is_shown_with_its_reason_and_as_an_event() -> None:
     job = SimulatedJob(4, 2)
     job.advance(3)
-    job.lose(3, "rank 3 (h2) was killed by SIGKILL")
-    job.observatory.worker(3, "failed", "rank 3 (h2) was killed by SIGKILL")
+    job.lose(3)
+    job.observatory.worker(3, "failed", "was killed by SIGKILL")
+    job.observatory.worker(1, "lost")
     job.advance(2)
     seen = job.observatory.snapshot()
 
     assert state(seen, 3) == "failed"
-    assert seen.ranks.detail[3] == "rank 3 (h2) was killed by SIGKILL"
+    assert seen.ranks.detail[3] == "was killed by SIGKILL"
     assert [(event.rank, event.text) for event in seen.events if event.kind == "failure"] == [
-        (3, "rank 3 (h2) was killed by SIGKILL")
+        (3, "rank 3 (h2) was killed by SIGKILL"),
+        (1, "rank 1 (h1) is lost"),
     ]
     assert seen.ranks.detail[0] == "waits for fc.weight"
 

@@ -78,7 +78,7 @@ def test_it_has_all_that_was_seen(tmp_path: Path) -> None:
 
 def test_after_a_failure_it_says_what_failed(tmp_path: Path) -> None:
     job = finished()
-    job.lose(2, "rank 2 (h2) was killed by SIGKILL")
+    job.lose(2)
     job.advance(2)
     job.observatory.ended(137, "rank 2 (h2) was killed by SIGKILL")
     _, data = written(tmp_path, job)

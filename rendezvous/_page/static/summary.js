@@ -47,8 +47,8 @@ class Summary {
     dom.setClass(dom.byId("state"), "value job-state " + job.state);
     dom.setText(dom.byId("state"), this._state(job));
     const over = !RUNNING.has(job.state);
-    // Of a job that is over, there is nothing to say about the moment.
-    dom.setText(dom.byId("rate"), format.number(over ? job.steps / store.elapsed() : job.steps_per_second));
+    // Of a job that is over, there is nothing to say about the moment: its rates are means.
+    dom.setText(dom.byId("rate"), format.number(job.steps_per_second));
     dom.setText(dom.byId("rate-label"), over ? "steps per second, on average" : "steps per second");
     dom.setText(dom.byId("step-time"), format.seconds(job.step_seconds));
     const bytes = over ? format.bytes(sum(store.ranks.map((row) => row.bytes))) : format.bytes(job.bytes_per_second) + "/s";
