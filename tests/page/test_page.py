@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from hvdgloo._observe.samples import Sample
+from hvdgloo._observe.samples import Sample, Steps
 from hvdgloo.rendezvous._observatory import view
 from hvdgloo.rendezvous._page.control import Trace
 from tests.page.support import NARROW, USUAL, WIDE, Chromium, Shown, axe, drag, until, words
@@ -62,17 +63,21 @@ def test_the_job_is_seen_in_one_look(show: Show, browser: Chromium) -> None:
     ]
 
 
+class Stepless(SimulatedJob):
+    """A program in which nothing says where a step ends."""
+
+    def _sample(self, rank: int) -> Sample:
+        return msgspec.structs.replace(super()._sample(rank), steps=Steps())
+
+
 def test_a_program_without_steps_shows_its_operations(show: Show, browser: Chromium) -> None:
-    job = minute(slow=None)
-    for rank in range(4):
-        job.observatory.observe(job.host(rank), Sample(rank=rank, size=4, epoch=0, pid=2000 + rank, at=job.now))
-    job.observatory.placed(0, [(rank, job.host(rank), rank % 2, 2000 + rank) for rank in range(4)])
-    for second in range(1, 4):
-        for rank in range(4):
-            sample = Sample(rank=rank, size=4, epoch=0, pid=2000 + rank, at=job.now + second, operations=1234)
-            job.observatory.observe(job.host(rank), sample)
-    shown = show(job)
-    assert shown.job.observatory.snapshot().job.steps == 0
+    job = Stepless()
+    job.advance(60)
+    show(job)
+    assert browser.shown(".of-steps") == 0
+    assert browser.shown(".of-operations") == 1
+    assert browser.text("#operations") == f"{job.observatory.snapshot().ranks.operations[0]:,}"
+    assert browser.texts(".nothing")[:2] == ["no steps are counted"] * 2
 
 
 def test_planes_are_shown_with_their_reasons(show: Show, browser: Chromium) -> None:
