@@ -28,7 +28,7 @@ navigation = {
         "tutorial-mxnet",
         "tutorial-numpy",
     ),
-    "Running jobs": ("launching", "elastic", "gpus", "spark", "ray", "timeline"),
+    "Running jobs": ("launching", "observing", "tuning", "elastic", "gpus", "spark", "ray", "timeline"),
     "Coming from Horovod": ("migrating", "compatibility"),
     "Reference": ("api", "api-tensorflow", "api-mxnet", "configuration", "troubleshooting", "security", "changelog"),
     "How it works": ("performance", "life-of-a-tensor", "life-of-a-host"),

@@ -29,10 +29,11 @@ sys.path.insert(0, str(ROOT))
 from tests.page.support import PATIENCE_S, Chromium, until  # noqa: E402 (it has just become reachable)
 from tests.support.pages import program  # noqa: E402
 
-WIDTH, MARGIN = 1240, 12
+WIDTH, MARGIN = 1240, 6
 """In CSS pixels; the margin is above and below."""
+
 _LAUNCHER = [sys.executable, "-m", "hvdgloo.runner"]
-LINK = re.compile(r"https?://\S+\?token=\S+")
+_LINK = re.compile(r"https?://\S+\?token=\S+")
 
 
 class Job:
@@ -66,7 +67,7 @@ class Job:
 
     def link(self) -> str:
         """The address that it has printed."""
-        found = until(lambda: LINK.search("".join(self._said)) or self._failed(), "the address of the page")
+        found = until(lambda: _LINK.search("".join(self._said)) or self._failed(), "the address of the page")
         assert isinstance(found, re.Match)
         return found[0]
 

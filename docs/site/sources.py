@@ -1,6 +1,7 @@
 """Source files that pages link to (``../runner/launch.py``) become pages of the site, so that they can be read offline.
 
-On a code host such a link leads to the file itself. Sphinx would offer the file for download.
+On a code host such a link leads to the file itself, and one to a folder to a list of files. Sphinx would offer the file
+for download, and knows no folders.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ def linked(env: BuildEnvironment) -> dict[str, set[str]]:
 
 
 def link(app: Sphinx, doctree: nodes.document) -> None:
-    """Let a page's links to files outside of docs/ lead to their pages."""
+    """Let a page's links to files and folders outside of docs/ lead to their pages."""
     root = Path(app.srcdir).resolve().parent
     page = app.env.docname
-    for node in list(doctree.findall(addnodes.download_reference)):
+    for node in [*doctree.findall(addnodes.download_reference), *doctree.findall(addnodes.pending_xref)]:
         path = (Path(app.env.doc2path(page)).parent / node["reftarget"]).resolve()
-        if not path.is_relative_to(root) or path.is_relative_to(app.srcdir):
+        folder = isinstance(node, addnodes.pending_xref)
+        if not path.is_relative_to(root) or path.is_relative_to(app.srcdir) or path.is_dir() != folder:
             continue
         name = path.relative_to(root).as_posix()
         linked(app.env).setdefault(page, set()).add(name)
@@ -52,10 +54,22 @@ def forget(app: Sphinx, env: BuildEnvironment, page: str) -> None:
 
 
 def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """A page for each file: its name, what the template shows, and the template."""
+    """A page for each file or folder: its name, what the template shows, and the template."""
     root = Path(app.srcdir).resolve().parent
-    for name in sorted(set().union(*linked(app.env).values())):
-        text = (root / name).read_text(encoding="utf-8")
-        language = LANGUAGES.get(Path(name).suffix, "none")
-        shown = app.builder.highlighter.highlight_block(text, language)  # type: ignore[attr-defined]
+    names = set().union(*linked(app.env).values())
+    listed = {name: _files(root, name) for name in names if (root / name).is_dir()}
+    for name in sorted(names.union(*listed.values())):
+        if name in listed:
+            links = (f'<li><a href="{Path(name).name}/{Path(file).name}.html">{file}</a></li>' for file in listed[name])
+            shown = f"<ul>{''.join(links)}</ul>"
+        else:
+            text = (root / name).read_text(encoding="utf-8")
+            language = LANGUAGES.get(Path(name).suffix, "none")
+            shown = app.builder.highlighter.highlight_block(text, language)  # type: ignore[attr-defined]
         yield f"source/{name}", {"title": name, "body": f"<h1>{name}</h1>{shown}"}, "page.html"
+
+
+def _files(root: Path, folder: str) -> list[str]:
+    """The source files in a folder, as paths from the root."""
+    found = (path for path in (root / folder).iterdir() if path.suffix in LANGUAGES)
+    return sorted(path.relative_to(root).as_posix() for path in found)

@@ -58,6 +58,7 @@ OTHER_OPTIONS = {
     "--sysctl",
     "--tf",
     "--trials",
+    "--unix-socket",
     "--validate",
     "--address",
     "--array",

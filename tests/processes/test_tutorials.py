@@ -1,4 +1,4 @@
-"""The tutorials for torch and numpy do what they say."""
+"""The tutorials for torch and numpy do what they say, and so do other pages with programs for them."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def test_the_tutorial_of_torch(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_tutorial_of_numpy(tmp_path: Path) -> None:
     follow("docs/tutorial-numpy.md", tmp_path, warm.python(*warm.NUMPY))
+
+
+@pytest.mark.timeout(300)
+def test_counters_of_the_page_about_observing(tmp_path: Path) -> None:
+    """tests/page/test_screenshots.py runs the other program."""
+    follow("docs/observing.md", tmp_path, warm.python(*warm.NUMPY), elsewhere=frozenset({"slow.py"}))

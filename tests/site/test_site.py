@@ -99,11 +99,18 @@ def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
     (docs / "index.md").write_text("# Start\n\n[other](other.md)\n")
     done = build(docs, tmp_path / "good")
     assert (done.returncode, done.stderr) == (0, "")
-    wrong = ("[a](nowhere.md)", "[a](#no-heading)", "[a](other.md#nor-here)", "[a](../nowhere.py)", "![a](nowhere.png)")
+    wrong = (
+        "[a](nowhere.md)",
+        "[a](#no-heading)",
+        "[a](other.md#nor-here)",
+        "[a](../nowhere.py)",
+        "[a](../no-folder/)",
+        "![a](nowhere.png)",
+    )
     (docs / "index.md").write_text("# Start\n\n[other](other.md)\n" + "".join(f"\n{link}\n" for link in wrong))
     done = build(docs, tmp_path / "bad")
     assert done.returncode != 0
-    named = ("nowhere.md", "no-heading", "nor-here", "nowhere.py", "nowhere.png")
+    named = ("nowhere.md", "no-heading", "nor-here", "nowhere.py", "no-folder", "nowhere.png")
     assert [name for name in named if name not in done.stderr] == []
     assert len(done.stderr.strip().splitlines()) == len(wrong), done.stderr
 
@@ -143,6 +150,12 @@ def test_source_files_that_pages_link_to_are_there_to_be_read(site: Path) -> Non
     assert "source/runner/launch.py.html" in read(site / "life-of-a-host.html").links
     shown = read(site / "source/runner/launch.py.html").text
     assert (ROOT / "runner/launch.py").read_text(encoding="utf-8").strip() in shown
+
+
+def test_folders_that_pages_link_to_are_lists_of_their_files(site: Path) -> None:
+    assert "(../rendezvous/_page/)" in (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    assert "source/rendezvous/_page.html" in read(site / "security.html").links
+    assert {"_page/access.py.html", "_page/server.py.html"} <= set(read(site / "source/rendezvous/_page.html").links)
 
 
 def test_every_page_can_be_reached_from_the_side_bar(site: Path) -> None:
