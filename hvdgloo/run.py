@@ -141,8 +141,7 @@ def run(
             ``RemoteTraceback`` with rank, host and the worker's traceback.
     """
     excepthook.install()  # what is wrong with an argument is shown without frames of ours
-    if not callable(func):
-        raise ConfigError(f"run(): the first argument is a function, not {func!r}; its arguments follow it, in args=")
+    arguments.check_call("run", func, args, kwargs)
     if isinstance(min_num_proc, str):
         raise ConfigError("run(): the fifth argument is min_num_proc; give hosts by name: run(func, ..., hosts=...)")
     arguments.judge_controllers("run", use_gloo, use_mpi, "mpi_args", mpi_args)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from hvdgloo.errors import ConfigError
@@ -50,6 +50,31 @@ def renamed(
     if value != default and value != old:
         raise ConfigError(f"{call}(): {name}={value!r} and {old_name}={old!r} contradict each other")
     return old
+
+
+def check_call(call: str, function: object, args: object, kwargs: object) -> None:
+    """Whether this is a function and what it can be called with, before anything is started.
+
+    Args:
+        call: the name of the function that the user calls.
+        args, kwargs: may be None.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not callable(function):
+        raise ConfigError(
+            f"{call}(): the first argument is a function, not {function!r}; its arguments follow it, in args="
+        )
+    check_arguments(call, args, kwargs)
+
+
+def check_arguments(call: str, args: object, kwargs: object) -> None:
+    """Whether a function can be called with these; see ``check_call``."""
+    if args is not None and (isinstance(args, (str, bytes)) or not isinstance(args, Iterable)):
+        raise ConfigError(f"{call}(args={args!r}): give a tuple of arguments, even of one: args=({args!r},)")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise ConfigError(f"{call}(kwargs={kwargs!r}): give a dictionary of names and values")
 
 
 def names(given: str | Iterable[str] | None) -> tuple[str, ...]:

@@ -273,6 +273,5 @@ def _arguments(
         raise ConfigError(f"{method}(): the first argument is a function, not {fn!r}")
     if callbacks:
         raise ConfigError(f"{method}(callbacks=...) is for elastic jobs; this one has a fixed size")
-    if isinstance(args, str) or not isinstance(args or (), Sequence):
-        raise ConfigError(f"{method}(args={args!r}): give a list of arguments")
+    arguments.check_arguments(method, args, kwargs)
     return fn, args or (), kwargs or {}

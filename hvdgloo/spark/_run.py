@@ -206,10 +206,10 @@ def _call(
         run_on: calls it on the agents of a reception.
         call: the function and its arguments.
     """
-    if not callable(call[0]):
-        raise ConfigError(
-            f"run(): the first argument is a function, not {call[0]!r}; its arguments follow it, in args="
-        )
+    arguments.check_call("run", *call)
+    for name, stream in (("stdout", stdout), ("stderr", stderr)):
+        if stream is not None and not callable(getattr(stream, "write", None)):
+            raise ConfigError(f"run({name}={stream!r}): give a stream that text can be written to, as open() returns")
     variables = _variables(env)
     python_path = variables.pop("PYTHONPATH", "")
     say = _Speaker(stderr, verbose)
@@ -441,7 +441,8 @@ class _Speaker:
         hosts = sorted({arrival.host for arrival in arrivals})
         shown = ", ".join(hosts[:8]) + (", ..." if len(hosts) > 8 else "")
         self.line(
-            f"{len(arrivals)} tasks have started on {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}: {shown}"
+            f"{len(arrivals)} {'task has' if len(arrivals) == 1 else 'tasks have'} started on {len(hosts)} "
+            f"{'host' if len(hosts) == 1 else 'hosts'}: {shown}"
         )
         if self._verbose > 1:
             for arrival in arrivals:

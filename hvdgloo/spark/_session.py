@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
+from typing import Any, SupportsIndex
 
 from hvdgloo.errors import ConfigError, LaunchError, MissingDependencyError
 
@@ -173,6 +173,6 @@ def checked_number(num_proc: int, call: str) -> int:
     Raises:
         ConfigError: it is none.
     """
-    if not isinstance(num_proc, int) or num_proc < 1:
+    if isinstance(num_proc, bool) or not isinstance(num_proc, SupportsIndex) or int(num_proc) < 1:
         raise ConfigError(f"{call}(num_proc={num_proc!r}): give a whole number of processes, at least 1")
-    return num_proc
+    return int(num_proc)

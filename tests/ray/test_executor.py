@@ -73,7 +73,7 @@ def test_results_are_in_rays_store(executor: RayExecutor) -> None:
 
 
 def test_workers_that_need_not_read_rays_objects_do_not_import_ray(executor: RayExecutor) -> None:
-    """It would be most of what the first call takes. The first test of this module that has them import it follows."""
+    """It would be most of what the first call takes. Tests further down have them import it."""
     assert executor.run(lambda: "ray" in sys.modules) == [False, False]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,27 @@ def test_mpi_is_refused_and_what_is_for_it_has_no_effect() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         arguments.judge_controllers("start", True, False, "mpi_args", None)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((5, (), {}), r"start\(\): the first argument is a function, not 5; its arguments follow it, in args="),
+        ((int, 0.1, {}), r"start\(args=0\.1\): give a tuple of arguments, even of one: args=\(0\.1,\)"),
+        ((int, "10", {}), r"start\(args='10'\): give a tuple"),
+        ((int, (), ["base"]), r"start\(kwargs=\['base'\]\): give a dictionary of names and values"),
+        ((int, (), {1: 2}), r"start\(kwargs={1: 2}\): give a dictionary"),
+    ],
+)
+def test_what_cannot_be_called_is_a_mistake_before_anything_is_started(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        arguments.check_call("start", *given)
+
+
+def test_whatever_can_be_called_may_be() -> None:
+    arguments.check_call("start", int, None, None)
+    arguments.check_call("start", print, [1, 2], {"sep": ""})
+    arguments.check_call("start", print, (each for each in (1, 2)), None)
 
 
 def test_an_old_name_gives_a_warning_where_the_user_calls() -> None:
