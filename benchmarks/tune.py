@@ -32,11 +32,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hvdgloo._engine.settings import Choice
 
 STEPS = 5
-AUTOTUNE = {"HVDGLOO_AUTOTUNE": "1", "HVDGLOO_AUTOTUNE_WARMUP_SAMPLES": "1", "HVDGLOO_AUTOTUNE_STEPS_PER_SAMPLE": "5"}
+AUTOTUNE = {
+    "HVDGLOO_AUTOTUNE_LOG": "/tmp/tune_grid.csv",
+    "HVDGLOO_AUTOTUNE": "1",
+    "HVDGLOO_AUTOTUNE_WARMUP_SAMPLES": "1",
+    "HVDGLOO_AUTOTUNE_STEPS_PER_SAMPLE": "5",
+}
 SIZES = [4 * count for layer in range(20) for count in (192 * 192, 192, 768 * 192 // (1 + layer % 3), 768)]
 FUSION = [mib << 20 for mib in (1, 4, 16, 32, 64)]
-HIERARCHICAL = [kib << 10 for kib in (32, 128, 512, 2048, 8192)]
-CYCLES = [0.0, 0.001, 0.005]
+HIERARCHICAL = [kib << 10 for kib in (32, 128, 512, 8192)]
+CYCLES = [0.0, 0.001]
 
 
 class Alternation:

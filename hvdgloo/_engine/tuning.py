@@ -10,8 +10,9 @@ turns. Where that is not clearly faster, the job goes on as it began.
 from __future__ import annotations
 
 import csv
+import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any, TypeAlias, TypeVar
@@ -23,6 +24,12 @@ from hvdgloo.errors import ConfigError
 
 LEAST_GAIN = 1.015
 """How many times as fast as before a choice must be, in the median of all comparisons, in order to be taken."""
+
+MOST_CHANCE = 0.05
+"""How probable it may be that all comparisons together came out so well by chance."""
+
+FEWEST_PAIRS = 5
+"""With fewer comparisons, ``MOST_CHANCE`` cannot be reached."""
 
 _FUSION = tuple(megabytes << 20 for megabytes in (1, 2, 4, 8, 16, 32, 64))
 _HIERARCHICAL = tuple(kilobytes << 10 for kilobytes in (32, 128, 512, 2048, 8192))
@@ -99,9 +106,20 @@ def search(start: Tried, axes: Sequence[Axis], *, most: int, pairs: int) -> Sear
             found[candidate] = yield candidate
         ratios.append(found[best] / found[start])
     gain = statistics.median(ratios)
-    if gain >= LEAST_GAIN and sum(ratio > 1 for ratio in ratios) >= pairs - pairs // 8:
+    if gain >= LEAST_GAIN and chance(ratios) <= MOST_CHANCE:
         return best, gain
     return start, 1.0
+
+
+def chance(ratios: Sequence[float]) -> float:
+    """How probable ratios would be that are as much above 1 as these, or more, if they varied around 1 (Wilcoxon's
+    signed ranks: a single one that is far off says no more than the most extreme rank)."""
+    ordered = sorted(map(math.log, ratios), key=abs)
+    found = sum(rank for rank, value in enumerate(ordered, 1) if value > 0)
+    ways = Counter({0: 1})  # how many combinations of signs have a sum of ranks
+    for rank in range(1, len(ordered) + 1):
+        ways += Counter({total + rank: count for total, count in ways.items()})
+    return sum(count for total, count in ways.items() if total >= found) / 2 ** len(ordered)
 
 
 def axes_for(
@@ -226,7 +244,7 @@ class Tuner:
         axes = axes_for(self._start, self._step, self._batches, rules.fixed, deterministic=self._deterministic)
         if not axes:
             return self._conclude(self._start, 1.0, "there is nothing that would make a difference")
-        self._search = search(self._start, axes, most=rules.most, pairs=max(3, round(10 * rules.noise)))
+        self._search = search(self._start, axes, most=rules.most, pairs=max(FEWEST_PAIRS, round(10 * rules.noise)))
         return self._change(next(self._search))
 
     def _change(self, choice: Choice) -> Choice | None:

@@ -37,7 +37,7 @@ SWEEP = tuple(1 << exponent for exponent in range(10, 27, 2))
 
 _SWEEP_SECONDS = 0.25  # for each size
 _MOST_STEPS, _SHORTEST = 10, 1e-4
-_PAIRS = 5
+_PAIRS = 6
 _RECORDED, _WARM_UP = 6, 2  # steps of a program
 
 
