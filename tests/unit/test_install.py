@@ -171,8 +171,11 @@ def test_the_demo_installs_no_tool_of_the_tests(tmp_path: Path) -> None:
     installed = [shlex.split(line)[3:] for line in recipe.replace("\\\n", "").splitlines() if "install.py" in line]
     packages = [argument for line in installed for argument in line[1:] if not argument.startswith("-")]
     assert packages == ["https://download.pytorch.org/whl/cpu", "torch==2.13.0", ".[examples]"]
-    assert "hvdgloo-run -np 2 examples/torch_digits.py" in recipe
+    (job,) = (line for line in recipe.splitlines() if "hvdgloo-run -np" in line)
+    assert shlex.split(job)[1:] == ["-np", "2", "--page", "--report", "build/demo.html", "examples/torch_digits.py"]
     assert "docs/after-the-demo.txt" in recipe
+    last = (ROOT / "docs/after-the-demo.txt").read_text(encoding="utf-8").splitlines()[-1]
+    assert "build/demo.html" in last, "the demo ends with the path of its report"
 
 
 def commands_after_the_demo() -> list[str]:
