@@ -80,6 +80,27 @@ def test_weights_are_those_of_one_process_with_all_the_data(ranks: Ranks, name: 
             np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_each_step_is_counted_once_however_weights_are_updated(ranks: Ranks, at_once: bool, size: int) -> None:
+    """A step ends where the next one begins, with the same weight."""
+
+    def rank_body(context: Context) -> int:
+        optimizer = wrap(frontend_of(context), mx.optimizer.SGD(0.1), GradientOptions())
+        weights = [mx.nd.ones(shape) for shape in SHAPES]
+        updater = mx.optimizer.get_updater(optimizer)
+        for _ in range(STEPS):
+            given = [mx.nd.ones(shape) for shape in SHAPES]
+            if at_once:
+                updater(list(range(len(SHAPES))), given, weights)
+            else:
+                for index, (gradient, weight) in enumerate(zip(given, weights, strict=True)):
+                    updater(index, gradient, weight)
+        return context.metrics().steps
+
+    assert ranks(size).run(rank_body) == [STEPS - 1] * size
+
+
 @pytest.mark.parametrize("make", [lambda: mx.optimizer.SGD(0.1, multi_precision=True), lambda: mx.optimizer.Adam()])
 @pytest.mark.filterwarnings("ignore:Accumulating with float16")
 def test_weights_of_float16(ranks: Ranks, make: Callable[[], Any]) -> None:

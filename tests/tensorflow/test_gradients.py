@@ -80,6 +80,24 @@ def test_gradients_are_those_of_all_ranks(ranks: Ranks, way: str, options: Gradi
 
 
 @way
+def test_each_reduction_ends_a_step_in_metrics(ranks: Ranks, way: str) -> None:
+    def rank_body(context: Context) -> int:
+        frontend, a = frontend_of(context), tf.Variable([1.0, 2.0])
+
+        def step(x: Any) -> Any:
+            with tf.GradientTape() as plain:
+                loss = tf.reduce_sum(a * x)
+            return tapes.wrap(frontend, plain, GradientOptions()).gradient(loss, [a])
+
+        step = compiled(way, step)
+        for _ in range(4):
+            step(tf.constant(1.0))
+        return context.metrics().steps
+
+    assert ranks(2).run(rank_body) == [4, 4]
+
+
+@way
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
 def test_training_is_equal_to_one_process_on_the_whole_batch(ranks: Ranks, way: str, size: int, kind: str) -> None:
