@@ -93,6 +93,8 @@ class Job:
             self._launcher.terminate()
         self._launcher.wait(PATIENCE_S)
         self._reader.join()
+        assert self._launcher.stderr is not None
+        self._launcher.stderr.close()
 
 
 def shot(browser: Chromium, path: Path, first: str, last: str) -> None:
