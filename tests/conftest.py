@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -30,6 +30,13 @@ def _require(backend: str) -> None:
 
 
 def pytest_configure() -> None:
+    with suppress(ImportError):  # not in every environment
+        import hypothesis
+
+        # A busy machine is slow; pytest limits the time of a whole test.
+        slow = [hypothesis.HealthCheck.too_slow]
+        hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=slow)
+        hypothesis.settings.load_profile("busy")
     # A shell's script ignores Ctrl-C in what it starts in the background, and so would all that the tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
