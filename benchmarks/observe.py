@@ -15,6 +15,7 @@ shows the processor time of ranks that have trained, and then do nothing, per se
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -27,8 +28,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
-
-import train
 
 import hvdgloo.run
 
@@ -46,6 +45,7 @@ def trainer(network: str, hvd: Any) -> Callable[[], None]:
     if network == "small":
         tiny = torch.ones(1)
         return lambda: hvd.allreduce_(tiny, op=hvd.Max, name="tiny")
+    train = importlib.import_module("train")  # of this folder, like this program
     model, inputs, targets = train.networks()[network]()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
     criterion = nn.CrossEntropyLoss()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -106,3 +107,35 @@ def test_the_elastic_example_alone_is_a_job_of_one_process() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert accuracy_in(done.stdout) >= 96.0
+
+
+def test_metrics_are_written_to_tensorboard(launcher: Launcher) -> None:
+    """To one that notes what it is given, in the place of TensorBoard."""
+    (launcher.folder / "noting.py").write_text(
+        "import json, runpy, sys, types\n"
+        "class SummaryWriter:\n"
+        "    def __init__(self, folder): self.folder, self.scalars = folder, []\n"
+        "    def add_scalar(self, *given): self.scalars.append(given)\n"
+        "    def close(self): json.dump(self.scalars, open(self.folder + '.json', 'w'))\n"
+        "import torch.utils\n"
+        "sys.modules['torch.utils.tensorboard'] = types.SimpleNamespace(SummaryWriter=SummaryWriter)\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    runs = launcher.folder / "runs"
+    runs.mkdir()
+    example = str(EXAMPLES / "torch_tensorboard.py")
+    arguments = ("-np", "2", "--", warm.python(), "noting.py", example, "--steps", "30", "--log-dir", str(runs))
+    done = launcher.run(*arguments, env={"OMP_NUM_THREADS": "1"}, timeout=55)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"metrics of 2 ranks are in {runs}" in done.stdout
+    for rank in range(2):
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for name, value, number in json.loads((runs / f"rank{rank}.json").read_text()):
+            curves.setdefault(name, []).append((number, value))
+        assert [number for number, _ in curves["step/seconds"]] == [9, 19, 29]
+        assert all(value > 0 for _, value in curves["step/seconds"])
+        parts = [curves[f"step/{part}"] for part in ("computing", "waiting for other ranks", "communicating")]
+        for (_, whole), *shares in zip(curves["step/seconds"], *parts, strict=True):
+            assert abs(whole - sum(value for _, value in shares)) < 1e-6
+        assert any(name.startswith("bytes per second/") and points[-1][1] > 0 for name, points in curves.items())
