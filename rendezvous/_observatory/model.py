@@ -261,10 +261,15 @@ class Model:
             self._lateness, self._lateness_of = sample.lateness, sample.pid
         if sample.stacks and sample.stacks != self._stacks:
             for rank, text in sample.stacks:
-                if rank in self._ranks:
+                if rank in self._ranks and not self._told_stack(text):
                     where = f"rank {rank} ({self._ranks[rank].host})"
                     self.event("stall", f"what {where} is doing: its Python stacks", rank, text, now)
         self._stacks = sample.stacks
+
+    def _told_stack(self, text: str) -> bool:
+        """Whether the last stall's report has a stack in it, which is indented there."""
+        more = next((event.more for event in reversed(self._events) if event.kind == "stall"), "")
+        return all(line.strip() in more for line in text.splitlines())
 
     def _note(self, host: str, note: Note, now: float) -> None:
         known = self._ranks.get(note.rank)
@@ -272,7 +277,11 @@ class Model:
             return
         kind = note.kind if note.kind in ("warning", "stall", "stall ended", "tuning", "trace") else "warning"
         text, _, more = note.text.partition("\n")
-        self.event(kind, text, note.rank, more, now)
+        about = note.rank
+        if kind in ("stall", "stall ended"):  # which rank 0 reports, and others are to blame for
+            missing = {rank for one in self._missing for rank in one.ranks}
+            about = missing.pop() if kind == "stall" and len(missing) == 1 else -1
+        self.event(kind, text, about, more, now)
 
     # How a tick comes to its values.
 

@@ -226,7 +226,7 @@ def test_a_stall_names_the_rank_that_all_others_wait_for_and_shows_its_stack() -
     assert seen.ranks.detail[0] == "waits for rank 2 (h2): fc.weight"
     assert seen.ranks.detail[2] == "others have waited for it for 15 s: fc.weight"
     assert [(event.kind, event.rank, event.more) for event in seen.events] == [
-        ("stall", 0, ""),
+        ("stall", -1, ""),
         ("stall", 2, 'File "train.py", line 7, in forward'),
     ]
     assert seen.job.steps_per_second == 0.0
@@ -237,6 +237,31 @@ def test_a_stall_names_the_rank_that_all_others_wait_for_and_shows_its_stack() -
     assert kinds(seen)[-1] == "stall ended"
     assert state(seen, 2) == "computing"
     assert seen.job.steps_per_second > 0
+
+
+def test_a_stall_s_report_is_about_the_rank_that_is_missing_and_its_stack_is_told_once() -> None:
+    observatory = watched()
+    observatory.observe("h", sample(1))
+    stack = 'File "train.py", line 7, in forward\n  time.sleep(16)'
+    waits = (Missing("x", 2.0, (1,), 1),)
+    observatory.observe("h", sample(0, missing=waits))
+    indented = stack.replace("\n", "\n    ")
+    report = f"Stalled: some ranks wait.\n  x: missing on rank 1\n    {indented}"
+    observatory.observe("h", Note(0, 1000.0, "stall", report))
+    observatory.observe("h", sample(0, missing=waits, stacks=((1, stack),)))
+    observatory.observe("h", sample(0, missing=waits, stacks=((1, "elsewhere"),)))
+    observatory.observe("h", Note(0, 1000.0, "stall ended", "it has come"))
+    observatory.observe("h", sample(0, missing=(Missing("x", 2.0, (1, 0), 2),)))
+    observatory.observe("h", Note(0, 1000.0, "stall", "Stalled again."))
+    observatory.tick()
+
+    assert [(event.kind, event.rank, event.text) for event in observatory.snapshot().events] == [
+        ("stall", 1, "Stalled: some ranks wait."),
+        ("stall", 1, "what rank 1 (h) is doing: its Python stacks"),
+        ("stall ended", -1, "it has come"),
+        ("stall", -1, "Stalled again."),
+    ]
+    assert observatory.snapshot().events[1].more == "elsewhere"
 
 
 def test_how_long_others_have_waited_goes_on_between_samples() -> None:
