@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import select
 import sys
@@ -15,7 +16,7 @@ from typing import NoReturn, TextIO
 
 from hvdgloo._platform.runtime import runtime_folder
 from hvdgloo._platform.spelling import in_one_line
-from hvdgloo.errors import ConfigError
+from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.rendezvous._observatory.view import STATES, Snapshot
 from hvdgloo.rendezvous._observatory.words import duration
 from hvdgloo.rendezvous._page.control import MOST_STEPS
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
 
     Raises:
         ConfigError: an argument cannot be used, there is no such job, or it cannot be shown.
+        MissingDependencyError: what draws it on a terminal is not installed.
         GoneError: the job does not answer.
     """
     options = build_parser().parse_args(arguments)
@@ -62,6 +64,8 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
         stdout.write(f"{find(options.job, environ).token}\n")
         return 0
     elsewhere = options.job is not None and "://" in options.job
+    if not (options.trace or options.link or options.json):
+        _need_rich()
     source = of_link(options.job) if elsewhere else of_job(find(options.job, environ))
     try:
         if options.trace:
@@ -80,6 +84,14 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
         source.close()
     stdout.flush()
     return 0
+
+
+def _need_rich() -> None:
+    """Find out, before a link is used up, whether there is what draws tables."""
+    if importlib.util.find_spec("rich") is None:
+        raise MissingDependencyError(
+            "top needs the package rich to draw on a terminal: pip install 'hvdgloo[top]', or use --json"
+        )
 
 
 def build_parser() -> argparse.ArgumentParser:

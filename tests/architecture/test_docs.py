@@ -78,7 +78,7 @@ OF_SPARK_S_TASKS = {
     "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX",
     "HOROVOD_SPARK_WORK_DIR",
 }
-EXTRAS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "spark", "ray")
+EXTRAS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "spark", "ray", "top")
 FRAMEWORKS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "pyspark", "pyarrow", "fsspec", "ray")
 """What extras bring."""
 WITHOUT_EFFECT = {

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdgloo.errors import ConfigError
+from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous._page.control import BusyError, Trace
 from hvdgloo.rendezvous._page.server import PageServer
@@ -210,6 +210,15 @@ def test_tracing_must_have_been_allowed(published: Published) -> None:
     for steps in ("0", "x", "1001", "-1"):
         with pytest.raises(ConfigError, match=r"is not a number of steps from 1 to 1,000|expected one argument"):
             top("--trace", steps)
+
+
+def test_without_rich_there_is_json(published: Published, server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    link = server.link()
+    with pytest.raises(MissingDependencyError, match=r"pip install 'hvdgloo\[top\]', or use --json"):
+        top(link)
+    assert json.loads(top(link, "--once", "--json")[1])["job"]["size"] == 4  # the link was not used up
 
 
 def test_a_job_elsewhere_is_read_by_its_link(server: PageServer) -> None:
