@@ -308,6 +308,13 @@ def test_routes_that_are_none(server: PageServer) -> None:
     refused(script(server, CONTROL).post("/v1/job", None), 405, "method is not allowed")
 
 
+@pytest.mark.parametrize("path", ["/v1/hello", "/v1/kv/scope/key"])
+def test_routes_of_the_rendezvous_are_none_of_the_page_s(server: PageServer, path: str) -> None:
+    """Such requests are answered by the front's own thread."""
+    refused(Caller(server).get(path), 401, "needs a link")
+    refused(script(server, STATUS).get(path), 404, "no such route")
+
+
 # Tracing.
 
 
