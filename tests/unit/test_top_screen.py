@@ -122,6 +122,20 @@ def test_a_job_that_counts_no_steps() -> None:
     assert re.search(r"^rank  host  state +operations  bytes/s", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize(("most", "text"), [(None, "elastic: 2 or more; epoch 3"), (8, "elastic: 2 to 8; epoch 3")])
+def test_an_elastic_job(most: int | None, text: str) -> None:
+    snapshot = simulated(ranks=4).observatory.snapshot()
+    snapshot.job.least, snapshot.job.most, snapshot.job.epoch = 2, most, 3
+    assert f"4 ranks on 2 hosts ({text})" in shown(snapshot)[1]
+
+
+def test_a_host_that_is_lost_says_so() -> None:
+    job = simulated(ranks=4)
+    job.observatory.host("h2", "lost")
+    job.observatory.tick()
+    assert any(re.fullmatch(r"h2 +✗✗ +lost *", line) for line in shown(job.observatory.snapshot()))
+
+
 def test_a_job_that_has_failed() -> None:
     job = simulated(ranks=2, slow=None)
     job.observatory.ended(137, "rank 1 was killed\nby SIGKILL")
