@@ -13,7 +13,7 @@ from selenium.webdriver.common.keys import Keys
 
 from hvdgloo._observe.samples import Sample, Steps
 from hvdgloo.rendezvous._observatory import view
-from hvdgloo.rendezvous._page.control import Trace
+from hvdgloo.rendezvous._page.control import BusyError, Trace
 from tests.page.support import NARROW, USUAL, WIDE, Chromium, Shown, axe, drag, until, words
 from tests.support.observed import EVIL, SimulatedJob
 
@@ -82,6 +82,7 @@ def test_a_program_without_steps_shows_its_operations(show: Show, browser: Chrom
 
 def test_planes_are_shown_with_their_reasons(show: Show, browser: Chromium) -> None:
     show(minute())
+    assert browser.text("#planes-in-use") == "Data goes over gloo (hosts h1 and h2)."
     rows = browser.texts("#plane-list tbody tr")
     assert any(row.startswith("glooall rankshosts h1 and h2") for row in rows), rows
 
@@ -358,13 +359,16 @@ def test_events_are_filtered_by_kind(show: Show, browser: Chromium) -> None:
 
 
 class Tracing:
-    """Has steps traced; the trace is ready at once."""
+    """Has steps traced; the trace is ready at once, unless this is ``busy``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.busy = False
         self.made: list[Trace] = []
 
     def trace(self, steps: int) -> Trace:
+        if self.busy:
+            raise BusyError("a trace is being made")
         self._path.write_text("[]")
         self.made.append(Trace(len(self.made) + 1, steps, "ready", f"{steps} steps of 4 ranks", 2))
         return self.made[-1]
@@ -385,6 +389,10 @@ def test_steps_are_traced_where_that_is_allowed(show: Show, browser: Chromium, t
     browser.click("#trace-form button")
     browser.wait_for("#trace-list", "7 steps of 4 ranks")
     assert [trace.steps for trace in control.made] == [7]
+    control.busy = True
+    browser.click("#trace-form button")
+    browser.wait_for("#trace-list .grave", "a trace is being made")
+    browser.expect("409")
     assert browser.run("return fetch(document.querySelector('#trace-list a').href).then((a) => a.text())") == "[]"
 
 

@@ -188,6 +188,7 @@ const CHARTS = [
     text: (value) => format.bytes(value) + "/s",
     curves: (series) =>
       Object.entries(series.bytes_per_second)
+        .filter(([, values]) => sum(values))
         .sort(([, a], [, b]) => sum(b) - sum(a))
         .map(([name, values], i) => ({ name, values, ...PLANE_STYLES[i % PLANE_STYLES.length] })),
   },

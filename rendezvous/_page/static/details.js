@@ -79,14 +79,21 @@ class Traces {
   async _start(steps) {
     try {
       await this._server.trace(steps);
+      await this._listTraces();
     } catch (error) {
       this._list.prepend(dom.make("li", { class: "grave", text: error.message }));
-      return;
     }
-    await this._refresh();
   }
 
   async _refresh() {
+    try {
+      await this._listTraces();
+    } catch {
+      // The connection's state says what is wrong, and the next event has them listed again.
+    }
+  }
+
+  async _listTraces() {
     const traces = await this._server.traces();
     this._list.replaceChildren(
       ...traces.reverse().map(({ number, state, text, bytes }) => {

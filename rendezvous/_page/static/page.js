@@ -90,7 +90,7 @@ class Page {
   /** What is drawn where, and whenever one of these parts of the store has changed. */
   _makeViews() {
     const views = [
-      ["summary", ["job", "hosts", "ranks", "stragglers", "events"], (store) => this._summary.render(store)],
+      ["summary", ["job", "hosts", "ranks", "planes", "stragglers", "events"], (store) => this._summary.render(store)],
       ["ranks", ["ranks", "hosts"], (store) => this._drawRanks(store)],
       ["charts", ["series", "view"], (store, changed) => this._drawCharts(store, changed)],
       ["stragglers", ["stragglers", "waits", "heat", "view"], (store, changed) => this._drawStragglers(store, changed)],

@@ -27,6 +27,9 @@ function makeSplit(bar) {
 /** States of a job that is not over. */
 const RUNNING = new Set(["starting", "running"]);
 
+/** With process sets there may be many; all are in a table below. */
+const MOST_PLANES = 3;
+
 /** As the beginning of a sentence. */
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
@@ -66,6 +69,7 @@ class Summary {
       dom.setText(dom.byId("split-legend").children[i].querySelector("b"), format.share(job[name]));
     });
     this.tick(store);
+    this._renderPlanes(store);
     this._renderVerdict(store);
   }
 
@@ -85,6 +89,19 @@ class Summary {
     if (job.least === null) return where;
     const limits = job.most === null ? `at least ${job.least}` : `${job.least} to ${job.most}`;
     return `${where}, elastic (${limits}), epoch ${job.epoch}`;
+  }
+
+  /** The planes that data goes over, each with its reason; those for the most ranks first. */
+  _renderPlanes({ planes }) {
+    const line = dom.byId("planes-in-use");
+    const used = planes.filter(({ name }) => name !== "agreement").sort((a, b) => b.ranks - a.ranks);
+    const shown = used.slice(0, MOST_PLANES).map(({ name, why }) => [name, why ? ` (${why})` : ""]);
+    const said = JSON.stringify([shown, used.length]);
+    if (line.dataset.said === said) return;
+    line.dataset.said = said;
+    const parts = shown.flatMap(([name, why], i) => [i ? "; " : "", dom.make("b", { text: name }), why]);
+    const more = used.length > shown.length ? [`; ${format.count(used.length - shown.length)} more`] : [];
+    line.replaceChildren(...(used.length ? ["Data goes over ", ...parts, ...more, "."] : []));
   }
 
   /** What a reader should know first: the failure; who is stalled or lost; who makes others wait; that all is well. */
