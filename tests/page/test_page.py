@@ -113,7 +113,7 @@ def test_a_killed_rank_is_shown_as_failed_and_then_the_job(show: Show, browser: 
     shown = show(minute())
     shown.job.lose(1)
     shown.advance()
-    assert "Rank 1 has failed: was killed by SIGKILL" in browser.text("#verdict")
+    assert "Rank 1 (h1) was killed by SIGKILL" in browser.text("#verdict")
     assert "failed" in str(browser.attribute('[data-rank="1"]', "class"))
     assert "rank 1 (h1) was killed by SIGKILL" in browser.text("#event-list")
     shown.job.observatory.ended(1, "rank 1 (h1) was killed by SIGKILL")

@@ -121,15 +121,20 @@ class Summary {
     return events.slice(over + 1).find(({ kind }) => kind === "stall");
   }
 
-  _verdict({ job, ranks, stragglers, events }) {
+  /** What has become of a rank. That of a failed one is a predicate, "was killed by signal 9 (SIGKILL)". */
+  _fate({ rank, state, detail }, host) {
+    const who = `Rank ${rank} (${host})`;
+    if (state === "failed") return `${who} ${detail || "has failed"}`;
+    return `${who} is ${state}${detail ? `: ${detail}` : ""}`;
+  }
+
+  _verdict(store) {
+    const { job, ranks, stragglers, events } = store;
     if (job.state === "failed") return ["bad", [job.message || "The job has failed."]];
     if (job.state === "ended") return ["good", ["The job has ended without an error.", ...stragglers.slice(0, 1).map(({ text }) => text)]];
     const stuck = ranks.filter(({ state }) => state === "stalled" || state === "lost" || state === "failed");
     if (stuck.length) {
-      const named = stuck.slice(0, 3).map(({ rank, state, detail }) => {
-        const what = `Rank ${rank} ${state === "failed" ? "has failed" : "is " + state}`;
-        return detail ? `${what}: ${detail}` : `${what}.`;
-      });
+      const named = stuck.slice(0, 3).map((row) => this._fate(row, store.hostOf(row)));
       if (stuck.length > 3) named.push(`${format.count(stuck.length - 3)} more are stalled, lost or failed.`);
       return ["bad", named];
     }
