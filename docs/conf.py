@@ -44,6 +44,7 @@ html_theme = "furo"
 html_title = f"hvdgloo {release}"
 html_static_path = ["site/static"]
 html_css_files = ["site.css"]
+html_js_files = [("site.js", {"defer": "defer"})]
 html_copy_source = False
 html_show_copyright = False
 # Summaries of what was found are fetched from the pages, which browsers refuse in a site that lies on a disk.

@@ -171,6 +171,19 @@ def test_every_function_has_a_place_in_the_api(site: Path, name: str) -> None:
     assert places <= read(site / f"{name}.html").anchors
 
 
+def opened(address: str, profile: Path) -> str:
+    """A page's HTML as a browser without a network has made it."""
+    if CHROMIUM is None:
+        if os.environ.get("HVDGLOO_TEST_REQUIRE_CHROMIUM") == "1":
+            pytest.fail("there is no chromium")
+        pytest.skip("it takes a browser: chromium")
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=20000", "--dump-dom", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("words", "page"),
@@ -181,15 +194,18 @@ def test_every_function_has_a_place_in_the_api(site: Path, name: str) -> None:
     ],
 )
 def test_the_search_finds_without_a_server(site: Path, tmp_path: Path, words: str, page: str) -> None:
-    if CHROMIUM is None:
-        if os.environ.get("HVDGLOO_TEST_REQUIRE_CHROMIUM") == "1":
-            pytest.fail("there is no chromium")
-        pytest.skip("it takes a browser: chromium")
-    address = f"{(site / 'search.html').as_uri()}?q={words.replace(' ', '+')}"
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-    command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=20000", "--dump-dom", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    shown = opened(f"{(site / 'search.html').as_uri()}?q={words.replace(' ', '+')}", tmp_path)
     found = Page()
-    found.feed(done.stdout.partition('id="search-results"')[2])
-    assert page in {urlsplit(link).path for link in found.links}, done.stdout
+    found.feed(shown.partition('id="search-results"')[2])
+    assert page in {urlsplit(link).path for link in found.links}, shown
+
+
+@pytest.mark.timeout(120)
+def test_what_the_theme_leaves_out_for_screen_readers_and_keyboards_is_there(site: Path, tmp_path: Path) -> None:
+    shown = opened((site / "launching.html").as_uri(), tmp_path)
+    captions, blocks = re.findall(r'<p class="caption"[^>]*>', shown), re.findall(r"<pre[^>]*>", shown)
+    assert len(captions) == 5
+    assert all('aria-level="2"' in caption for caption in captions)
+    assert len(blocks) > 10
+    assert all('tabindex="0"' in block for block in blocks)
+    assert shown.count('aria-label="Pages"') == shown.count('aria-label="On this page"') == 1
