@@ -161,7 +161,12 @@ def run_elastic(
     least = arguments.renamed("run_elastic", "min_num_proc", min_num_proc, "min_np", min_np)
     most = arguments.renamed("run_elastic", "max_num_proc", max_num_proc, "max_np", max_np)
     session = active(spark)
+    for name, number in (("num_proc", num_proc), ("min_num_proc", least), ("max_num_proc", most)):
+        if number is not None:
+            checked_number(number, "run_elastic", name)
     size = number_of_tasks(session, num_proc if num_proc is not None or least is None else least)
+    if least is not None and least > size:
+        raise ConfigError(f"run_elastic(): min_num_proc={least} is more than num_proc={size}")
     if most is not None and most < size:
         raise ConfigError(f"run_elastic(): max_num_proc={most} is less than num_proc={size}")
     elastic: dict[str, Any] = {

@@ -167,12 +167,12 @@ def _connected() -> bool:
     return connect is not None and connect.SparkSession.getActiveSession() is not None
 
 
-def checked_number(num_proc: int, call: str) -> int:
-    """A number of processes that was given to ``call``.
+def checked_number(number: int, call: str, name: str = "num_proc") -> int:
+    """A number of processes that was given to ``call`` as its argument ``name``.
 
     Raises:
         ConfigError: it is none.
     """
-    if isinstance(num_proc, bool) or not isinstance(num_proc, SupportsIndex) or int(num_proc) < 1:
-        raise ConfigError(f"{call}(num_proc={num_proc!r}): give a whole number of processes, at least 1")
-    return int(num_proc)
+    if isinstance(number, bool) or not isinstance(number, SupportsIndex) or int(number) < 1:
+        raise ConfigError(f"{call}({name}={number!r}): give a whole number of processes, at least 1")
+    return int(number)

@@ -61,7 +61,16 @@ def test_an_executor_is_lost_and_another_one_takes_its_place(cluster: Any, tmp_p
 
 
 def test_numbers_that_contradict_each_other(spark: Any) -> None:
-    with pytest.raises(ConfigError, match="max_num_proc=1 is less than num_proc=2"):
-        hvdgloo.spark.run_elastic(train_elastic, num_proc=2, max_num_proc=1)
+    """Before a task is started."""
+    for numbers, message in (
+        ({"max_num_proc": 1}, r"run_elastic\(\): max_num_proc=1 is less than num_proc=2"),
+        ({"min_num_proc": 3}, r"run_elastic\(\): min_num_proc=3 is more than num_proc=2"),
+        ({"min_num_proc": 0}, r"run_elastic\(min_num_proc=0\): give a whole number of processes, at least 1"),
+        ({"max_num_proc": "4"}, r"run_elastic\(max_num_proc='4'\): give a whole number of processes, at least 1"),
+    ):
+        options: dict[str, Any] = {"num_proc": 2, "stderr": (said := io.StringIO()), **numbers}
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            hvdgloo.spark.run_elastic(train_elastic, **options)
+        assert not said.getvalue()
     with pytest.warns(DeprecationWarning, match="write min_num_proc"), pytest.raises(ConfigError):
         hvdgloo.spark.run_elastic(train_elastic, num_proc=2, min_np=3)
