@@ -65,14 +65,7 @@ class Alternation:
             done = coordinator is not None and coordinator._tuner is None
             if self._hvd.broadcast_object(done, name="done"):
                 break
-        executor, start = self.engine._executor, self.engine.start_settings
-        tuned = executor._tuned
-        cycle = coordinator._cycle_time if coordinator is not None else 0.0
-        choice = (
-            start
-            if tuned is None
-            else Choice(tuned.fusion_threshold, cycle, tuned.hierarchical_threshold, tuned.inline_threshold)
-        )
+        choice = self.engine.settings_in_use
         return self._hvd.broadcast_object(choice, name="choice"), seconds
 
     def sample(self, choice: Choice, steps: int = STEPS) -> float:
@@ -102,9 +95,9 @@ def trained(name: str, rounds: int) -> dict[str, Any]:
     """One rank's figures for a network."""
     import torch
     from torch import nn
+    from train import networks  # benchmarks/train.py
 
     import hvdgloo.torch as hvd
-    from benchmarks.train import networks
 
     torch.set_num_threads(1)
     hvd.init()

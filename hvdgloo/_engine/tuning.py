@@ -116,10 +116,10 @@ def chance(ratios: Sequence[float]) -> float:
     signed ranks: a single one that is far off says no more than the most extreme rank)."""
     ordered = sorted(map(math.log, ratios), key=abs)
     found = sum(rank for rank, value in enumerate(ordered, 1) if value > 0)
-    ways = Counter({0: 1})  # how many combinations of signs have a sum of ranks
+    ways: Counter[int] = Counter({0: 1})  # how many combinations of signs have a sum of ranks
     for rank in range(1, len(ordered) + 1):
         ways += Counter({total + rank: count for total, count in ways.items()})
-    return sum(count for total, count in ways.items() if total >= found) / 2 ** len(ordered)
+    return float(sum(count for total, count in ways.items() if total >= found) / 2 ** len(ordered))
 
 
 def axes_for(

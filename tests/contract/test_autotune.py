@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._engine import tuning
+from hvdgloo._engine.settings import Choice
 from hvdgloo._job.context import Context
+from hvdgloo._job.observing import _Rank
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import ReduceOp
 from tests.support.world import World
@@ -79,3 +82,21 @@ def test_deterministic_results_have_the_same_bits_in_every_step(world: MakeWorld
     results = made.run(rank_body, deadline=60.0)
     assert [count for count, _ in results] == [1, 1, 1]
     assert len({last for _, last in results}) == 1
+
+
+def test_settings_can_be_changed_from_rank_0_and_are_shown_as_they_are(world: MakeWorld) -> None:
+    made = world(3)
+
+    def rank_body(context: Context) -> tuple[Choice, Any]:
+        shown = _Rank(context.config, context.engine, 0.0)
+        if context.rank == 0:
+            assert (shown.settings() or {})["params.fusion_threshold_mb"] == 32.0
+            start = context.engine.start_settings
+            context.engine.tune(replace(start, fusion_threshold=4 << 20, cycle_time=0.002))
+        _train(context, [np.ones(shape, np.float32) for shape in _SHAPES], 3)
+        return context.engine.settings_in_use, shown.settings()
+
+    (own, shown), *others = made.run(rank_body)
+    assert (own.fusion_threshold, own.cycle_time) == (4 << 20, 0.002)
+    assert others == [(own, None)] * 2
+    assert (shown["params.fusion_threshold_mb"], shown["params.cycle_time_ms"]) == (4.0, 2.0)
