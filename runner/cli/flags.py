@@ -210,11 +210,19 @@ class Parser(argparse.ArgumentParser):
         return self.parse_args(list(self._joined(flags)), absent)
 
     def _joined(self, flags: Sequence[str]) -> Iterator[str]:
-        """``--ssh-args -v`` as ``--ssh-args=-v``: argparse would take the value for a flag."""
+        """``--ssh-args -v`` as ``--ssh-args=-v``: argparse would take the value for a flag.
+
+        Raises:
+            ConfigError: a flag's value is ``--``.
+        """
         rest = iter(flags)
         for word in rest:
             value = next(rest, None) if self.values.get(word) == 1 else None
-            yield word if value is None else f"{word}={value}"
+            joined = word if value is None else f"{word}={value}"
+            flag, _, given = joined.partition("=")
+            if given == "--":  # which argparse would drop, wherever it stands
+                self.error(f"{flag}: a value is missing; -- only ends the options")
+            yield joined
 
     def complete(self, given: argparse.Namespace, from_file: Mapping[str, Any]) -> argparse.Namespace:
         """The same with what a file adds, and defaults for the rest.

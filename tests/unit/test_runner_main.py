@@ -51,6 +51,14 @@ def test_the_command_ends_without_a_search_for_garbage(
 
 
 class TestFlags:
+    @pytest.mark.parametrize(
+        "flags", [["--port-range", "--"], ["--port-range=--"], ["--page=--"], ["--ssh-args", "--"]]
+    )
+    def test_what_ends_the_options_is_no_value(self, flags: list[str]) -> None:
+        """argparse drops it, wherever it stands; found by fuzzing."""
+        with pytest.raises(ConfigError, match=f"{flags[0].partition('=')[0]}: a value is missing"):
+            build_parser().given(flags)
+
     def variables(self, *flags: str) -> dict[str, str]:
         return setting_flags.from_flags(build_parser().parse_args(list(flags)))
 
