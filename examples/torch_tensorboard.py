@@ -82,7 +82,7 @@ def main() -> None:
         inputs = torch.randn(32, 64)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         metrics.step(number, loss.item())
     metrics.close()
