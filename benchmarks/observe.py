@@ -15,12 +15,12 @@ shows the processor time of ranks that have trained, and then do nothing, per se
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import random
 import socket
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -28,6 +28,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hvdgloo.run
 
@@ -45,8 +47,9 @@ def trainer(network: str, hvd: Any) -> Callable[[], None]:
     if network == "small":
         tiny = torch.ones(1)
         return lambda: hvd.allreduce_(tiny, op=hvd.Max, name="tiny")
-    train = importlib.import_module("train")  # of this folder, like this program
-    model, inputs, targets = train.networks()[network]()
+    from benchmarks.train import networks
+
+    model, inputs, targets = networks()[network]()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
     criterion = nn.CrossEntropyLoss()
 
