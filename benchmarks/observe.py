@@ -15,6 +15,7 @@ shows the processor time of ranks that have trained, and then do nothing, per se
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -47,9 +48,8 @@ def trainer(network: str, hvd: Any) -> Callable[[], None]:
     if network == "small":
         tiny = torch.ones(1)
         return lambda: hvd.allreduce_(tiny, op=hvd.Max, name="tiny")
-    from benchmarks.train import networks
-
-    model, inputs, targets = networks()[network]()
+    networks = importlib.import_module("benchmarks.train").networks()
+    model, inputs, targets = networks[network]()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
     criterion = nn.CrossEntropyLoss()
 
