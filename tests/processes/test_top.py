@@ -280,7 +280,7 @@ def test_the_launcher_s_command_line_knows_it(folder: Path, capsys: pytest.Captu
 def test_on_a_terminal(published: Published, server: PageServer, tmp_path: Path) -> None:
     """It takes the whole screen, keys work, and what was seen last stays when the job is over."""
     with started("--interval", "0.2", runtime=tmp_path) as screen:
-        screen.wait_for(r"Rank 3 \(h2\) was last in")
+        screen.wait_for(r"Rank 3 \(h2\) was last in", PATIENCE)
         assert b"\x1b[?1049h" in screen.raw  # the alternate screen
         first = rows(screen)
         screen.type("j")
@@ -289,7 +289,7 @@ def test_on_a_terminal(published: Published, server: PageServer, tmp_path: Path)
         screen.until(lambda: rows(screen) == first, PATIENCE, "the first rank on top")
         server.stop()
         screen.wait_for(r"The job is over\.", PATIENCE)
-        assert screen.end() == 0
+        assert screen.end(PATIENCE) == 0
         assert b"Rank 3 (h2) was last in" in screen.raw.rpartition(b"\x1b[?1049l")[2]
 
 
@@ -297,14 +297,14 @@ def test_q_ends_it(published: Published, tmp_path: Path) -> None:
     with started("--interval", "3600", runtime=tmp_path) as screen:
         screen.wait_for("rank", PATIENCE)
         screen.type("q")
-        assert screen.end() == 0
+        assert screen.end(PATIENCE) == 0
 
 
 def test_ctrl_c_ends_it(published: Published, tmp_path: Path) -> None:
     with started("--interval", "3600", runtime=tmp_path) as screen:
         screen.wait_for("rank", PATIENCE)
         screen.type("\x03")
-        assert screen.end() == 0
+        assert screen.end(PATIENCE) == 0
         assert b"Traceback" not in screen.raw
 
 
