@@ -265,7 +265,7 @@ class SimulatedJob:
             return sample
         return msgspec.structs.replace(
             sample,
-            settings={"fusion-threshold-mb": 64, "cycle-time-ms": 1.0},
+            settings={"params.fusion_threshold_mb": 32.0, "params.cycle_time_ms": 0.0},
             lateness=self._lateness(),
             missing=(Missing(hung[1], self._elapsed - hung[2], (hung[0],), 1),) if hung else (),
             stacks=tuple(self._stacks),

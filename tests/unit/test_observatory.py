@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from hvdgloo._observe.samples import CODEC, HostSample, Missing, Note, Plane, Sample, Steps
+from hvdgloo.rendezvous._observatory import observatory as observatory_module
 from hvdgloo.rendezvous._observatory import view
 from hvdgloo.rendezvous._observatory.observatory import Observatory, Subscription
 from tests.support.observed import EVIL, MIB, SimulatedJob
@@ -177,7 +178,7 @@ def test_the_job_in_one_look() -> None:
         ("gloo", "hosts h1 and h2", 4),
         ("agreement", "small tensors travel with the negotiation", 4),
     ]
-    assert seen.settings == {"fusion-threshold-mb": 64, "cycle-time-ms": 1.0}
+    assert seen.settings == {"params.fusion_threshold_mb": 32.0, "params.cycle_time_ms": 0.0}
     assert seen.stragglers[0].rank == 3
     assert sum(seen.waits) == 150
 
@@ -652,7 +653,8 @@ def test_a_reader_waits_no_longer_than_until_there_is_something_new() -> None:
     assert [type(value) for value in got] == [view.Update]
 
 
-def test_its_own_thread_tells_what_comes_in_and_sleeps_while_nothing_does() -> None:
+def test_its_own_thread_tells_what_comes_in_and_sleeps_while_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observatory_module, "_TICK", 0.05)
     ticks = itertools.count()
     ticked = threading.Event()
 

@@ -69,7 +69,7 @@ def test_it_has_all_that_was_seen(tmp_path: Path) -> None:
     assert data["snapshot"] == json.loads(view.encode(job.observatory.snapshot()))
     assert data["snapshot"]["job"]["state"] == "ended"
     assert data["snapshot"]["stragglers"][0]["rank"] == 3
-    assert data["snapshot"]["settings"]["fusion-threshold-mb"] == 64
+    assert data["snapshot"]["settings"]["params.fusion_threshold_mb"] == 32
     assert data["snapshot"]["job"]["versions"]["torch"] == "2.13.0"
     assert set(data["series"]) == {"0", "1", "2", "3"}
     assert data["series"]["3"] == json.loads(view.encode(job.observatory.series(3)))
