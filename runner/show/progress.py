@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from hvdgloo.rendezvous._observatory import words
 from hvdgloo.rendezvous._observatory.view import Job, Snapshot, Straggler, Update
 from hvdgloo.runner.console.progress import cut, seconds
-
-_UNITS = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
 
 
 class Reader(Protocol):
@@ -62,10 +61,10 @@ class RunProgress:
         job = self._job
         ranks = f"{job.size} rank{'s' if job.size != 1 else ''}"
         if job.steps:
-            rate = f", {_number(job.steps_per_second)} steps/s" if job.steps_per_second else ""
+            rate = f", {words.number(job.steps_per_second)} steps/s" if job.steps_per_second else ""
             done = f"{job.steps:,} step{'s' if job.steps != 1 else ''}{rate}"
         elif job.bytes_per_second:
-            done = _bytes(job.bytes_per_second)
+            done = f"{words.size(job.bytes_per_second)}/s"
         else:
             return ""
         return f"{ranks}, {done}{self._slowest()}"
@@ -75,16 +74,4 @@ class RunProgress:
             return ""
         first = self._stragglers[0]
         each = first.unit.removesuffix("s")
-        return f", slowest: rank {first.rank} ({first.host}), {first.seconds * 1000:.3g} ms in each {each}"
-
-
-def _number(value: float) -> str:
-    """Three digits, or all that are before the point."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _bytes(rate: float) -> str:
-    unit = 0
-    while rate >= 1000 and unit < len(_UNITS) - 1:
-        rate, unit = rate / 1000, unit + 1
-    return f"{_number(rate)} {_UNITS[unit]}"
+        return f", slowest: rank {first.rank} ({first.host}), {words.duration(first.seconds)} in each {each}"

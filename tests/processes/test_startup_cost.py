@@ -18,6 +18,8 @@ from tests.support.launching import Launcher, clean_environment, launcher_in
 WEB = {"cheroot", "flask", "jinja2", "prometheus_client", "requests", "werkzeug"}
 MAIL_AND_TLS = {"email", "http.client", "ssl"}
 FRAMEWORKS = {"jax", "tensorflow", "torch"}
+LOOKING = {"hvdgloo._observe.samples", "hvdgloo.rendezvous._observatory.observatory", "hvdgloo.rendezvous._page.gate"}
+"""What is needed only once somebody looks at the job."""
 RARELY = {"asyncio", "cloudpickle", "multiprocessing", "psutil", "yaml"}
 
 
@@ -56,6 +58,7 @@ def test_the_launcher_of_a_job_without_rendezvous_imports_no_web_framework(tmp_p
     assert "hvdgloo.runner.launch" in modules
     # The HTTP server itself is not among these: on a busy machine the job may outlive its head start.
     assert not modules & ((WEB - {"cheroot"}) | FRAMEWORKS | RARELY | {"numpy"})
+    assert not modules & LOOKING
 
 
 MEETING = """
@@ -139,7 +142,7 @@ def test_an_agent_imports_what_every_host_needs(launcher: Launcher) -> None:
     lines = launcher.file("modules").read_text().splitlines()
     assert len(lines) == 2
     for line in lines:
-        assert not set(json.loads(line)) & (WEB | MAIL_AND_TLS | FRAMEWORKS | RARELY | {"numpy", "msgpack"})
+        assert not set(json.loads(line)) & (WEB | MAIL_AND_TLS | FRAMEWORKS | RARELY | LOOKING | {"numpy", "msgpack"})
 
 
 def test_a_numpy_worker_has_in_the_end_what_it_has_used(launcher: Launcher) -> None:

@@ -71,7 +71,7 @@ def test_it_fits_into_the_window_whatever_a_host_is_called() -> None:
     (line,) = shown(News(Snapshot(job=Job(size=4, steps=1), stragglers=[evil])), width=60)
     assert len(line) < 60
     assert line.isprintable()
-    assert line.startswith("4 ranks, 1 step, slowest: rank 3 (h2?[2J??), 1e+03")
+    assert line.startswith("4 ranks, 1 step, slowest: rank 3 (h2?[2J??), 1 s")
 
 
 class Surface:
