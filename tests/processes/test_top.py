@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -45,12 +46,13 @@ PUBLISHER = """if True:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The private folder of a user who runs no job."""
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    (tmp_path / "hvdgloo").mkdir(mode=0o700)
-    return tmp_path / "hvdgloo"
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The private folder of a user who runs no job. Its name is short, as those of sockets must be."""
+    with tempfile.TemporaryDirectory(prefix="top") as runtime:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        own = Path(runtime, "hvdgloo")
+        own.mkdir(mode=0o700)
+        yield own
 
 
 @pytest.fixture
@@ -277,9 +279,9 @@ def test_the_launcher_s_command_line_knows_it(folder: Path, capsys: pytest.Captu
     assert "usage: hvdgloo-run top" in capsys.readouterr().out
 
 
-def test_on_a_terminal(published: Published, server: PageServer, tmp_path: Path) -> None:
+def test_on_a_terminal(published: Published, server: PageServer, folder: Path) -> None:
     """It takes the whole screen, keys work, and what was seen last stays when the job is over."""
-    with started("--interval", "0.2", runtime=tmp_path) as screen:
+    with started("--interval", "0.2", runtime=folder.parent) as screen:
         screen.wait_for(r"Rank 3 \(h2\) was last in", PATIENCE)
         assert b"\x1b[?1049h" in screen.raw  # the alternate screen
         first = rows(screen)
@@ -293,24 +295,24 @@ def test_on_a_terminal(published: Published, server: PageServer, tmp_path: Path)
         assert b"Rank 3 (h2) was last in" in screen.raw.rpartition(b"\x1b[?1049l")[2]
 
 
-def test_q_ends_it(published: Published, tmp_path: Path) -> None:
-    with started("--interval", "3600", runtime=tmp_path) as screen:
+def test_q_ends_it(published: Published, folder: Path) -> None:
+    with started("--interval", "3600", runtime=folder.parent) as screen:
         screen.wait_for("rank", PATIENCE)
         screen.type("q")
         assert screen.end(PATIENCE) == 0
 
 
-def test_ctrl_c_ends_it(published: Published, tmp_path: Path) -> None:
-    with started("--interval", "3600", runtime=tmp_path) as screen:
+def test_ctrl_c_ends_it(published: Published, folder: Path) -> None:
+    with started("--interval", "3600", runtime=folder.parent) as screen:
         screen.wait_for("rank", PATIENCE)
         screen.type("\x03")
         assert screen.end(PATIENCE) == 0
         assert b"Traceback" not in screen.raw
 
 
-def test_a_reader_that_goes_away_ends_it(published: Published, tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_ends_it(published: Published, folder: Path) -> None:
     command_line = [sys.executable, "-m", "hvdgloo.runner", "top", "--json", "--interval", "0.1"]
-    env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(folder.parent)}
     with subprocess.Popen(command_line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["job"]["size"] == 4
