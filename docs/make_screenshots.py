@@ -118,6 +118,7 @@ def make(folder: Path, seconds: float, python: str | None = None) -> str:
             browser.resize(WIDTH)
             browser.theme("light")
             browser.driver.get(job.link())
+            until(lambda: browser.text("#steps") not in ("", "0"), "the first steps")
             until(lambda: "Rank 3 on " in browser.text("#straggler-list"), "that rank 3 is called a straggler")
             time.sleep(seconds)  # of curves to be seen
             shot(browser, folder / "page.png", "header", "#charts")
