@@ -63,7 +63,8 @@ class Shown:
         """What it answers, as ``top`` asks it."""
         connection = UnixConnection(self.file.unix, PATIENCE)
         try:
-            headers = {"Authorization": f"Bearer {self.file.token}", "Content-Type": "application/json"}
+            token = self.file.token if body is None else self.file.control
+            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
             connection.request("GET" if body is None else "POST", path, body, headers)
             answer = connection.getresponse()
             data = answer.read()
