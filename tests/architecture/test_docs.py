@@ -51,6 +51,8 @@ OTHER_OPTIONS = {
     "--ranks",
     "--rate",
     "--rounds",
+    "--steps",
+    "--idle",
     "--rows",
     "--seconds",
     "--seed",
