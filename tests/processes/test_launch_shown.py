@@ -35,8 +35,9 @@ print("rank", hvd.rank(), "trains", flush=True)
 over, until = False, time.monotonic() + 50
 while not over:
     hvd.allreduce(np.ones(4, np.float32), name="gradient")
-    over = hvd.broadcast_object(os.path.exists("end") or time.monotonic() > until)
-    time.sleep(0.02)  # a trace of as many operations as there could be would be megabytes
+    ended = float(os.path.exists("end") or time.monotonic() > until)
+    over = hvd.allreduce(np.array([ended], np.float32), op=hvd.Sum, name="over")[0] > 0
+    time.sleep(0.1)  # a trace of as many operations as there could be would be megabytes
 """
 
 
