@@ -164,6 +164,14 @@ class Counters:
         self.notes.append((time.time(), kind, text))
         self.wake()
 
+    @property
+    def newest_note(self) -> tuple[float, str, str] | None:
+        """The last of ``notes``; None if there are none."""
+        try:
+            return self.notes[-1]
+        except IndexError:  # a reader may take them at any time
+            return None
+
     def carried(self, plane: str, process_set: int) -> Traffic:
         """What a plane has carried for a process set, to be added to."""
         traffic = self.traffic.get((plane, process_set))

@@ -103,6 +103,7 @@ class Reporter:
         self._told: samples.Sample | None = None  # the last one that somebody has taken
         self._listener: object = None
         self._told_at = float("-inf")
+        self._noted: object = None  # the last note that was there at the last look
 
     def end(self) -> None:
         """Have ``run`` say a last time how things are, and return; from any thread."""
@@ -133,7 +134,8 @@ class Reporter:
         idle = due - time.monotonic() > self._interval
         if idle:
             counters.asleep = True
-            if counters.latest != latest or counters.notes:  # it has come in between, and nobody was woken for it
+            # It has come in between, and nobody was woken for it. Notes stay where they are while nobody looks.
+            if counters.latest != latest or counters.newest_note is not self._noted:
                 counters.asleep = False
                 return time.monotonic()
         traced = self._tracer.advance(time.monotonic())
@@ -153,6 +155,7 @@ class Reporter:
 
     def _look(self, now: float, *, last: bool = False) -> bool:
         """Hand on what there is to say; False if nothing is going on here."""
+        self._noted = self._counters.newest_note
         if not self._outlet.is_open():
             self._told = None  # whoever looks next knows nothing
             return self._sampler.works(now)

@@ -67,7 +67,7 @@ class Observing:
         self._held = 0  # bytes that wait
         self._sent = self._measured = -INTERVAL
         self._busy = False  # a worker has reported something since the host was looked at
-        self._traces_until = 0.0
+        self._traces_until = self._searched = 0.0
         self._trace: tuple[int, int, IO[bytes]] | None = None  # that is being passed on: number, rank, file
         self.handlers: dict[type[Frame], Callable[[Any], None]] = {
             Observe: self._on_observe,
@@ -89,12 +89,13 @@ class Observing:
     def deadline(self) -> float | None:
         """When ``tick`` has something to do, on the monotonic clock."""
         times = []
-        if self._waiting:
+        has_room = self._channel.pending <= _MARK  # else the loop turns when the launcher has taken something
+        if self._waiting and has_room:
             times.append(self._sent + INTERVAL)
         if self._meter is not None:
             times.append(self._measured + (INTERVAL if self._busy else IDLE_INTERVAL))
-        if self._traces_until:
-            times.append(self._sent + INTERVAL if self._trace is None else time.monotonic())
+        if self._traces_until and has_room:
+            times.append(self._searched + INTERVAL if self._trace is None else time.monotonic())
         return min(times, default=None)
 
     def tick(self) -> None:
@@ -107,7 +108,7 @@ class Observing:
             self._take(self._meter.sample())
         if now >= self._sent + INTERVAL:
             self._pass_on(now)
-        if self._traces_until:
+        if self._traces_until and (self._trace is not None or now >= self._searched + INTERVAL):
             self._pass_on_traces(now)
 
     def close(self) -> None:
@@ -188,7 +189,7 @@ class Observing:
         asked = 0
         if self._socket is not None:
             order = ORDERS.encode(TraceOrder(frame.number, frame.steps, self._folder))
-            for name in filter(str.isdigit, os.listdir(self._folder)):
+            for name in filter(str.isdigit, self._names()):
                 try:
                     self._socket.sendto(order, os.path.join(self._folder, name))
                 except OSError:
@@ -202,6 +203,7 @@ class Observing:
         """Send traces that workers have completed, as fast as the launcher takes them."""
         while self._channel.pending <= _MARK and not self._channel.lost:
             if self._trace is None and not self._next_trace():
+                self._searched = now
                 if now >= self._traces_until:
                     self._traces_until = 0.0
                 return
@@ -214,14 +216,25 @@ class Observing:
             self._channel.send(Traced(number, rank, data, not data))
 
     def _next_trace(self) -> bool:
-        for name in os.listdir(self._folder):
+        for name in self._names():
             found = _TRACE.fullmatch(name)
             if found is not None:
                 path = os.path.join(self._folder, name)
-                self._trace = int(found[1]), int(found[2]), open(path, "rb", buffering=0)  # noqa: SIM115
-                os.unlink(path)
+                try:
+                    file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed when it has been passed on
+                    os.unlink(path)
+                except OSError:
+                    continue  # somebody has cleared up
+                self._trace = int(found[1]), int(found[2]), file
                 return True
         return False
+
+    def _names(self) -> list[str]:
+        """What is in the folder. A system removes a user's runtime folder when the last session ends; jobs go on."""
+        try:
+            return os.listdir(self._folder)
+        except OSError:
+            return []
 
 
 def remove_leftovers(agent_id: str, environ: Mapping[str, str]) -> None:

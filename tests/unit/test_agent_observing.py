@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import socket
 import stat
 import tempfile
@@ -207,6 +208,38 @@ def test_a_trace_does_not_fill_the_stream(host: Host) -> None:
     host.stream.pending = 0
     host.turn(1.0)
     assert host.stream.of(Traced)[-1].last
+
+
+def test_waiting_for_traces_or_for_the_launcher_takes_no_time_of_the_processor(host: Host) -> None:
+    host.order(Observe(host=False))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
+        worker.bind(str(host.folder / "4711"))
+        host.order(TraceSteps(1, 1))
+    for _ in range(3):
+        host.turn(1.0)
+        assert host.observing.deadline == host.clock.now + 1.0, "workers say nothing, and trace"
+    host.report(b"one")
+    host.turn()
+    (host.folder / "trace.1.0.json").write_bytes(bytes(100))
+    host.stream.pending = 2 * 1024 * 1024
+    host.report(b"two")
+    host.turn(1.0)
+    assert host.observing.deadline is None, "the loop turns when there is room again"
+    host.stream.pending = 0
+    host.turn()
+    assert host.observed == [b"one", b"two"]
+    assert host.stream.of(Traced)[-1].last
+
+
+def test_a_folder_that_the_system_has_removed_is_no_harm(host: Host) -> None:
+    host.order(Observe(host=False))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
+        worker.bind(str(host.folder / "4711"))
+        host.order(TraceSteps(1, 1))
+    shutil.rmtree(host.folder)
+    host.turn(1.0)
+    host.order(TraceSteps(2, 1))
+    assert host.stream.sent == [Tracing(1, 1), Tracing(2, 0)]
 
 
 def test_where_nobody_is_to_be_asked_the_answer_says_so(host: Host) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import threading
 import time
@@ -242,6 +243,32 @@ def test_nobody_who_looks_costs_no_sample_and_whoever_looks_later_is_told_everyt
         agent = Agent(tmp_path)
         assert agent.until(lambda sample: True).settings is not None
         agent.close()
+
+
+def test_what_nobody_is_there_to_be_told_does_not_keep_an_idle_rank_awake(
+    tmp_path: Path, begun: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter_module, "LOOK_SECONDS", 3600.0)
+    asleep = threading.Event()
+
+    class Selector(selectors.SelectSelector):
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            if timeout is not None and timeout > 1800:
+                asleep.set()
+            return super().select(timeout)
+
+    monkeypatch.setattr(reporter_module.selectors, "DefaultSelector", Selector)
+    counters = Counters()
+    counters.note("stall", "some ranks wait")
+    begun(counters, str(tmp_path / "agent"))
+    assert asleep.wait(DEADLINE)
+    agent = Agent(tmp_path)
+    work(counters)
+    said = agent.receive()
+    while not isinstance(said, samples.Note):
+        said = agent.receive()
+    assert said.text == "some ranks wait", "whoever looks later is told"
+    agent.close()
 
 
 def test_what_is_to_be_said_once_is_said_once(agent: Agent, begun: Callable[..., Reporter]) -> None:
