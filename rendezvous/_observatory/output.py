@@ -7,7 +7,7 @@ import heapq
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 
 from hvdgloo.rendezvous._observatory.view import OutputLine
 
@@ -66,14 +66,13 @@ class Output:
             return (
                 line
                 for line in lines
-                if line.number > after
-                and (before is None or line.number < before)
-                and (not wanted or wanted in line.text.casefold())
+                if (before is None or line.number < before) and (not wanted or wanted in line.text.casefold())
             )
 
-        if after:
-            return list(islice(matching(heapq.merge(*(tail.lines for tail in tails), key=_number)), limit))
         newest_first = heapq.merge(*(reversed(tail.lines) for tail in tails), key=_number, reverse=True)
+        if after:  # which usually are few: who follows the output asks each second
+            found = list(matching(takewhile(lambda line: line.number > after, newest_first)))[::-1]
+            return found[:limit]
         return list(islice(matching(newest_first), limit))[::-1]
 
     def _keep(self, rank: int, stream: int, texts: list[str], now: float) -> None:

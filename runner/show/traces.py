@@ -31,6 +31,7 @@ class _Order:
         asked: host to the number of its workers that trace.
         files: rank to what has come of its trace.
         done: ranks whose traces are complete.
+        closed: nothing more is taken for it.
     """
 
     trace: Trace
@@ -39,6 +40,7 @@ class _Order:
     asked: dict[str, int] = field(default_factory=dict)
     files: dict[int, IO[bytes]] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
+    closed: bool = False
 
 
 class Traces:
@@ -67,12 +69,15 @@ class Traces:
         with self._lock:
             if self._current is not None:
                 raise BusyError(f"trace {self._current.trace.number} is being made; wait until it is ready")
+            if not self._folder:
+                try:
+                    self._folder = tempfile.mkdtemp(prefix="hvdgloo-traces-")
+                except OSError as error:
+                    raise BusyError(f"there is no folder for traces: {error}") from None
             number = len(self._all) + 1
             hosts = self._order(TraceSteps(number, steps))
             if not hosts:
                 raise BusyError("the job is not running, so there are no steps to be traced")
-            if not self._folder:
-                self._folder = tempfile.mkdtemp(prefix="hvdgloo-traces-")
             trace = Trace(number, steps, "tracing", f"tracing the next {_steps(steps)}")
             self._all.append(trace)
             self._current = _Order(trace, time.monotonic() + PATIENCE, hosts)
@@ -98,36 +103,38 @@ class Traces:
 
     def handed_in(self, host: str, frame: Tracing | Traced) -> None:
         """An agent says how many workers it has asked, or passes on a piece of a rank's trace."""
-        order = self._current
-        if order is None or frame.number != order.trace.number:
+        with self._lock:  # ``trace`` may not have noted yet what it has ordered
+            order = self._current
+        if order is None or order.closed or frame.number != order.trace.number:
             return  # it was given up
         if isinstance(frame, Tracing):
             order.asked[host] = frame.workers
         elif frame.rank not in order.done:
-            if frame.rank not in order.files:
-                order.files[frame.rank] = open(self._part(order, frame.rank), "wb")  # noqa: SIM115 - closed below
-            order.files[frame.rank].write(frame.data)
-            if frame.last:
-                order.files[frame.rank].close()
-                order.done.add(frame.rank)
+            try:
+                self._write(order, frame)
+            except OSError as error:  # a full disk is no reason to end the job
+                self._over(order, "failed", f"the ranks' traces cannot be kept: {error}")
+                return
         self._judge(order)
 
     def host_lost(self) -> None:
         """A host is not there any more, and nothing will come from it."""
-        if self._current is not None:
-            self._current.hosts = max(1, self._current.hosts - 1)
-            self._judge(self._current)
+        order = self._current
+        if order is not None and not order.closed:
+            order.hosts = max(1, order.hosts - 1)
+            self._judge(order)
 
     @property
     def deadline(self) -> float | None:
         """When ``tick`` has something to do, on the monotonic clock."""
-        return self._current.until if self._current is not None and self._merging is None else None
+        order = self._current
+        return None if order is None or order.closed else order.until
 
     def tick(self) -> None:
         """To be called when that time has come."""
-        if self.deadline is not None and time.monotonic() >= self.deadline:
-            assert self._current is not None
-            self._finish(self._current)
+        order = self._current
+        if order is not None and not order.closed and time.monotonic() >= order.until:
+            self._finish(order)
 
     def close(self) -> None:
         """The job is over: remove all files."""
@@ -142,8 +149,16 @@ class Traces:
 
     def _judge(self, order: _Order) -> None:
         """Merge what has come if nothing more is to be expected."""
-        if len(order.asked) >= order.hosts and len(order.done) >= sum(order.asked.values()) and self._merging is None:
+        if len(order.asked) >= order.hosts and len(order.done) >= sum(order.asked.values()):
             self._finish(order)
+
+    def _write(self, order: _Order, frame: Traced) -> None:
+        if frame.rank not in order.files:
+            order.files[frame.rank] = open(self._part(order, frame.rank), "wb", buffering=0)  # noqa: SIM115
+        order.files[frame.rank].write(frame.data)
+        if frame.last:
+            order.files[frame.rank].close()
+            order.done.add(frame.rank)
 
     def _finish(self, order: _Order) -> None:
         if not order.done:
@@ -154,6 +169,7 @@ class Traces:
             )
             self._over(order, "failed", why)
             return
+        order.closed = True
         # A thousand ranks have written hundreds of megabytes, and the supervisor has agents to listen to.
         self._merging = threading.Thread(target=self._merge, args=(order,), name="hvdgloo-trace", daemon=True)
         self._merging.start()
@@ -173,13 +189,14 @@ class Traces:
 
     def _over(self, order: _Order, state: str, text: str, size: int = 0) -> None:
         number = order.trace.number
+        order.closed = True
         for rank, file in order.files.items():
             file.close()
             if os.path.exists(self._part(order, rank)):
                 os.unlink(self._part(order, rank))
         with self._lock:
             self._all[number - 1] = Trace(number, order.trace.steps, state, text, size)
-            self._current = self._merging = None
+            self._current = None
         self._tell(f"trace {number} {'is ready' if state == 'ready' else 'has failed'}: {text}")
 
     def _part(self, order: _Order, rank: int) -> str:

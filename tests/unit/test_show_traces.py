@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +83,39 @@ def test_the_traces_of_all_ranks_become_one_file(job: Job, written: list[bytes])
         "trace 1: tracing the next 10 steps",
         "trace 1 is ready: 10 steps of 2 ranks",
     ]
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_job(job: Job, written: list[bytes]) -> None:
+    job.traces.trace(10)
+    shutil.rmtree(job.traces._folder)  # nothing can be written there
+    job.traces.handed_in("h1", Tracing(1, 1))
+    job.hand_in("h1", 0, written[0])
+    assert job.outcome().state == "failed"
+    assert "cannot be kept" in job.outcome().text
+
+
+def test_what_comes_while_traces_are_merged_is_too_late(
+    job: Job, written: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merging, go_on = threading.Event(), threading.Event()
+    merge = module.merge
+
+    def slow(paths: list[str], out: str) -> int:
+        merging.set()
+        assert go_on.wait(30)
+        return merge(paths, out)
+
+    monkeypatch.setattr(module, "merge", slow)
+    job.traces.trace(10)
+    job.traces.handed_in("h1", Tracing(1, 1))
+    job.traces.handed_in("h2", Tracing(1, 0))
+    job.hand_in("h1", 0, written[0])
+    assert merging.wait(30)
+    assert job.traces.deadline is None
+    job.hand_in("h2", 1, written[1])
+    go_on.set()
+    assert job.outcome().text == "10 steps of 1 rank"
+    assert sorted(module.os.listdir(job.traces._folder)) == ["1.json"]
 
 
 def test_one_at_a_time(job: Job, written: list[bytes]) -> None:
