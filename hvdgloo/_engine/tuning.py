@@ -207,7 +207,7 @@ class Tuner:
             choice = self._end_step(now)
             self._seen.clear()
             self._step, self._batches, self._begun = [], 0, now
-        elif len(self._seen) > _MOST_NAMES:
+        elif len(self._step) > _MOST_NAMES:
             return self._conclude(self._start, 1.0, "the program's operations do not come again")
         if not self._begun:
             self._begun = now
@@ -221,6 +221,8 @@ class Tuner:
         nbytes = sum(sum(response.sizes) for response in self._step)
         if self._search is None:
             return self._begin() if self._steps >= self._warmup and nbytes else None
+        if not nbytes:
+            return None  # barriers say nothing about any setting
         if self._settling:
             self._settling = False
             return None

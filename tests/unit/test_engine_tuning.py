@@ -286,6 +286,25 @@ class TestTuner:
             assert tuner.ordered([allreduce("allreduce.noname.1", MIB)], 1.0) is None
         assert not tuner.conclusion
 
+    def test_a_program_whose_operations_have_no_names_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And does not fill the memory with them."""
+        monkeypatch.setattr("hvdgloo._engine.tuning._MOST_NAMES", 100)
+        tuner = Tuner(START, RULES, deterministic=False)
+        for number in range(200):
+            tuner.ordered([allreduce(f"allreduce.noname.{number}", MIB)], float(number))
+        assert "the program's operations do not come again" in tuner.conclusion
+
+    def test_steps_without_any_data_are_not_compared(self) -> None:
+        """Such as a barrier again and again, while rank 0 saves something."""
+        tuner = Tuner(START, AutotuneSettings(warmup_samples=0, steps_per_sample=1, noise=0.0), deterministic=False)
+        now = itertools.count(1.0)
+        for _ in range(3):
+            tuner.ordered([allreduce("large", 8 * MIB), allreduce("small", MIB)], next(now))
+        barrier = Response(Request("barrier", Collective.BARRIER, ()))
+        for _ in range(500):
+            tuner.ordered([barrier], next(now))
+        assert not tuner.conclusion
+
     def test_where_there_is_nothing_to_choose_this_is_said_at_once(self) -> None:
         tuner = Tuner(Choice(32 * MIB, 0.0, 0, 0), RULES, deterministic=False)
         for number in range(6):
