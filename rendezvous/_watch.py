@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # a server without a page does not need it
 
 PROGRAM = "hvdgloo-rendezvous"
 _LOOK_AGAIN = 0.5  # seconds; only --once needs to poll at all, for connections that have ended
+_GONE_TIME = 1.0  # seconds without any worker after which --once ends: between shutdown() and init() there is none
 _BETWEEN_STRANGERS = 30.0  # seconds between two lines about refused requests
 _BETWEEN_LINES = 0.2  # seconds; a thousand workers that come together make a few lines, not a thousand
 
@@ -31,7 +32,7 @@ def watch_fixed(server: RendezvousServer, once: bool, shown: Shown | None = None
         once: end when all workers have come and gone, or did not come.
         shown: the job's page, which gets to know the same.
     """
-    last, failure = "", ""
+    last, failure, deserted = "", "", _Deserted()
     for stamp in _moments(server, once):
         if shown is not None:
             shown.look(server.status())
@@ -45,7 +46,8 @@ def watch_fixed(server: RendezvousServer, once: bool, shown: Shown | None = None
         if text != last and epoch["state"] != "failed":
             last = text
             say(f"{stamp} {text}")
-        if once and epoch["state"] == "complete" and not any(worker["connected"] for worker in epoch["workers"]):
+        gone = epoch["state"] == "complete" and not server.status()["store"]["connected_clients"]
+        if once and deserted.for_good(gone, time.monotonic()):
             say("no worker is connected any more")
             break
     return 0
@@ -60,7 +62,7 @@ def watch_elastic(
         actions: what its ``ElasticEpochs`` does; whatever is not for people is passed over.
         once, shown: as for ``watch_fixed``.
     """
-    last, status, ended = "", 0, False
+    last, status, ended, deserted = "", 0, False, _Deserted()
     before: Changed | None = None
     told: set[str] = set()  # since the last change
     for stamp in _moments(server, once):
@@ -92,10 +94,26 @@ def watch_elastic(
         if job["phase"] == "waiting" and waiting != last:
             last = waiting
             say(f"{stamp} {waiting}")
-        if once and ended and not server.status()["store"]["connected_clients"]:
+        gone = ended and not server.status()["store"]["connected_clients"]
+        if once and deserted.for_good(gone, time.monotonic()):
             say("no worker is connected any more")
             break
     return status
+
+
+class _Deserted:
+    """Whether a server's workers have left for good, or only on their way into another world."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def for_good(self, gone: bool, now: float) -> bool:
+        """Whether nobody has been there for long; ``gone`` says whether nobody is now."""
+        if not gone:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        return self._since is not None and now - self._since >= _GONE_TIME
 
 
 def _moments(server: RendezvousServer, once: bool) -> Iterator[str]:

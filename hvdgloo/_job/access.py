@@ -16,6 +16,7 @@ from hvdgloo._engine.engine import Engine
 from hvdgloo._job.links import Meeting, World, seat_of
 from hvdgloo._job.reporting import Reporting
 from hvdgloo._job.settings import engine_settings
+from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.handshake import listen
 from hvdgloo._net.tls import Tls
 from hvdgloo._observe.counters import Counters
@@ -190,10 +191,10 @@ class Access:
             return None
         owned = counters
 
-        def make() -> Reporter:
+        def make(wake_up: WakeUp) -> Reporter:
             from hvdgloo._job.observing import reporter_of  # which jobs that nobody looks at hardly need
 
-            return reporter_of(config, engine, owned, client, clock_offset)
+            return reporter_of(config, engine, owned, client, clock_offset, wake_up)
 
         return Reporting(
             make, config.observe_interval, lambda: bool(config.observer) and os.path.exists(config.observer)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hvdgloo._backends.reasons import why
+from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._observe import samples
 from hvdgloo._observe.counters import Counters
 from hvdgloo._observe.outlets import AgentOutlet, Outlet, ServerOutlet
@@ -29,7 +30,12 @@ _SHOWN = ("params", "library_options", "stall_check", "timeouts", "elastic", "ti
 
 
 def reporter_of(
-    config: Config, engine: Engine, counters: Counters, client: RendezvousClient, clock_offset: float
+    config: Config,
+    engine: Engine,
+    counters: Counters,
+    client: RendezvousClient,
+    clock_offset: float,
+    wake_up: WakeUp,
 ) -> Reporter:
     """What reports on an engine's rank: to the agent that has started this worker, else to the server.
 
@@ -37,6 +43,7 @@ def reporter_of(
         counters: what the engine writes into.
         client: of the rendezvous server.
         clock_offset: seconds that rank 0's clock is ahead of this host's.
+        wake_up: ends its waits.
     """
     size, interval = engine.topology.size, config.observe_interval
     outlet: Outlet
@@ -45,7 +52,7 @@ def reporter_of(
     else:
         outlet = ServerOutlet(partial(client.observe, timeout=_ANSWER_SECONDS))
         interval = max(interval, size / _RANKS_PER_SECOND)
-    return Reporter(counters, _Rank(config, engine, clock_offset), outlet, interval)
+    return Reporter(counters, _Rank(config, engine, clock_offset), outlet, interval, wake_up)
 
 
 class _Rank:

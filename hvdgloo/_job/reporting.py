@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from hvdgloo._net.event_loop import WakeUp
+
 if TYPE_CHECKING:
     from hvdgloo._observe.reporter import Reporter
 
@@ -19,16 +21,17 @@ class Reporting:
     """One rank's, from now on.
 
     Args:
-        make: what does the work; called on the thread.
+        make: what does the work, given what ends its waits; called on the thread.
         delay: seconds until it is.
         looked_at: whether somebody looks; asked if the rank's part of the job ends before that.
     """
 
-    def __init__(self, make: Callable[[], Reporter], delay: float, looked_at: Callable[[], bool]) -> None:
+    def __init__(self, make: Callable[[WakeUp], Reporter], delay: float, looked_at: Callable[[], bool]) -> None:
         self._make, self._delay, self._looked_at = make, delay, looked_at
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._reporter: Reporter | None = None
+        self._wake_up = WakeUp()  # already here, so that a job has as many descriptors at its start as later
         self._thread = threading.Thread(target=self._run, name="hvdgloo-reporter", daemon=True)
         self._thread.start()
 
@@ -44,7 +47,7 @@ class Reporting:
         try:
             if self._closed.wait(self._delay) and not self._looked_at():
                 return
-            reporter = self._make()
+            reporter = self._make(self._wake_up)
             with self._lock:
                 self._reporter = reporter
                 if self._closed.is_set():
@@ -52,3 +55,5 @@ class Reporting:
             reporter.run()
         except Exception:
             logger.exception("this rank is not reported on any more")
+        finally:
+            self._wake_up.close()

@@ -34,6 +34,8 @@ LOOK_SECONDS = 30.0
 OVERDUE_SECONDS = 1.0
 """Seconds from which an operation that some ranks have not submitted is worth telling."""
 
+_Selector = getattr(selectors, "PollSelector", selectors.DefaultSelector)  # epoll's would be one more descriptor
+
 _MOST_MISSING = 16
 _MOST_TEXT = 4096
 _SETTINGS_EVERY = 30
@@ -91,12 +93,13 @@ class Reporter:
         subject: the rest of what is known about the rank.
         outlet: takes the samples; the Reporter owns it from now on.
         interval: seconds between two samples, at least.
+        wake_up: ends its waits; whoever made it closes it.
     """
 
-    def __init__(self, counters: Counters, subject: Subject, outlet: Outlet, interval: float) -> None:
+    def __init__(self, counters: Counters, subject: Subject, outlet: Outlet, interval: float, wake_up: WakeUp) -> None:
         self._counters, self._outlet, self._interval = counters, outlet, interval
         self._sampler = Sampler(counters, subject)
-        self._wake_up = WakeUp()
+        self._wake_up = wake_up
         rank = subject.place.rank
         self._tracer = StepTracer(counters, rank, subject.start_trace, subject.stop_trace, self._wake_up.wake)
         self._closed = False
@@ -125,7 +128,6 @@ class Reporter:
             self._counters.asleep = False
             self._tracer.close()
             self._outlet.close()
-            self._wake_up.close()
 
     def _sleep(self, due: float) -> float:
         """Wait until a time, an order, the end, or (where nothing is going on) the next submission; returns when to
@@ -140,7 +142,7 @@ class Reporter:
                 return time.monotonic()
         traced = self._tracer.advance(time.monotonic())
         until = due if traced is None else min(due, traced)
-        with selectors.DefaultSelector() as selector:
+        with _Selector() as selector:
             selector.register(self._wake_up, selectors.EVENT_READ)
             if self._outlet.fileno() >= 0:
                 selector.register(self._outlet.fileno(), selectors.EVENT_READ)

@@ -321,7 +321,8 @@ def test_thread_affinity(launcher: Launcher) -> None:
         import os, threading
         import hvdgloo.numpy as hvd
         hvd.init()
-        threads = [thread for thread in threading.enumerate() if thread.name.startswith("hvdgloo-")]
+        engine = ("hvdgloo-control", "hvdgloo-data")
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith(engine)]
         print([sorted(os.sched_getaffinity(thread.native_id)) for thread in threads])
         hvd.barrier()  # the other rank's end would end the threads of this one
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import selectors
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from hvdgloo._job.reporting import Reporting
+from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._observe import reporter as reporter_module
 from hvdgloo._observe import samples
 from hvdgloo._observe.counters import Counters
@@ -97,9 +99,15 @@ def begun() -> Iterator[Callable[..., Reporter]]:
     begun: list[Reporting] = []
 
     def begin(counters: Counters, path: str, rank: Rank | None = None, interval: float = 0.02) -> Reporter:
-        reporter = Reporter(counters, rank or Rank(), AgentOutlet(path), interval)
-        begun.append(Reporting(lambda: reporter, 0.0, lambda: True))
-        return reporter
+        made: queue.SimpleQueue[Reporter] = queue.SimpleQueue()
+
+        def make(wake_up: WakeUp) -> Reporter:
+            reporter = Reporter(counters, rank or Rank(), AgentOutlet(path), interval, wake_up)
+            made.put(reporter)
+            return reporter
+
+        begun.append(Reporting(make, 0.0, lambda: True))
+        return made.get(timeout=30)
 
     yield begin
     for reporting in begun:
@@ -257,7 +265,7 @@ def test_what_nobody_is_there_to_be_told_does_not_keep_an_idle_rank_awake(
                 asleep.set()
             return super().select(timeout)
 
-    monkeypatch.setattr(reporter_module.selectors, "DefaultSelector", Selector)
+    monkeypatch.setattr(reporter_module, "_Selector", Selector)
     counters = Counters()
     counters.note("stall", "some ranks wait")
     begun(counters, str(tmp_path / "agent"))
@@ -287,7 +295,9 @@ def test_what_is_to_be_said_once_is_said_once(agent: Agent, begun: Callable[...,
 
 def test_the_last_totals_are_said_at_the_end(agent: Agent) -> None:
     counters = Counters()
-    reporting = Reporting(lambda: Reporter(counters, Rank(1), AgentOutlet(agent.path), 3600.0), 0.0, lambda: True)
+    reporting = Reporting(
+        lambda wake_up: Reporter(counters, Rank(1), AgentOutlet(agent.path), 3600.0, wake_up), 0.0, lambda: True
+    )
     agent.receive()
     work(counters, 7)
     reporting.close()
@@ -402,8 +412,8 @@ def test_a_server_that_shows_nothing_is_left_alone_for_a_while(monkeypatch: pyte
 def test_a_job_that_ends_at_once_is_reported_on_only_if_somebody_looks(agent: Agent, looked_at: bool) -> None:
     made: list[Reporter] = []
 
-    def make() -> Reporter:
-        made.append(Reporter(counters, Rank(1), AgentOutlet(agent.path), 3600.0))
+    def make(wake_up: WakeUp) -> Reporter:
+        made.append(Reporter(counters, Rank(1), AgentOutlet(agent.path), 3600.0, wake_up))
         return made[-1]
 
     counters = Counters()
