@@ -258,6 +258,7 @@ class Bed:
     def _may_be_stopped(self, actor: Actor) -> None:
         """Nobody is killed who is not accused, late, or on a host that is out."""
         host_out = actor.slot >= self.listed.get(actor.host, 0) or self.job._crew.hosts.slots(actor.host, self.now) == 0
+        host_out = host_out or actor.was_out  # it was told to leave, had its time, and its slot may be listed again
         late = self.now >= self.job._limit or actor.accused or actor.epoch == self.voided
         assert host_out or late or actor.dismissed, f"{actor} is killed, and has done nothing"
 
