@@ -62,7 +62,7 @@ def watch_elastic(
         actions: what its ``ElasticEpochs`` does; whatever is not for people is passed over.
         once, shown: as for ``watch_fixed``.
     """
-    last, status, ended, deserted = "", 0, False, _Deserted()
+    last, status, ended = "", 0, False
     before: Changed | None = None
     told: set[str] = set()  # since the last change
     for stamp in _moments(server, once):
@@ -94,8 +94,7 @@ def watch_elastic(
         if job["phase"] == "waiting" and waiting != last:
             last = waiting
             say(f"{stamp} {waiting}")
-        gone = ended and not server.status()["store"]["connected_clients"]
-        if once and deserted.for_good(gone, time.monotonic()):
+        if once and ended and not server.status()["store"]["connected_clients"]:
             say("no worker is connected any more")
             break
     return status

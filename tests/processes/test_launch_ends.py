@@ -633,15 +633,20 @@ def test_a_job_that_takes_its_time_to_end_says_why(launcher: Launcher, signum: s
 def test_log_ranks_shows_only_these_and_the_failure_of_any(launcher: Launcher) -> None:
     script = launcher.script(
         """
-        import os, sys
+        import os, sys, time
         print("hello from", os.environ["RANK"], flush=True)
+        if os.environ["RANK"] == "0":
+            open("said", "w").close()
         if os.environ["RANK"] == "1" and len(sys.argv) > 1:
+            while not os.path.exists("said"):
+                time.sleep(0.01)
             sys.exit("something is wrong")
         """
     )
     done = launcher.run("-np", "3", "--log-ranks", "0", "--no-prefix", "--output-filename", "logs", script)
     assert (done.stdout, done.stderr, done.returncode) == ("hello from 0\n", "", 0)
     assert (launcher.folder / "logs/rank.2/stdout").read_text() == "hello from 2\n"
+    (launcher.folder / "said").unlink()
     done = launcher.run("-np", "3", "--log-ranks", "0", script, "fail")
     assert done.stdout == "[0]<stdout>:hello from 0\n"
     assert done.stderr.splitlines() == [
