@@ -23,6 +23,25 @@ def why_not_writable(path: str) -> str:
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"permission denied in {folder}"
 
 
+def why_not_replaceable(path: str) -> str:
+    """Why no file can be put at ``path`` at once, by way of another one beside it; empty if nothing is known to prevent
+    it. A file is made for that in the nearest folder that exists, and is gone when this returns.
+    """
+    reason = why_not_writable(path) if os.path.basename(path) else "it does not end with the name of a file"
+    if reason:
+        return reason
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    import tempfile  # which few need
+
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"no file can be made in {folder}: {error.strerror or error}"
+    return ""
+
+
 def unwritable(names: Iterable[str], cwd: str) -> tuple[str, ...]:
     """The files of these that cannot be written, each with the reason; relative ones are in ``cwd``."""
     reasons = {name: why_not_writable(os.path.join(cwd, name)) for name in names}

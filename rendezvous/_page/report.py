@@ -48,16 +48,22 @@ def write(observatory: Observatory, path: str) -> list[str]:
     Raises:
         OSError: a file cannot be written. Files that were there before are then still whole.
     """
-    stem, extension = os.path.splitext(path)
-    if extension.lower() not in (".html", ".htm", ".json"):
-        stem, extension = path, ".html"
-    page = stem + ".html" if extension.lower() == ".json" else stem + extension
-    data = stem + extension if extension.lower() == ".json" else stem + ".json"
+    page, data = paths(path)
     recording = record(observatory)
     as_json = msgspec.json.encode(recording)
     _replace(page, _page(recording.snapshot.job, as_json))
     _replace(data, as_json + b"\n")
     return [page, data]
+
+
+def paths(path: str) -> tuple[str, str]:
+    """Where ``write`` puts the HTML and the JSON file."""
+    stem, extension = os.path.splitext(path)
+    if extension.lower() not in (".html", ".htm", ".json"):
+        stem, extension = path, ".html"
+    if extension.lower() == ".json":
+        return stem + ".html", path
+    return stem + extension, stem + ".json"
 
 
 def record(observatory: Observatory) -> Recording:
@@ -123,7 +129,7 @@ def _digests(texts: Iterable[str]) -> str:
 def _replace(path: str, data: bytes) -> None:
     """Writes a file at once or not at all."""
     temporary = f"{path}.{os.getpid()}.part"
-    with open(temporary, "xb") as file:
+    with open(temporary, "wb") as file:  # a process that had the same number may have left one
         try:
             file.write(data)
             file.flush()

@@ -9,7 +9,6 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from hvdgloo._platform.writable import why_not_writable
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.host_sources import Inventory
@@ -58,10 +57,6 @@ def assemble(
     identity = reach.ssh_identity_file
     if identity is not None and not os.path.exists(os.path.expanduser(identity)):
         raise ConfigError(f"--ssh-identity-file {identity}: there is no such file")
-    if views.report is not None:
-        problem = why_not_writable(views.report)
-        if problem:
-            raise ConfigError(f"--report {views.report}: it cannot be written: {problem}")
     return LaunchSpec(
         command=command,
         remote_command=remote_command,

@@ -20,6 +20,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from hvdgloo._platform.runtime import runtime_folder
+from hvdgloo._platform.spelling import in_one_line
+from hvdgloo._platform.writable import why_not_replaceable
 from hvdgloo.errors import ConfigError, JobFailedError
 from hvdgloo.runner.console.progress import Backoff
 from hvdgloo.runner.console.startup_view import LiveDisplay
@@ -55,7 +57,7 @@ class Showing:
         written: the report's files, once they are there.
 
     Raises:
-        ConfigError: on entering: the page cannot listen where it should.
+        ConfigError: on entering: the page cannot listen where it should, or the report could not be written.
     """
 
     def __init__(self, spec: LaunchSpec, *, say: Callable[[str], None], progress: bool = False) -> None:
@@ -74,7 +76,9 @@ class Showing:
         self._supervisor: Supervisor | None = None
         self._stack = ExitStack()
         self._serving = self._over = False
-        self._public = bool(self._views.page or self._views.report)  # what workers print is shown, too
+        self._public = (
+            self._views.page is not None or self._views.report is not None
+        )  # what workers print is shown, too
         self._epoch = 0
         self._seats: dict[int, Seat] = {}
         self._pids: dict[int, int] = {}
@@ -83,6 +87,8 @@ class Showing:
         self._place_at: float | None = None
 
     def __enter__(self) -> Showing:
+        if self._views.report is not None:
+            _check_report(self._views.report)
         with ExitStack() as stack:
             self._stack = stack
             if self._public:
@@ -366,13 +372,31 @@ class Showing:
             self._place()
         self._observatory.ended(exit_code, message)
         if self._views.report is not None:
-            from hvdgloo.rendezvous._page import report
-
             try:
+                from hvdgloo.rendezvous._page import report
+
                 os.makedirs(os.path.dirname(os.path.abspath(self._views.report)), exist_ok=True)
                 self.written = report.write(self._observatory, self._views.report)
             except OSError as error:
                 self._say(f"--report {self._views.report}: it cannot be written: {error.strerror or error}")
+            except Exception as error:  # noqa: BLE001 - the job is over, and what became of it is not the report's to say
+                text = in_one_line(f"{type(error).__name__}: {error}")
+                self._say(f"--report {self._views.report}: it cannot be written: {text}")
+
+
+def _check_report(path: str) -> None:
+    """Find out before the job whether there can be a report after it.
+
+    Raises:
+        ConfigError: there cannot.
+    """
+    from hvdgloo.rendezvous._page import report
+
+    # A path that names no file counts as it is: a/ does not mean a/.html.
+    for name in (path,) if os.path.basename(path) in ("", ".", "..") else report.paths(path):
+        if problem := why_not_replaceable(name):
+            which = "" if name == path else f"{name}: "
+            raise ConfigError(f"--report {path or repr(path)}: it cannot be written: {which}{problem}")
 
 
 def progress_display(spec: LaunchSpec, showing: Showing, console: Console) -> LiveDisplay | None:

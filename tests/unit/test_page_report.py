@@ -229,3 +229,9 @@ def test_the_json_is_what_its_type_says(tmp_path: Path) -> None:
     assert read.snapshot.schema == view.SCHEMA
     assert read.snapshot.stragglers[0].rank == 3
     assert len(read.series[3].at) == 61
+
+
+def test_what_an_earlier_process_of_this_number_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / f"report.html.{os.getpid()}.part").write_text("half")
+    written(tmp_path, finished())
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["report.html", "report.json"]

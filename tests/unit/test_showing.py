@@ -334,3 +334,43 @@ def test_nothing_is_left_behind(stage: Stage) -> None:
             stage.ask("/v1/job")
         wait_for(lambda: threading.active_count() <= before, 20, "the end of all threads")
     assert list(stage.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("", "--report '': it cannot be written: it does not end with the name of a file"),
+        ("absent/", "absent/: it cannot be written: it does not end with the name of a file"),
+        (".", "--report .: it cannot be written: it is a folder"),
+        (
+            "/proc/x.html",
+            "--report /proc/x.html: it cannot be written: (no file can be made|permission denied) in /proc",
+        ),
+        ("taken", "taken: it cannot be written: .*taken.json: it is a folder"),
+    ],
+)
+def test_a_report_that_could_not_be_written_is_refused_before_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken.json").mkdir()
+    spec = LaunchSpec(("true",), [HostEntry("h1", 1)], np=1, cwd="/", secret=b"", environ={}, views=Views(report=path))
+    with pytest.raises(ConfigError, match=text), Showing(spec, say=print):
+        pytest.fail("the job would have begun")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["taken.json"]
+
+
+def test_a_report_that_fails_in_any_way_is_said_and_the_job_has_ended_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> list[str]:
+        raise ValueError("what nobody\nthought of")
+
+    monkeypatch.setattr("hvdgloo.rendezvous._page.report.write", fails)
+    path = str(tmp_path / "job.html")
+    said: list[str] = []
+    spec = LaunchSpec(("true",), [HostEntry("h1", 1)], np=1, cwd="/", secret=b"", environ={}, views=Views(report=path))
+    with Showing(spec, say=said.append) as showing:
+        showing.conclude(0, "")
+    assert said == [f"--report {path}: it cannot be written: ValueError: what nobody\\nthought of"]
+    assert showing.written == []
