@@ -146,7 +146,16 @@ def _opened(cookie: str, place: str, start: StartResponse) -> list[bytes]:
     It is a page that goes on to the place, and no redirect: after a click on another site (a notebook, a mail),
     browsers count a redirect as that site's doing, and keep strict cookies back.
     """
-    body = _document("The page opens.", f'<p><a href="{place}">Open the page</a>', refresh=place)
+    if cookie:
+        body = _document("The page opens.", f'<p><a href="{place}">Open the page</a>', refresh=place)
+    else:
+        # Which browser this is shows only at the place. It is left to the reader to go there, who would else be told
+        # no more than that they are a stranger.
+        content = (
+            "<p>A link works for one browser. For another one, run hvdgloo-run top --link on the job's host, which "
+            f'prints a new link.<p>If it was this browser: <a href="{place}">open the page</a>.'
+        )
+        body = _document("This link was used already.", content, refresh="")
     start("200 OK", [*_html(body), *([("Set-Cookie", cookie)] if cookie else [])])
     return [body]
 

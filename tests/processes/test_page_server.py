@@ -106,7 +106,10 @@ def test_a_link_that_was_used_opens_nothing_for_others(server: PageServer) -> No
     assert "Set-Cookie" in stranger.get(f"/?{query}").headers
     again = stranger.get(f"/?{query}")
     assert "Set-Cookie" not in again.headers
-    place = re.search(rb"url=(.+?)\"", again.body)
+    assert b"<h1>This link was used already.</h1>" in again.body
+    assert b"hvdgloo-run top --link" in again.body
+    assert b"http-equiv" not in again.body  # or others would not have the time to read it
+    place = re.search(rb"href=\"(/.+?)\"", again.body)
     assert place is not None  # a browser that has the cookie finds its page again; others find this
     refused(stranger.get(place[1].decode()), 401, "needs a link")
 
@@ -407,8 +410,8 @@ def test_who_watches_takes_no_thread(server: PageServer) -> None:
     before = threading.active_count()
     streams = [visitor.watch() for _ in range(40)]
     assert {stream.next()[0] for stream in streams} == {"snapshot"}
-    # The one that writes events, and as many as answer at a time.
-    assert threading.active_count() - before <= 4
+    # The one that writes events, and as many as answer at a time, which depends on the machine.
+    assert threading.active_count() - before < len(streams) // 2
     for stream in streams:
         with stream:
             pass
