@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.show.merging import load, merge
+from hvdgloo.runner.show.merging import merge, origin
 
 USAGE = "hvdgloo-run timeline merge OUT FILE FILE ..."
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> str:
 def _refuse_to_overwrite_a_rank_s(out: str) -> None:
     """Where OUT was forgotten, the first rank's timeline is in its place."""
     try:
-        _, rank, _ = load(out)
+        _, rank = origin(out)
     except ConfigError:
         return
     raise ConfigError(

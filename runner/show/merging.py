@@ -6,11 +6,15 @@ measured when the job started.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
 
 from hvdgloo.errors import ConfigError
+
+_FIRST = 1 << 16  # characters, among which a trace's first event is
 
 
 def merge(paths: Sequence[str], out: str) -> int:
@@ -26,15 +30,32 @@ def merge(paths: Sequence[str], out: str) -> int:
     Raises:
         ConfigError: a file cannot be read or is not a timeline, or ``out`` cannot be written; the text names it.
     """
-    loaded = [load(path) for path in paths]
-    base = min(start for start, _, _ in loaded)
-    events: list[dict[str, Any]] = [
-        _metadata(0, "process_name", {"name": "", "start_time_since_epoch_in_micros": base})
-    ]
-    first = 1
-    for start, rank, own in sorted(loaded, key=lambda each: each[1]):
+    traces = sorted(((*origin(path), path) for path in paths), key=lambda trace: trace[1])
+    base = min(start for start, _, _ in traces)
+    # What is there already stays whole until all has been read, and may be one of the files.
+    written = out if os.path.exists(out) and not os.path.isfile(out) else f"{os.path.realpath(out)}.{os.getpid()}.part"
+    try:
+        with open(written, "w", encoding="utf-8") as file:
+            count = _write(file, traces, base)
+        if written != out:
+            os.replace(written, os.path.realpath(out))
+    except OSError as error:
+        _remove(written, out)
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
+    except BaseException:
+        _remove(written, out)
+        raise
+    return count
+
+
+def _write(file: TextIO, traces: Iterable[tuple[int, int, str]], base: int) -> int:
+    """Write all events, of which one rank's are in memory at a time; returns how many there are."""
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    file.write("[\n" + encode(_metadata(0, "process_name", {"name": "", "start_time_since_epoch_in_micros": base})))
+    count = first = 1
+    for start, rank, path in traces:
         last = 0
-        for event in own:
+        for event in _events(path):
             event["pid"] += first
             last = max(last, event["pid"])
             if "ts" in event:
@@ -43,29 +64,56 @@ def merge(paths: Sequence[str], out: str) -> int:
                 event["args"]["name"] = f"rank {rank} {event['args']['name']}".strip()
             elif event["name"] == "process_sort_index":
                 event["args"]["sort_index"] = event["pid"]
-            events.append(event)
+            file.write(",\n" + encode(event))
+            count += 1
         first = last + 1
-    try:
-        with open(out, "w", encoding="utf-8") as file:
-            file.write("[\n" + ",\n".join(json.dumps(event, separators=(",", ":")) for event in events) + "\n]\n")
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
-    return len(events)
+    file.write("\n]\n")
+    return count
 
 
-def load(path: str) -> tuple[int, int, list[dict[str, Any]]]:
-    """When a trace begins (microseconds since the epoch, on rank 0's clock), whose it is, and its events.
+def _remove(written: str, out: str) -> None:
+    if written != out:
+        with contextlib.suppress(OSError):
+            os.unlink(written)
+
+
+def origin(path: str) -> tuple[int, int]:
+    """When a trace begins (microseconds since the epoch, on rank 0's clock), and whose it is. Reads its first event.
+
+    Raises:
+        ConfigError: it cannot be read, or is not a timeline.
+    """
+    with _reading(path) as file:
+        text = file.read(_FIRST).lstrip()
+        if not text.startswith("["):
+            raise ValueError
+        event, _ = json.JSONDecoder().raw_decode(text[1:].lstrip())
+        return int(event["args"]["start_time_since_epoch_in_micros"]), int(event["args"]["rank"])
+
+
+def _events(path: str) -> Iterator[dict[str, Any]]:
+    """A trace's events.
+
+    Raises:
+        ConfigError: it cannot be read, or is not a timeline.
+    """
+    with _reading(path) as file:
+        events = json.load(file)
+        if not (isinstance(events, list) and all(map(_is_event, events))):
+            raise ValueError
+    return iter(events)
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[TextIO]:
+    """A trace that is open, and whose faults are told.
 
     Raises:
         ConfigError: it cannot be read, or is not a timeline.
     """
     try:
         with open(path, encoding="utf-8") as file:
-            events = json.load(file)
-        args = events[0]["args"]
-        if not all(map(_is_event, events)):
-            raise ValueError
-        return int(args["start_time_since_epoch_in_micros"]), int(args["rank"]), events
+            yield file
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, IndexError, TypeError, OverflowError):

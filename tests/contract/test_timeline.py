@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,42 @@ def test_merging_again_replaces_what_was_merged(tmp_path: Path) -> None:
     for _ in range(2):
         assert merging.merge([str(tmp_path / "trace")], str(tmp_path / "out")) == 2
         assert "2 events of 1 rank;" in merging.main(["merge", str(tmp_path / "out"), str(tmp_path / "trace")])
+
+
+def test_merging_holds_one_rank_s_trace_at_a_time(tmp_path: Path) -> None:
+    ranks, events = 12, 500
+    for rank in range(ranks):
+        args = {"name": "", "rank": rank, "start_time_since_epoch_in_micros": 1000 - rank}
+        trace = [{"name": "process_name", "ph": "M", "pid": 0, "args": args}]
+        trace += [{"name": f"X{n}", "ph": "X", "pid": 0, "ts": float(n), "args": {}} for n in range(events)]
+        (tmp_path / f"trace.{rank}").write_text(json.dumps(trace))
+
+    def peak(paths: list[str]) -> int:
+        tracemalloc.start()
+        try:
+            assert merging.merge(paths, str(tmp_path / "out")) == 1 + len(paths) * (events + 1)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    paths = [str(tmp_path / f"trace.{rank}") for rank in range(ranks)]
+    of_one = peak(paths[:1])
+    assert peak(paths) < 3 * of_one
+    merged = json.loads((tmp_path / "out").read_text())
+    assert {event["pid"] for event in merged} == set(range(ranks + 1))
+    assert [event["ts"] for event in merged if event["name"] == "X0"] == [ranks - 1 - rank for rank in range(ranks)]
+
+
+def test_a_merge_that_fails_leaves_what_was_merged_before(tmp_path: Path) -> None:
+    args = {"name": "", "rank": 0, "start_time_since_epoch_in_micros": 1}
+    first = {"name": "process_name", "ph": "M", "pid": 0, "args": args}
+    (tmp_path / "good").write_text(json.dumps([first]))
+    (tmp_path / "late").write_text(json.dumps([{**first, "args": {**args, "rank": 1}}, {"name": "no pid"}]))
+    (tmp_path / "out").write_text("before")
+    with pytest.raises(ConfigError, match="late is not a timeline"):
+        merging.merge([str(tmp_path / "good"), str(tmp_path / "late")], str(tmp_path / "out"))
+    assert (tmp_path / "out").read_text() == "before"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["good", "late", "out"]
 
 
 def test_a_file_that_cannot_be_written_is_refused(world: MakeWorld) -> None:
