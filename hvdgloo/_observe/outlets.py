@@ -63,6 +63,7 @@ class AgentOutlet:
         self._own = os.path.join(os.path.dirname(path), str(os.getpid()))
         self._socket: socket.socket | None = None
         self._identity = (0, 0)  # of the agent's socket; another one may take its place
+        self._bound = (0, 0)  # device and inode of our own
 
     def is_open(self) -> bool:
         try:
@@ -81,10 +82,11 @@ class AgentOutlet:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._own)  # of this process's last job
             sock.bind(self._own)
+            own = os.stat(self._own)
         except OSError:
             sock.close()
             return False
-        self._socket, self._identity = sock, identity
+        self._socket, self._identity, self._bound = sock, identity, (own.st_dev, own.st_ino)
         return True
 
     @property
@@ -119,10 +121,12 @@ class AgentOutlet:
 
     def close(self) -> None:
         if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+            sock, self._socket = self._socket, None
             with contextlib.suppress(OSError):
-                os.unlink(self._own)
+                own = os.stat(self._own)
+                if (own.st_dev, own.st_ino) == self._bound:  # and not that of this process's next job
+                    os.unlink(self._own)
+            sock.close()  # last: until then, no other file can have its inode
 
 
 class ServerOutlet:

@@ -70,7 +70,8 @@ class StepTracer:
         """This rank's part of the job ends, and with it the trace."""
         if self._order is not None and self._tracing:
             self._end(self._order)
-        self._counters.on_step = None
+        if self._counters.on_step == self._stepped:  # and not that of this process's next job
+            self._counters.on_step = None
 
     def _await(self, step: int, deadline: float) -> None:
         self._next_step, self._deadline = step, deadline

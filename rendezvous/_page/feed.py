@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 MOST_READERS = 128
 MOST_BEHIND = 8 << 20  # bytes
 _KEPT = 4  # of what was encoded last; readers who keep up want no more
+_LONGEST_REVISION = 18  # digits
 _TURN = 0.25  # seconds between two looks for news
 _ALIVE = 15.0  # seconds between two signs of life
 _LAST_WORDS = 0.5  # seconds for sending them
@@ -130,17 +131,23 @@ class Feed:
             controls: its reader may have steps traced, as ``Job.control`` is to say.
             last: id of the last event that they have seen, from the Last-Event-ID header; empty if they see none yet.
         """
-        life, _, revision = last.partition("-")
-        known = int(revision) if life == self._life and revision.isdecimal() else None
-        connection.socket.setblocking(False)
-        with self._lock:
-            if self._ended:
-                self._close(connection)
-                return
-            self._coming.append(_Reader(connection, self._observatory.subscribe(known), controls=controls))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hvdgloo-page-feed", daemon=True)
-                self._thread.start()
+        try:
+            connection.socket.setblocking(False)
+            subscription = self._observatory.subscribe(self._revision(last))
+            with self._lock:
+                if self._ended:
+                    self._places -= 1
+                    self._close(connection)
+                    return
+                if self._thread is None:
+                    thread = threading.Thread(target=self._run, name="hvdgloo-page-feed", daemon=True)
+                    thread.start()
+                    self._thread = thread
+                self._coming.append(_Reader(connection, subscription, controls=controls))
+        except BaseException:
+            with self._lock:
+                self._places -= 1
+            raise
         self._wake_up.wake()
 
     def stop(self, reason: str) -> None:
@@ -153,6 +160,12 @@ class Feed:
             thread.join(2 * _LAST_WORDS + 5)
         elif self._wake_up.fileno() >= 0:
             self._release()
+
+    def _revision(self, last: str) -> int | None:
+        """Of an event's id, if it is one of this server's."""
+        life, _, revision = last.partition("-")
+        known = life == self._life and revision.isdecimal() and len(revision) <= _LONGEST_REVISION
+        return int(revision) if known else None
 
     # The thread.
 

@@ -422,3 +422,25 @@ def test_a_job_that_ends_at_once_is_reported_on_only_if_somebody_looks(agent: Ag
     assert len(made) == looked_at
     if looked_at:
         assert agent.until(lambda sample: sample.operations == 7)
+
+
+def test_a_reporter_that_ends_leaves_the_next_one_its_socket(agent: Agent) -> None:
+    first, second = AgentOutlet(agent.path), AgentOutlet(agent.path)
+    assert first.is_open()
+    assert second.is_open()
+    first.close()
+    agent.socket.sendto(samples.ORDERS.encode(samples.TraceOrder(1, 2, "")), second._own)
+    assert [order.number for order in second.orders()] == [1]
+    second.close()
+    assert not os.path.exists(second._own)
+
+
+def test_a_tracer_that_ends_leaves_the_next_one_its_steps(tmp_path: Path) -> None:
+    counters, rank = Counters(), Rank(1)
+    first, second = (StepTracer(counters, 1, rank.start_trace, rank.stop_trace, lambda: None) for _ in range(2))
+    first.order(samples.TraceOrder(1, 10, str(tmp_path)), 100.0)
+    second.order(samples.TraceOrder(2, 10, str(tmp_path)), 100.0)
+    first.close()
+    assert counters.on_step == second._stepped
+    second.close()
+    assert counters.on_step is None

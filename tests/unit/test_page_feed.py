@@ -200,3 +200,19 @@ def test_a_fault_of_ours_ends_connections_and_not_the_feed(
         until(lambda: crowd.feed.watchers == 0, "the connection's end", PATIENCE)
     assert "ZeroDivisionError" in caplog.text
     assert crowd.join().event()[0] == "snapshot"
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "9" * 400, "\u00b2", ""])
+def test_an_impossible_last_event_is_none(job: SimulatedJob, crowd: Crowd, digits: str) -> None:
+    reader = crowd.join(last=f"{crowd.feed._life}-{digits}")
+    assert reader.event()[0] == "snapshot"
+
+
+def test_who_cannot_join_gives_the_place_back(job: SimulatedJob, crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(after: int | None) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(job.observatory, "subscribe", fails)
+    with pytest.raises(RuntimeError):
+        crowd.join()
+    assert crowd.feed.watchers == 0
