@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from hvdgloo._platform.nics import nccl_variables
+from hvdgloo._platform.spelling import suggestions
 from hvdgloo.config import format_endpoint
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.spec import Slot
@@ -20,6 +21,8 @@ THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+_SUBCOMMANDS = ("doctor", "timeline", "top", "tune")
+"""What stands in a command's place and is none."""
 _OWN_INTERPRETER = ("python", "python3")
 
 
@@ -112,7 +115,8 @@ def _executable(program: str, cwd: str, search_path: str | None) -> str:
         return program
     found = shutil.which(program, path=search_path)
     if found is None:
-        hint = f"; did you mean ./{program}?" if os.path.exists(path) else ""
+        meant = [f"./{program}"] if os.path.exists(path) else suggestions(program, _SUBCOMMANDS)
+        hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
         raise ConfigError(f"there is no program {program} in the search path{hint}")
     return found
 

@@ -177,9 +177,11 @@ def _print_json(source: Source, stdout: TextIO, interval: float, *, once: bool) 
 def _print_once(source: Source, stdout: TextIO) -> None:
     from rich.console import Console  # which --json and --link do without
 
-    from hvdgloo.runner.top.screen import Screen
+    from hvdgloo.runner.top.screen import ENDLESS, Screen
 
-    Console(file=stdout, highlight=False).print(Screen(_settled(source), whole=True), end="")
+    endless = not stdout.isatty()  # whoever reads a pipe or a file gets all that there is
+    console = Console(file=stdout, highlight=False, width=ENDLESS if endless else None)
+    console.print(Screen(_settled(source), whole=True, endless=endless), end="")
 
 
 def _trace(source: Source, steps: int, stdout: TextIO) -> None:

@@ -43,6 +43,8 @@ _COLUMNS: tuple[tuple[str, int, int, Callable[[Ranks, int], str]], ...] = (
 """Heading, width, how wide the terminal must be for it, and what stands there."""
 _OF_STEPS = frozenset({"steps", "step", "computing", "waiting"})
 _WITHOUT_STEPS = frozenset({"operations"})
+ENDLESS = 100_000
+"""Width of a console that no line exceeds."""
 _EVENTS = 5
 _STRAGGLERS = 3
 _LEAST_HOSTS = 4  # lines of hosts, where there are more than fit
@@ -54,11 +56,13 @@ class Screen:
     Args:
         snapshot: of the job.
         whole: all hosts and ranks, however many lines that takes.
+        endless: lines are as long as they need to be, and nothing is shortened; for a console of width ``ENDLESS``.
         first: place of the first rank to be shown in the table.
     """
 
-    def __init__(self, snapshot: Snapshot, *, whole: bool = False, first: int = 0) -> None:
+    def __init__(self, snapshot: Snapshot, *, whole: bool = False, endless: bool = False, first: int = 0) -> None:
         self._snapshot = snapshot
+        self._endless = endless
         self._whole = whole
         self._first = first
 
@@ -72,9 +76,10 @@ class Screen:
         room = None if height is None else max(0, height - lines - 3)  # legend, headings
         hosts = len(self._snapshot.hosts)
         shown = hosts if room is None else min(hosts, max(_LEAST_HOSTS, room // 2))
-        grid = _grid(self._snapshot, shown, marks, options.max_width)
+        width = None if self._endless else options.max_width
+        grid = _grid(self._snapshot, shown, marks, width)
         rows = None if room is None else max(0, room - shown - (shown < hosts))
-        body = Group(*head, grid, _legend(marks), *tail, _ranks(self._snapshot, self._first, rows, options.max_width))
+        body = Group(*head, grid, _legend(marks), *tail, _ranks(self._snapshot, self._first, rows, width))
         yield from self._cut(console, options, body, height)
 
     @staticmethod
@@ -146,7 +151,7 @@ def _planes(snapshot: Snapshot) -> list[RenderableType]:
     ]
 
 
-def _grid(snapshot: Snapshot, shown: int, marks: dict[str, str], width: int) -> RenderableType:
+def _grid(snapshot: Snapshot, shown: int, marks: dict[str, str], width: int | None) -> RenderableType:
     """A row for each host: what its ranks do, and how the host is."""
     cells: dict[int, Text] = {}
     ranks = snapshot.ranks
@@ -156,9 +161,11 @@ def _grid(snapshot: Snapshot, shown: int, marks: dict[str, str], width: int) -> 
     names = [Text(in_one_line(host.name), _host_style(host)) for host in snapshot.hosts[:shown]]
     table = Table.grid(padding=(0, 2, 0, 0))
     table.width = width
-    for texts, most in ((names, width // 4), (list(cells.values()), width // 3)):
+    for texts, part in ((names, 4), (list(cells.values()), 3)):
         widest = max((text.cell_len for text in texts), default=0)
-        table.add_column(no_wrap=True, overflow="ellipsis", width=min(widest, most))
+        table.add_column(
+            no_wrap=True, overflow="ellipsis", width=widest if width is None else min(widest, width // part)
+        )
     table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for index, (name, host) in enumerate(zip(names, snapshot.hosts[:shown], strict=True)):
         table.add_row(name, cells.get(index, Text("")), Text(_host(host), "dim"))
@@ -208,14 +215,14 @@ def _events(snapshot: Snapshot, ascii_only: bool) -> list[RenderableType]:
     ]
 
 
-def _ranks(snapshot: Snapshot, first: int, rows: int | None, width: int) -> RenderableType:
+def _ranks(snapshot: Snapshot, first: int, rows: int | None, width: int | None) -> RenderableType:
     """The table of ranks, from the ``first`` one of its order on. What is narrow leaves columns out."""
     ranks, hosts = snapshot.ranks, snapshot.hosts
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", width=width)
     unwanted = _WITHOUT_STEPS if any(ranks.steps) else _OF_STEPS
-    columns = [column for column in _COLUMNS if width >= column[2] and column[0] not in unwanted]
+    columns = [column for column in _COLUMNS if (width is None or width >= column[2]) and column[0] not in unwanted]
     table.add_column("rank", justify="right", no_wrap=True, min_width=4)
-    table.add_column("host", no_wrap=True, max_width=max(8, width // 8))
+    table.add_column("host", no_wrap=True, max_width=None if width is None else max(8, width // 8))
     table.add_column("state", no_wrap=True, min_width=_LONGEST_STATE)
     for heading, least, _, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True, min_width=least)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hvdgloo.rendezvous._observatory.view import Snapshot
 from hvdgloo.rendezvous._observatory.words import duration, number, share, size
-from hvdgloo.runner.top.screen import Screen, order
+from hvdgloo.runner.top.screen import ENDLESS, Screen, order
 from tests.support.observed import SimulatedJob
 
 
@@ -191,3 +191,20 @@ def test_durations(value: float, text: str) -> None:
 
 def test_shares() -> None:
     assert [share(part) for part in (0, 0.1249, 1)] == ["0 %", "12 %", "100 %"]
+
+
+def test_nothing_is_shortened_where_there_is_no_terminal() -> None:
+    job = simulated(ranks=4, slow=3)
+    job.lose(1)
+    job.advance(2)
+    snapshot = job.observatory.snapshot()
+    snapshot.hosts[0].name = "a-node-" + "1" * 60
+    snapshot.job.command = "train.py " + "--flag " * 100
+    file = io.StringIO()
+    Console(file=file, width=ENDLESS, color_system=None).print(Screen(snapshot, whole=True, endless=True), end="")
+    text = file.getvalue()
+    assert "\u2026" not in text
+    assert snapshot.job.command.strip() in text
+    assert snapshot.ranks.detail[1] in text
+    assert text.count(snapshot.hosts[0].name) >= 3
+    assert max(map(len, text.splitlines())) < 1000  # and nothing is padded to the console's width
