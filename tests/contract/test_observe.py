@@ -22,6 +22,7 @@ from hvdgloo.config import Config
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import Metrics, PlaneMetrics
 from tests.support import world as world_module
+from tests.support.rendezvous import until
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
@@ -93,8 +94,10 @@ def test_process_sets_are_counted_apart_and_shown_with_their_planes(ranks: Calla
     assert [number for _, number, _ in results[2][1]] == [0]
 
 
-def late(context: Context, who: int, others: threading.Barrier, delay: float, rounds: int) -> Metrics:
-    """One rank submits each operation a while after all others have."""
+def late(
+    context: Context, who: int, others: threading.Barrier, waiting: Sequence[Counters], delay: float, rounds: int
+) -> Metrics:
+    """One rank submits each operation a while after all others wait for theirs."""
     hvd = frontend_of(context)
     for number in range(rounds):
         if context.rank != who:
@@ -102,6 +105,7 @@ def late(context: Context, who: int, others: threading.Barrier, delay: float, ro
             others.wait(DEADLINE)
         else:
             others.wait(DEADLINE)
+            until(lambda: all(counters.blocked_in is not None for counters in waiting), "the others wait", DEADLINE)
             time.sleep(delay)
             handle = hvd.allreduce_async(np.ones(2000, np.float32), name=f"{number % 2}")
         hvd.synchronize(handle)
@@ -112,11 +116,13 @@ def late(context: Context, who: int, others: threading.Barrier, delay: float, ro
 @pytest.mark.parametrize("who", [0, 1, 3, 5])
 @pytest.mark.parametrize(("control", "slots"), [("inline", None), ("tree", (2, 3, 1)), ("tree", (1, 2, 2, 1))])
 def test_it_is_known_who_made_the_others_wait_and_how_long(control: str, slots: Sequence[int] | None, who: int) -> None:
-    size, delay, rounds = 6, 0.03, 8
+    size, delay, rounds = 6, 0.05, 8
     made = World(size, control, slots=slots)
     try:
         others = threading.Barrier(size)
-        results = made.run(lambda context: late(context, who, others, delay, rounds))
+        kept = [context.engine.counters for context in made.contexts if context.rank != who]
+        waiting = [counters for counters in kept if counters is not None]
+        results = made.run(lambda context: late(context, who, others, waiting, delay, rounds))
         counters = made.contexts[0].engine.counters
         assert counters is not None
         assert counters.lateness is not None

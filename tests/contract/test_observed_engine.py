@@ -35,13 +35,13 @@ def train(context: Context) -> list[bytes]:
     for step in range(STEPS):
         if context.rank == SLOW:
             for _ in range(SIZE - 1):
-                assert submitted.acquire(timeout=20)
+                assert submitted.acquire(timeout=60)
             time.sleep(LAG)  # for so long the others wait, at least
         handles = [allreduce(context, name, np.ones(256, np.float32)) for name in ("a", "b")]
         if context.rank != SLOW:
             submitted.release()
         for handle in handles:
-            handle.wait(20)
+            handle.wait(60)
         context.end_step()
         if step in (STEPS // 2, STEPS - 1):
             said.append(CODEC.encode(sampler.sample(time.monotonic(), settings=True)))
