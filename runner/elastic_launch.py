@@ -34,7 +34,7 @@ from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.observer import Observer, Surroundings, expect, open_console
 from hvdgloo.runner.protocol.frames import Spawn
-from hvdgloo.runner.provisions import advice_for, base_environment, check_traces, command_on, limits_there, required_on
+from hvdgloo.runner.provisions import advice_for, base_environment, check_outputs, command_on, limits_there, required_on
 from hvdgloo.runner.rendezvous_host import InLauncher
 from hvdgloo.runner.report import Report
 from hvdgloo.runner.show.showing import progress_display
@@ -57,7 +57,7 @@ def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings)
     chosen = around.spawner or AnyHostSpawner(spec.reach, fork=around.fork)
     if spec.output_directory is not None:
         make_directory(spec.output_directory)
-    check_traces(spec, chosen, spec.hosts)
+    check_outputs(spec, chosen, spec.hosts)
     manager = _asked(elastic.discovery, around.signals)
     entry = elastic.entry or partial(host_entry, slots=None)
     job_id = secrets.token_hex(16)

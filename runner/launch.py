@@ -28,7 +28,7 @@ from hvdgloo.runner.network.addressing import Placement, Server
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.observer import Observer, Results, Surroundings, expect, open_console
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Spawn
-from hvdgloo.runner.provisions import advice_for, base_environment, check_traces, command_on, limits_there, required_on
+from hvdgloo.runner.provisions import advice_for, base_environment, check_outputs, command_on, limits_there, required_on
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
 from hvdgloo.runner.report import Report, Restart, first_line, history
 from hvdgloo.runner.show.showing import Showing, progress_display
@@ -144,7 +144,7 @@ def _attempt(
     job_id = secrets.token_hex(16)
     if spec.output_directory is not None:
         make_directory(spec.output_directory)
-    check_traces(spec, spawner, hosts)
+    check_outputs(spec, spawner, hosts)
     if spec.network.tls is not None:
         Tls(*spec.network.tls).check_listener()  # the rendezvous server is opened only when all agents are there
     showing = around.showing

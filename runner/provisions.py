@@ -21,18 +21,29 @@ def required_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Require:
     if spawner.is_local(host):
         return Require(spec.cwd)  # the rest has been checked here
     if host.premises is not None:
-        return Require(host.premises.cwd, outputs=_traces(spec, host))  # what runs there has brought the agent
+        return Require(host.premises.cwd, outputs=_outputs(spec, host))  # what runs there has brought the agent
     files, programs = needs(command_on(spec, spawner, host), spec.reach.python)
     environ = base_environment(spec, spawner, host)
-    return Require(spec.cwd, files, programs, environ.get("PATH", ""), _traces(spec, host))
+    return Require(spec.cwd, files, programs, environ.get("PATH", ""), _outputs(spec, host))
 
 
-def check_traces(spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry]) -> None:
-    """Refuse a trace that cannot be written on this host; others check theirs before workers start."""
+def check_outputs(spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry]) -> None:
+    """Refuse files that ranks cannot write on this host; others check theirs before workers start."""
     for host in hosts:
         if spawner.is_local(host):
             for problem in unwritable(_traces(spec, host), spec.cwd):
                 raise ConfigError(f"--timeline-filename (HVDGLOO_TIMELINE): {problem}")
+            for problem in unwritable(_log(spec, host), spec.cwd):
+                raise ConfigError(f"--autotune-log-file (HVDGLOO_AUTOTUNE_LOG): {problem}")
+
+
+def _outputs(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
+    return (*_traces(spec, host), *_log(spec, host))
+
+
+def _log(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
+    """The file that rank 0 writes what ``--autotune`` tries to, if it is on this host."""
+    return (spec.autotune_log,) if spec.autotune_log and _begins(spec, host) else ()
 
 
 def _traces(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
@@ -40,7 +51,12 @@ def _traces(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
     name = spec.timeline
     if not name or name.upper() == "DYNAMIC":
         return ()
-    return (name,) if "{rank}" in name or (spec.hosts and host.name == spec.hosts[0].name) else ()
+    return (name,) if "{rank}" in name or _begins(spec, host) else ()
+
+
+def _begins(spec: LaunchSpec, host: HostEntry) -> bool:
+    """Rank 0 will be on this host."""
+    return bool(spec.hosts) and host.name == spec.hosts[0].name
 
 
 def command_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> tuple[str, ...]:

@@ -255,6 +255,11 @@ class Coordinator:
             self._tune(self._tuner, batch, now)
         self.outbox.append((EVERYONE, batch))
 
+    @property
+    def undecided(self) -> str:
+        """What autotune has to say if the job ends now; empty if it has chosen, or was not asked for."""
+        return "" if self._tuner is None else self._tuner.undecided
+
     def _tune(self, tuner: Tuner, batch: Execute, now: float) -> None:
         """Show the tuner what is ordered, and have all ranks change settings before that, if it says so."""
         choice = tuner.ordered(self._negotiator.responses(batch.items), now)

@@ -388,6 +388,8 @@ class Engine:
                     except Exception:  # one that does not end well must not keep the others from it
                         logger.exception("the %s data plane was not closed", backend.name)
             self._stop_timeline()
+            if self._coordinator is not None and self._coordinator.undecided and not reason:
+                logger.warning("%s", self._coordinator.undecided)
             if ended and is_silent:
                 self._come_apart()
 

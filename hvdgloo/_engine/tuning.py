@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Generator, Sequence
@@ -193,6 +194,12 @@ class Tuner:
         self._fastest = 0.0
         self._samples = 0
 
+    @property
+    def undecided(self) -> str:
+        """The line for people if the job ends now, before the search has."""
+        spent = f"{self._samples} samples in {self._steps} steps"
+        return f"autotune: ended before anything was chosen ({spent}); the job needs more steps"
+
     def ordered(self, batch: Sequence[Response], now: float) -> Choice | None:
         """The coordinator orders a batch.
 
@@ -287,6 +294,7 @@ class _Log:
 
     def __init__(self, path: str) -> None:
         try:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
             self._file: IO[str] | None = open(path, "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"--autotune-log-file {path}: {error.strerror}") from None

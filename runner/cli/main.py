@@ -113,7 +113,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
         from hvdgloo.runner.cli.build_report import build_table
 
         return _print(build_table(), stdout, stderr)
-    line = command_line(parser, given, () if tuned else command, doctor=doctor or tuned)
+    line = command_line(parser, given, command, doctor=doctor or tuned)
     for notice in line.notices:
         stderr.write(f"{PROGRAM}: {notice}\n")
     stderr.flush()
@@ -194,7 +194,9 @@ def command_line(
     content = FileContent() if given.config_file is None else config_file.read(given.config_file, parser)
     notices += [f"{given.config_file}: {key} has no effect here" for key in content.ignored]
     arguments = parser.complete(given, content.flags)
-    environ = {**os.environ, **content.environ, **setting_flags.from_flags(arguments)}
+    flagged = setting_flags.from_flags(arguments)
+    environ = {**os.environ, **content.environ, **flagged}
+    tune.check_log(flagged, environ)
     exports = exports_from(arguments, environ)
     environ = without_place({**environ, **exports})
     options = options_from(arguments)

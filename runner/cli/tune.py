@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from hvdgloo.errors import ConfigError
+from hvdgloo.config import Config
+from hvdgloo.errors import ConfigError, JobFailedError
 from hvdgloo.runner.job.spec import LaunchSpec
 
 FLAGS = ("save", "plot", "seconds")
@@ -24,17 +27,32 @@ def check(given: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} is for hvdgloo-run tune")
 
 
+def check_log(flagged: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """Refuse ``--autotune-log-file`` where nothing is tried. (A variable may be there for jobs of any kind.)
+
+    Args:
+        flagged: variables that stand for flags of the command line.
+        environ: all variables.
+
+    Raises:
+        ConfigError: it is given.
+    """
+    if "HVDGLOO_AUTOTUNE_LOG" in flagged and not Config.from_env(environ).autotune:
+        raise ConfigError("--autotune-log-file is about what --autotune tries, which is not asked for")
+
+
 def run(
     spec: LaunchSpec, given: argparse.Namespace, program: Sequence[str], *, default_seconds: int, stderr: TextIO
 ) -> str:
     """Measure, write the files that were asked for, and return what is to be printed.
 
     Raises:
-        ConfigError: a file cannot be written, or the program is none of Python's.
+        ConfigError: a file cannot be written, the program is none of Python's, or there is only one rank.
         LaunchError, JobFailedError: a job of the measurement has failed.
     """
     from hvdgloo.runner.tuning import campaign, report
 
+    campaign.check_size(spec)
     files = [path for path in (given.save, given.plot) if path is not None]
     for path in files:  # before anything is measured
         _write(path, "", mode="a")
@@ -43,7 +61,10 @@ def run(
         stderr.write(f"hvdgloo-run: {text}\n")
         stderr.flush()
 
-    found = campaign.run(spec, program=program, seconds=given.seconds or default_seconds, stderr=stderr, say=say)
+    try:
+        found = campaign.run(spec, program=program, seconds=given.seconds or default_seconds, stderr=stderr, say=say)
+    except KeyboardInterrupt:  # between two jobs
+        raise JobFailedError("stopped by SIGINT", exit_code=128 + signal.SIGINT) from None
     if given.save is not None:
         _write(given.save, report.as_yaml(found))
         say(f"settings are in {given.save}: hvdgloo-run --config-file {given.save} ...")
@@ -55,6 +76,7 @@ def run(
 
 def _write(path: str, text: str, mode: str = "w") -> None:
     try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(path, mode, encoding="utf-8") as file:
             file.write(text)
     except OSError as error:

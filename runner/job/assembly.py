@@ -78,6 +78,7 @@ def assemble(
         stdin_rank=stdin_rank,
         verbose=verbose,
         timeline=config.timeline,
+        autotune_log=config.autotune_log if config.autotune else None,
         reach=inventory.completed(replace(reach, connect_timeout=config.connect_timeout)),
         network=NetworkOptions(nics, config.port_range, config.connect_timeout, config.tls_files),
         elastic=elastic,

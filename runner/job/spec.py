@@ -221,6 +221,7 @@ class LaunchSpec:
         stdin_rank: the rank that is given the launcher's standard input.
         verbose: say what is being done.
         timeline: where workers write their trace from the start; see ``Config``.
+        autotune_log: where rank 0 writes what ``--autotune`` tries; None for nowhere.
         reach: how other hosts are reached.
         network: how hosts reach each other.
         elastic: how the number of workers may change; None if it is fixed.
@@ -247,6 +248,7 @@ class LaunchSpec:
     stdin_rank: int | None = None
     verbose: bool = False
     timeline: str | None = None
+    autotune_log: str | None = None
     reach: Reach = field(default_factory=Reach)
     exported: frozenset[str] = frozenset()
     export_all: bool = True

@@ -3,6 +3,8 @@ other planes with what was found."""
 
 from __future__ import annotations
 
+import io
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +12,7 @@ from typing import Any, TextIO
 
 from hvdgloo.config import Config
 from hvdgloo.config import settings as declarations
-from hvdgloo.errors import ConfigError
+from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
 from hvdgloo.runner.conclusion import ResultFiles, conclude
 from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.runner.launch import launch
@@ -27,10 +29,12 @@ _STARTING = 4.0
 _SHORTEST = 2.0
 """Seconds that another plane is measured for at least."""
 
-_OTHER_PLANE = 1.05
+OTHER_PLANE = 1.05
 """How many times as fast another data plane must be: it is measured in another job, at another time."""
 
 _LARGE_SEGMENT = 16 << 20
+
+_ALONE = "tune: a job of one process sends nothing, so there is nothing to tune; give it more with -np or -H"
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,20 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Again:
+    """Other data planes that seemed to be the fastest, and were measured once more.
+
+    Attributes:
+        variant: what they are.
+        own_seconds, seconds: a step's time with the job's own planes and with these, one right after the other.
+    """
+
+    variant: Variant
+    own_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Campaign:
     """All that was found.
 
@@ -50,15 +68,28 @@ class Campaign:
         workload: a line about what was sent.
         main: with the data planes that the job has by itself.
         others: with others: what each is, and what was found.
-        chosen: of these, the one that is to be used; None for the job's own.
+        again: the one of these that was measured once more; None if none was fast enough.
+        chosen: the one that is to be used; None for the job's own.
         settings: by field of Config, what differs from the defaults.
     """
 
     workload: str
     main: Measured
     others: tuple[tuple[Variant, Measured], ...]
+    again: Again | None
     chosen: Variant | None
     settings: Mapping[str, int | float | str]
+
+
+def check_size(spec: LaunchSpec) -> None:
+    """Refuse a job of one rank, as far as its size is known before it starts.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    slots = [host.slots for host in spec.hosts]
+    if spec.np == 1 or (spec.np is None and slots == [1]):
+        raise ConfigError(_ALONE)
 
 
 def run(
@@ -74,13 +105,19 @@ def run(
         say: shows what is being done.
 
     Raises:
-        ConfigError: the program is none of Python's.
-        LaunchError, JobFailedError: see ``launch``.
+        ConfigError: the program is none of Python's, or there is only one rank.
+        LaunchError: see ``launch``; or the program has no training steps.
+        JobFailedError: a job was ended by a signal, or a rank has failed; what it has raised was shown.
     """
     if program:
         argv, module = _python_program(program)
         say(f"recording the gradients of {argv[0]}")
         recorded = _function(spec, stderr, record, (argv,), {"module": module}, gradient_bucket="0")
+        if recorded[0] is None:
+            raise LaunchError(
+                "the program has ended without two training steps: there are no gradients to tune for (tensors need "
+                "names that come again in every step, as those of optimizers have)"
+            )
         workloads = [recorded[0]]
         shown = f"the gradients of {argv[0]}"
     else:
@@ -91,6 +128,8 @@ def run(
     bucket = Config.from_env(spec.environ).gradient_bucket
     say("trying settings")
     main = _measured(spec, stderr, workloads, _SEARCHING * seconds, bucket, searching=True)
+    if main.ranks == 1:
+        raise ConfigError(_ALONE)
     settings = _settings(spec, main.found)
     best = main.found[0].best.gradient_bucket
     texts = {name: str(value) for name, value in settings.items()}
@@ -98,20 +137,23 @@ def run(
     # What seems faster is measured once more, as is the job's own plane.
     left = max(_SHORTEST, (1 - _SEARCHING) * seconds / (len(variants) + 2) - _STARTING)
 
-    def again(given: Mapping[str, str]) -> Measured:
+    def measured(given: Mapping[str, str]) -> Measured:
         return _measured(spec, stderr, workloads[:1], left, best, searching=False, **texts | dict(given))
 
     others = []
     for variant in variants:
         say(f"trying {variant.name}")
-        others.append((variant, again(variant.settings)))
+        others.append((variant, measured(variant.settings)))
     chosen = _faster(main.found[0].best_seconds, others)
+    again = None
     if chosen is not None:
         say(f"trying {chosen.name} once more")
-        chosen = _faster(again({}).found[0].start_seconds, [(chosen, again(chosen.settings))])
+        own, other = measured({}).found[0].start_seconds, measured(chosen.settings)
+        again = Again(chosen, own, other.found[0].start_seconds)
+        chosen = _faster(own, [(chosen, other)])
     if chosen is not None:
         settings = {**settings, **chosen.settings}
-    return Campaign(shown, main, tuple(others), chosen, settings)
+    return Campaign(shown, main, tuple(others), again, chosen, settings)
 
 
 def _python_program(command: Sequence[str]) -> tuple[list[str], bool]:
@@ -148,7 +190,7 @@ def _variants(main: Measured, spec: LaunchSpec) -> list[Variant]:
 def _faster(seconds: float, others: Sequence[tuple[Variant, Measured]]) -> Variant | None:
     """The fastest of other planes, if steps take clearly less than some seconds there."""
     fastest = min(others, key=lambda other: other[1].found[0].start_seconds, default=None)
-    if fastest is None or fastest[1].found[0].start_seconds * _OTHER_PLANE > seconds:
+    if fastest is None or fastest[1].found[0].start_seconds * OTHER_PLANE > seconds:
         return None
     return fastest[0]
 
@@ -198,6 +240,10 @@ def _function(
 
     Args:
         settings: fields of Config, with the texts of their variables.
+
+    Raises:
+        LaunchError: see ``launch``.
+        JobFailedError: it was ended by a signal, or a rank has failed.
     """
     declared = declarations()
     environ = {**spec.environ, **{declared[name].env: text for name, text in settings.items()}}
@@ -208,6 +254,19 @@ def _function(
         remote_command=function_task.command(spec.reach.python),
         function=function_task.pack_function(function, args, kwargs, spec.secret),
     )
+    # While only ours is measured, a Ctrl-C would show tracebacks of our own from all ranks.
+    shown = io.StringIO()
+    screen = stderr if function is record else shown
+    interrupted = None
     with ResultFiles(spec.secret) as results:
-        report = launch(job, stdout=stderr, stderr=stderr, quiet=True, news=False, results=results)
+        try:
+            report = launch(job, stdout=screen, stderr=screen, quiet=True, news=False, results=results)
+            interrupted = report.outcome.interrupted
+        finally:
+            if interrupted != signal.SIGINT:
+                stderr.write(shown.getvalue())
+        if report.outcome.exit_code:
+            # What a rank has raised is on the screen, as with any program; for whoever has typed this command, the
+            # exception itself would be the launcher's.
+            raise JobFailedError(report.summary(whole=False), exit_code=report.outcome.exit_code)
         return conclude(report, results)

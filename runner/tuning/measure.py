@@ -6,6 +6,7 @@ GPU computes.
 
 from __future__ import annotations
 
+import os
 import runpy
 import statistics
 import sys
@@ -14,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,6 @@ from hvdgloo._engine.messages import Request
 from hvdgloo._engine.settings import Choice
 from hvdgloo._engine.tuning import Axis, search
 from hvdgloo._job import process
-from hvdgloo.errors import LaunchError
 from hvdgloo.runner.tuning.workload import Workload, of_steps
 from hvdgloo.types import Collective
 
@@ -290,30 +291,22 @@ class _Recorder:
             self.steps.append([])
         self.steps[-1].append((request.name, request.nbytes, time.perf_counter()))
 
-    def workload(self) -> Workload:
-        """What was seen.
-
-        Raises:
-            LaunchError: nothing came again.
-        """
+    def workload(self) -> Workload | None:
+        """What was seen; None if nothing came again."""
         complete = self.steps[min(_WARM_UP, len(self.steps) - 2) : -1] if len(self.steps) > 1 else []
         if not complete or not complete[-1]:
-            raise LaunchError(
-                "the program has ended without two training steps: there are no gradients to tune for (tensors need "
-                "names that come again in every step, as those of optimizers have)"
-            )
+            return None
         return of_steps(complete, in_buckets="hvdgloo.torch" in sys.modules)
 
 
-def record(argv: Sequence[str], *, module: bool) -> Workload:
-    """Run a program until some steps have been seen.
+def record(argv: Sequence[str], *, module: bool) -> Workload | None:
+    """Run a program until some steps have been seen; None if it has ended without any.
 
     Args:
         argv: file, or name of the module, and its arguments.
 
     Raises:
-        LaunchError: it has ended without steps.
-        Exception: what it has raised before that.
+        SystemExit: it has failed before that. What it has raised is shown, as where Python runs it itself.
     """
     recorder = _Recorder()
     sys.argv[:] = list(argv)
@@ -322,18 +315,27 @@ def record(argv: Sequence[str], *, module: bool) -> Workload:
             if module:
                 runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(argv[0], run_name="__main__")
+                runpy.run_path(os.path.abspath(argv[0]), run_name="__main__")
         except _Enough:
             pass
         except SystemExit as end:
             if end.code and not recorder.done:
                 raise
-        except Exception:
+        except Exception as error:
             if not recorder.done:  # frameworks make errors of their own of what their callbacks raise
-                raise
+                sys.excepthook(type(error), error, _of_program(error.__traceback__))
+                sys.last_value = error  # as the interpreter leaves it, for the code that informs the other ranks
+                sys.exit(1)
         if process.is_initialized():
             process.shutdown()
     return recorder.workload()
+
+
+def _of_program(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames that have started the program."""
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        trace = trace.tb_next
+    return trace
 
 
 @contextmanager

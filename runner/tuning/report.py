@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from hvdgloo.config import settings as declarations
-from hvdgloo.runner.tuning.campaign import Campaign
+from hvdgloo.runner.tuning.campaign import OTHER_PLANE, Again, Campaign
 from hvdgloo.runner.tuning.measure import Found, Measured, Setup
 from hvdgloo.version import __version__
 
@@ -68,6 +68,7 @@ def as_json(campaign: Campaign) -> str:
                  "allreduce_seconds": measured.sweep, "found": [_found_values(found) for found in measured.found]}
                 for name, measured in _planes(campaign)
             ],
+            "again": None if campaign.again is None else _again_values(campaign.again),
         },
         indent=2,
     ) + "\n"  # fmt: skip
@@ -116,10 +117,15 @@ def _found(found: Found) -> str:
     lines = [f"gradients {_way(found)}: {_time(found.start_seconds)} for those of a step{part}"]
     name, values = _first_axis(found)
     fastest = min(seconds for _, seconds in values)
+    now, best = getattr(found.start, name), getattr(found.best, name)
     width = max(len(_shown(name, value)) for value, _ in values)
     for value, seconds in values:
         bar = "#" * max(1, round(_BAR * fastest / seconds))
-        marks = [mark for mark, setup in (("now", found.start), ("best", found.best)) if getattr(setup, name) == value]
+        marks = [
+            mark
+            for mark, at in (("now", now), ("best", best))
+            if at == value and (mark == "now" or found.best != found.start)
+        ]
         note = f"  <- {', '.join(marks)}" if marks else ""
         lines.append(f"  {_shown(name, value):>{width}}  {bar:<{_BAR}} {_time(seconds):>9}{note}")
     lines.insert(1, f"  {_label(name)}:")
@@ -129,15 +135,31 @@ def _found(found: Found) -> str:
         changed = [f.name for f in fields(Setup) if getattr(found.best, f.name) != getattr(found.start, f.name)]
         text = ", ".join(f"{_label(each)} {_shown(each, getattr(found.best, each))}" for each in changed)
         lines.append(f"  best: {text}: {_time(found.best_seconds)}, {100 * (gain - 1):.0f} % faster")
+    if fastest < found.best_seconds:
+        lines.append("  (shorter times above were not confirmed by more samples)")
     return "\n".join(lines)
 
 
 def _other(campaign: Campaign, name: str, measured: Measured) -> str:
-    seconds, own = measured.found[0].start_seconds, campaign.main.found[0].best_seconds
-    verdict = "slower" if seconds > own else "faster"
+    text = f"{name}: {_compared(measured.found[0].start_seconds, campaign.main.found[0].best_seconds)}"
+    again = campaign.again
+    if again is None or again.variant.name != name:
+        return text
+    taken = (
+        "chosen" if campaign.chosen is not None else f"not taken, as it is not {_percent(OTHER_PLANE)} % faster twice"
+    )
+    text += f"; once more: {_compared(again.seconds, again.own_seconds)}"
+    return f"{text} than the job's own planes ({_time(again.own_seconds)}): {taken}"
+
+
+def _compared(seconds: float, own: float) -> str:
+    """A time, and what it is compared with the job's own."""
     ratio = max(seconds, own) / min(seconds, own)
-    chosen = campaign.chosen is not None and campaign.chosen.name == name
-    return f"{name}: {_time(seconds)}, {100 * (ratio - 1):.0f} % {verdict}{': chosen' if chosen else ''}"
+    return f"{_time(seconds)}, {_percent(ratio)} % {'slower' if seconds > own else 'faster'}"
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):.0f}"
 
 
 def _conclusion(campaign: Campaign) -> str:
@@ -161,11 +183,15 @@ def _planes(campaign: Campaign) -> list[tuple[str, Measured]]:
 
 
 def _first_axis(found: Found) -> tuple[str, list[tuple[Any, float]]]:
-    """The setting that was varied first, and the times with its values."""
+    """The setting that was varied first, and the times with its values; the best one's time is that of what is chosen."""
     name = "gradient_bucket" if found.in_buckets else "fusion_threshold"
     values: dict[Any, float] = {}
     for setup, seconds in found.tried:
         values.setdefault(getattr(setup, name), seconds)
+    # These two were compared in turns; the best may differ in other settings, too.
+    values[getattr(found.best, name)] = found.best_seconds
+    if found.best == found.start or getattr(found.best, name) != getattr(found.start, name):
+        values[getattr(found.start, name)] = found.start_seconds
     return name, sorted(values.items())
 
 
@@ -179,6 +205,10 @@ def _found_values(found: Found) -> dict[str, Any]:
         "best_seconds": found.best_seconds,
         "tried": [{**asdict(setup), "seconds": seconds} for setup, seconds in found.tried],
     }
+
+
+def _again_values(again: Again) -> dict[str, Any]:
+    return {"name": again.variant.name, "own_seconds": again.own_seconds, "seconds": again.seconds}
 
 
 def _file_settings(settings: Mapping[str, int | float | str]) -> dict[str, str]:

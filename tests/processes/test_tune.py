@@ -48,7 +48,7 @@ def test_a_program_on_several_hosts_is_tuned_to_its_gradients(bed: Bed, tmp_path
 
 def test_a_program_s_failure_is_the_command_s(tmp_path: Path) -> None:
     with launcher_in(tmp_path) as launcher:
-        done = launcher.run("tune", "-np", "1", "--", launcher.script("raise SystemExit('no data')"), timeout=60)
+        done = launcher.run("tune", "-np", "2", "--", launcher.script("raise SystemExit('no data')"), timeout=60)
         assert done.returncode == 1
         assert "no data" in done.stderr
         assert "Traceback" not in done.stderr.rpartition("no data")[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +16,23 @@ import pytest
 
 from hvdgloo._engine.engine import Engine
 from hvdgloo._engine.messages import Request
+from hvdgloo._engine.settings import Choice
 from hvdgloo._engine.submission import PersistentRequest
+from hvdgloo._engine.tuning import AutotuneSettings, Tuner
 from hvdgloo.config import Config
-from hvdgloo.errors import ConfigError, LaunchError
+from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
 from hvdgloo.runner.cli import config_file
 from hvdgloo.runner.cli.flags import build_parser
 from hvdgloo.runner.cli.main import main, split_all
+from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
+from hvdgloo.runner.report import Report
 from hvdgloo.runner.tuning import campaign, measure, report
 from hvdgloo.runner.tuning.campaign import Campaign
 from hvdgloo.runner.tuning.measure import Found, Measured, Setup, record
 from hvdgloo.runner.tuning.workload import FIRST_BYTES, Workload, of_steps, resnet50
 from hvdgloo.types import Collective, DType, TensorSpec
+from tests.support.world import World
 
 MIB = 1 << 20
 START = Setup(25 * MIB, 32 * MIB, 0.0, 128 << 10, 1024)
@@ -102,6 +108,7 @@ class TestRecording:
             "while True:\n  send('x', 100); send('y', 300)\n",
         )
         found = record([path, "--epochs", "9"], module=False)
+        assert found is not None
         assert found.sizes == (400, 1200)
         assert len(found.delays) == 2
         assert not found.in_buckets
@@ -113,20 +120,33 @@ class TestRecording:
             "  except BaseException as error: raise RuntimeError('callback failed') from error\n"
             "while True: step()\n"
         )
-        assert record([self.program(tmp_path, body)], module=False).sizes == (400,)
+        found = record([self.program(tmp_path, body)], module=False)
+        assert found is not None
+        assert found.sizes == (400,)
 
-    def test_a_program_s_own_error_is_its_own(self, tmp_path: Path) -> None:
-        with pytest.raises(ZeroDivisionError):
-            record([self.program(tmp_path, "send('x', 1)\n1 / 0\n")], module=False)
+    def test_a_program_s_own_error_is_shown_as_python_shows_it(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        monkeypatch.setattr(sys, "last_value", None, raising=False)
+        path = self.program(tmp_path, "send('x', 1)\n1 / 0\n")
+        with pytest.raises(SystemExit) as end:
+            record([path], module=False)
+        assert end.value.code == 1
+        first, place, *_, last = capsys.readouterr().err.splitlines()
+        assert (first, last) == ("Traceback (most recent call last):", "ZeroDivisionError: division by zero")
+        assert place.startswith(f'  File "{path}", line 6')
+        assert isinstance(sys.last_value, ZeroDivisionError)
 
     @pytest.mark.parametrize("body", ["", "send('x', 1)\nsys.exit(0)\n"])
-    def test_a_program_without_steps_is_told_so(self, tmp_path: Path, body: str) -> None:
-        with pytest.raises(LaunchError, match="without two training steps"):
-            record([self.program(tmp_path, body)], module=False)
+    def test_a_program_without_steps_has_no_gradients(self, tmp_path: Path, body: str) -> None:
+        assert record([self.program(tmp_path, body)], module=False) is None
 
     def test_a_short_program_is_enough(self, tmp_path: Path) -> None:
         body = "for _ in range(3): send('x', 100)\n"
-        assert record([self.program(tmp_path, body)], module=False).sizes == (400,)
+        found = record([self.program(tmp_path, body)], module=False)
+        assert found is not None
+        assert found.sizes == (400,)
 
     def test_afterwards_the_engine_is_what_it_was(self, tmp_path: Path) -> None:
         before = Engine.launch
@@ -206,6 +226,13 @@ class TestCampaign:
         done = conduct(monkeypatch, Hosts(main, lambda settings: next(times)))
         assert done.chosen is None
         assert done.settings["hierarchical_threshold"] == 512 << 10
+        # Why it was not taken is shown.
+        expected = (
+            "Gloo alone, not reduced in each host first: 100.00 ms, 50 % faster; once more: 150.00 ms, 0 % faster than "
+            "the job's own planes (150.00 ms): not taken, as it is not 5 % faster twice"
+        )
+        assert expected in report.as_text(done).splitlines()
+        assert json.loads(report.as_json(done))["again"]["seconds"] == 0.15
 
     def test_shared_memory_is_tried_in_the_other_ways_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for direct, expected in (
@@ -233,6 +260,36 @@ class TestCampaign:
         assert hosts.jobs[0][1] == {"gradient_bucket": "0"}  # or gradients would be seen in buckets
         assert done.workload.startswith("the gradients of train")
         assert done.workload.endswith(": 2 tensors, 0.0 MiB")
+
+    def test_without_gradients_there_is_one_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(campaign, "_function", lambda *_, **__: [None, None])
+        with pytest.raises(LaunchError, match="without two training steps"):
+            campaign.run(SPEC, program=["train.py"], seconds=60, stderr=io.StringIO(), say=lambda text: None)
+
+    def test_hosts_that_turn_out_to_have_one_slot_have_nothing_to_tune(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        main = replace(measured("local", found(True, START, 0.2, 0.2)), ranks=1)
+        with pytest.raises(ConfigError, match="nothing to tune"):
+            conduct(monkeypatch, Hosts(main, lambda settings: 0.2))
+
+    @pytest.mark.parametrize("interrupted", [True, False])
+    def test_a_rank_s_end_is_one_line_of_the_launcher_s(
+        self, interrupted: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def launched(job: LaunchSpec, *, stdout: Any, stderr: Any, **_: Any) -> Report:
+            stderr.write("KeyboardInterrupt of ours\n" if interrupted else "no memory\n")
+            first = Failure(0, "localhost", 1, "exited with status 1")
+            number = signal.SIGINT if interrupted else None
+            return Report(JobOutcome(first, number), (), in_sight=True)
+
+        monkeypatch.setattr(campaign, "launch", launched)
+        stderr = io.StringIO()
+        with pytest.raises(JobFailedError) as caught:
+            campaign.run(SPEC, program=(), seconds=60, stderr=stderr, say=lambda text: None)
+        if interrupted:
+            assert (str(caught.value), caught.value.exit_code, stderr.getvalue()) == ("stopped by SIGINT", 130, "")
+        else:
+            assert str(caught.value) == "the job failed: rank 0 on host localhost exited with status 1"
+            assert (caught.value.exit_code, stderr.getvalue()) == (1, "no memory\n")
 
     @pytest.mark.parametrize("program", [["./train.sh"], ["python"], ["-m"]])
     def test_only_python_s_programs_can_be_recorded(self, monkeypatch: pytest.MonkeyPatch, program: list[str]) -> None:
@@ -278,6 +335,20 @@ class TestReport:
         assert "Gloo alone, not reduced in each host first: 300.00 ms, 100 % slower" in lines
         assert "  params.cycle_time_ms: 1" in lines
 
+    def test_best_is_only_what_was_chosen_and_its_time_is_in_its_row(self) -> None:
+        luck = replace(START, gradient_bucket=4 * MIB)
+        other = replace(BEST, hierarchical_threshold=START.hierarchical_threshold)
+        tried = ((START, 0.2), (luck, 0.1), (other, 0.19), (BEST, 0.16))
+        for best, seconds in ((BEST, 0.15), (START, 0.2)):
+            one = Found(True, 1.0, START, 0.2, best, seconds, tried)
+            text = report._found(one)
+            rows = {line.split()[0]: line.split("#")[-1].split() for line in text.splitlines() if "#" in line}
+            assert rows["4"] == ["100.00", "ms"]
+            assert rows["8"][:2] == (["150.00", "ms"] if best == BEST else ["190.00", "ms"])
+            assert rows["25"] == ["200.00", "ms", "<-", "now"]
+            assert ("<- best" in text) == (best == BEST)
+            assert "(shorter times above were not confirmed by more samples)" in text
+
     def test_the_json_has_all_figures(self, result: Campaign) -> None:
         values = json.loads(report.as_json(result))
         assert values["settings"]["params.gradient_bucket_mb"] == "8"
@@ -318,6 +389,73 @@ class TestCommandLine:
     def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        path = tmp_path / "missing" / "tuned.yaml"
-        assert main(["tune", "-np", "1", "--save", str(path)]) == 2
-        assert f"{path}: No such file or directory" in capsys.readouterr().err
+        (tmp_path / "file").write_text("")
+        path = tmp_path / "file" / "tuned.yaml"
+        assert main(["tune", "-np", "2", "--save", str(path)]) == 2
+        assert f"{path}: " in capsys.readouterr().err
+
+    def test_folders_of_its_files_are_made_before_anything_is_measured(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Begun(BaseException):
+            """Not one that the command would show."""
+
+        def run(*_: Any, **__: Any) -> Campaign:
+            assert (tmp_path / "new" / "tuned.yaml").exists()
+            raise Begun
+
+        monkeypatch.setattr(campaign, "run", run)
+        with pytest.raises(Begun):
+            main(["tune", "-np", "2", "--save", str(tmp_path / "new" / "tuned.yaml")])
+
+    def test_ctrl_c_between_two_jobs_is_one_line(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def run(*_: Any, **__: Any) -> Campaign:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(campaign, "run", run)
+        assert main(["tune", "-np", "2"]) == 130
+        assert capsys.readouterr().err == "hvdgloo-run: stopped by SIGINT\n"
+
+    def test_a_program_that_is_not_there_is_named_before_anything_starts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert main(["tune", "-np", "2", "nofile.py"]) == 2
+        assert capsys.readouterr().err == f"hvdgloo-run: there is no file nofile.py in {tmp_path}\n"
+
+    @pytest.mark.parametrize("words", [["-np", "1"], ["-H", "localhost:1"]])
+    def test_a_job_of_one_process_has_nothing_to_tune(
+        self, words: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["tune", *words]) == 2
+        assert "a job of one process sends nothing, so there is nothing to tune" in capsys.readouterr().err
+
+
+class TestAutotuneLog:
+    def test_it_is_refused_without_autotune(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["-np", "2", "--autotune-log-file", "log.csv", "true"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == "hvdgloo-run: --autotune-log-file is about what --autotune tries, which is not asked for"
+
+    def test_one_that_cannot_be_written_is_named_before_the_start(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        path = tmp_path / "file" / "log.csv"
+        assert main(["-np", "2", "--autotune", "--autotune-log-file", str(path), "true"]) == 2
+        reason = f"{path} cannot be written: {tmp_path}/file is not a folder"
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == f"hvdgloo-run: --autotune-log-file (HVDGLOO_AUTOTUNE_LOG): {reason}"
+
+    def test_missing_folders_are_made(self, tmp_path: Path) -> None:
+        path = tmp_path / "new" / "log.csv"
+        Tuner(Choice(MIB, 0.0, 0, 0), AutotuneSettings(str(path)), deterministic=False)
+        assert path.read_text().startswith("hierarchical_allreduce,")
+
+    def test_a_job_that_ends_too_early_is_told_so(self, caplog: pytest.LogCaptureFixture) -> None:
+        with World(2, autotune=True) as world:
+            world.run(lambda context: None, deadline=60.0)
+        (line,) = [text for text in caplog.messages if "autotune:" in text]
+        assert line == "autotune: ended before anything was chosen (0 samples in 0 steps); the job needs more steps"
