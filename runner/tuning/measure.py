@@ -321,7 +321,7 @@ def record(argv: Sequence[str], *, module: bool) -> Workload | None:
         except SystemExit as end:
             if end.code and not recorder.done:
                 raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as where Python runs it itself
             if not recorder.done:  # frameworks make errors of their own of what their callbacks raise
                 sys.excepthook(type(error), error, _of_program(error.__traceback__))
                 sys.last_value = error  # as the interpreter leaves it, for the code that informs the other ranks

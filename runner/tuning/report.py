@@ -183,7 +183,7 @@ def _planes(campaign: Campaign) -> list[tuple[str, Measured]]:
 
 
 def _first_axis(found: Found) -> tuple[str, list[tuple[Any, float]]]:
-    """The setting that was varied first, and the times with its values; the best one's time is that of what is chosen."""
+    """The setting that was varied first, and the times with its values; that of the best is the choice's."""
     name = "gradient_bucket" if found.in_buckets else "fusion_threshold"
     values: dict[Any, float] = {}
     for setup, seconds in found.tried:

@@ -18,7 +18,7 @@ from hvdgloo._engine.engine import Engine
 from hvdgloo._engine.messages import Request
 from hvdgloo._engine.settings import Choice
 from hvdgloo._engine.submission import PersistentRequest
-from hvdgloo._engine.tuning import AutotuneSettings, Tuner
+from hvdgloo._engine.tuning import _Log
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
 from hvdgloo.runner.cli import config_file
@@ -451,7 +451,8 @@ class TestAutotuneLog:
 
     def test_missing_folders_are_made(self, tmp_path: Path) -> None:
         path = tmp_path / "new" / "log.csv"
-        Tuner(Choice(MIB, 0.0, 0, 0), AutotuneSettings(str(path)), deterministic=False)
+        log = _Log(str(path))
+        log.end(Choice(MIB, 0.0, 0, 0))
         assert path.read_text().startswith("hierarchical_allreduce,")
 
     def test_a_job_that_ends_too_early_is_told_so(self, caplog: pytest.LogCaptureFixture) -> None:
