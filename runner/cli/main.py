@@ -194,10 +194,9 @@ def command_line(
     content = FileContent() if given.config_file is None else config_file.read(given.config_file, parser)
     notices += [f"{given.config_file}: {key} has no effect here" for key in content.ignored]
     arguments = parser.complete(given, content.flags)
-    flagged = setting_flags.from_flags(arguments)
-    environ = {**os.environ, **content.environ, **flagged}
-    tune.check_log(flagged, environ)
+    environ = {**os.environ, **content.environ, **setting_flags.from_flags(arguments)}
     exports = exports_from(arguments, environ)
+    tune.check_log(arguments, environ)
     environ = without_place({**environ, **exports})
     options = options_from(arguments)
     inventory = take_inventory(

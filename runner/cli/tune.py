@@ -10,6 +10,7 @@ from typing import TextIO
 
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, JobFailedError
+from hvdgloo.runner.cli import setting_flags
 from hvdgloo.runner.job.spec import LaunchSpec
 
 FLAGS = ("save", "plot", "seconds")
@@ -27,17 +28,17 @@ def check(given: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} is for hvdgloo-run tune")
 
 
-def check_log(flagged: Mapping[str, str], environ: Mapping[str, str]) -> None:
+def check_log(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Refuse ``--autotune-log-file`` where nothing is tried. (A variable may be there for jobs of any kind.)
 
     Args:
-        flagged: variables that stand for flags of the command line.
-        environ: all variables.
+        arguments: those of the command line.
+        environ: all variables, with those that stand for flags.
 
     Raises:
         ConfigError: it is given.
     """
-    if "HVDGLOO_AUTOTUNE_LOG" in flagged and not Config.from_env(environ).autotune:
+    if setting_flags.is_given(arguments, "autotune_log") and not Config.from_env(environ).autotune:
         raise ConfigError("--autotune-log-file is about what --autotune tries, which is not asked for")
 
 

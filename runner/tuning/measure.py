@@ -323,7 +323,8 @@ def record(argv: Sequence[str], *, module: bool) -> Workload | None:
                 raise
         except Exception as error:  # noqa: BLE001 - as where Python runs it itself
             if not recorder.done:  # frameworks make errors of their own of what their callbacks raise
-                sys.excepthook(type(error), error, _of_program(error.__traceback__))
+                own = _of_program(error.__traceback__)
+                sys.excepthook(type(error), error.with_traceback(own), own)
                 sys.last_value = error  # as the interpreter leaves it, for the code that informs the other ranks
                 sys.exit(1)
         if process.is_initialized():
