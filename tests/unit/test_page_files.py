@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -104,7 +105,7 @@ def test_the_page_knows_every_state_in_the_order_of_its_number() -> None:
 
 def test_the_page_offers_every_kind_of_event() -> None:
     (listed,) = re.findall(r"const EVENT_KINDS = \[(.*?)\];", (STATIC / "events.js").read_text())
-    said = re.search(r"kind: (.*?)\n        rank:", view.Event.__doc__ or "", re.DOTALL)
+    said = re.search(r"kind: (.*?)\n    rank:", inspect.cleandoc(view.Event.__doc__ or ""), re.DOTALL)
     assert said
     assert set(re.findall(r'"([a-z ]+)"', listed)) == set(re.findall(r'"([a-z ]+)"', said.group(1)))
 
