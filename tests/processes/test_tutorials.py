@@ -24,5 +24,5 @@ def test_the_tutorial_of_numpy(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_counters_of_the_page_about_observing(tmp_path: Path) -> None:
-    """tests/page/test_screenshots.py runs the other program."""
-    follow("docs/observing.md", tmp_path, warm.python(*warm.NUMPY), elsewhere=frozenset({"slow.py"}))
+    """tests/page/test_screenshots.py runs the first program; the second one needs the report of a job."""
+    follow("docs/observing.md", tmp_path, warm.python(*warm.NUMPY), elsewhere=frozenset({"slow.py", "read_report.py"}))
