@@ -38,6 +38,8 @@ _CANCELLED_S = 20.0
 """Seconds for Spark to end a job that was cancelled."""
 _CANCEL_AGAIN_S = 0.5
 """Seconds after which it is cancelled once more."""
+_SETTLED_S = 2.0
+"""Seconds for which Spark must say that all its executors are there: one that has just been lost is still listed."""
 _SOON_S = 1.0
 """Seconds after which waiting for slots is worth a line: tasks that have just ended may still be counted."""
 _OTHERS_S = 3.0
@@ -310,7 +312,12 @@ class _Job:
             return
         needed = self.size if self.least is None else self.least
         slots = session.slots()
-        while slots < needed and not session.settled() and time.monotonic() < deadline:
+        unsettled = time.monotonic()
+        while slots < needed and time.monotonic() < deadline:
+            if not session.settled():
+                unsettled = time.monotonic()
+            elif session.is_local or time.monotonic() - unsettled > _SETTLED_S:
+                break
             time.sleep(0.1)
             slots = session.slots()
         if slots < needed:

@@ -373,5 +373,9 @@ def test_200_epochs_leave_nothing_behind() -> None:
 
         before, held = reform(20), counts()
         after = reform(180)
-        until(lambda: counts() == held, f"what was open 180 epochs before, {held}, to be all that is open")
+        # One that stays of each epoch would be 180. Tests before this one may still be closing theirs.
+        until(
+            lambda: all(now - then < 20 for now, then in zip(counts(), held, strict=True)),
+            f"hardly more to be open than 180 epochs before: {held}",
+        )
         assert after - before < 16 << 20, f"{(after - before) >> 10} KiB more than 180 epochs before"

@@ -555,7 +555,8 @@ def test_nothing_grows_over_epochs(no_collector: None) -> None:
             if number % 10 == 9:
                 seen.append((threading.active_count(), len(os.listdir("/proc/self/fd")), resident()))
     threads, descriptors, memory = zip(*seen[1:], strict=True)
-    assert len(set(threads)) == 1
-    assert len(set(descriptors)) == 1
+    # One that stayed of each epoch would be 40. Tests before this one may still be closing theirs.
+    assert max(threads) - min(threads) < 10
+    assert max(descriptors) - min(descriptors) < 10
     # Buckets of two or three ranks, 4 MB each, in 40 epochs would be 400 MB. What malloc keeps of threads is less.
     assert max(memory) - min(memory) < 130 << 20
