@@ -6,9 +6,11 @@ publishes a slot for every other rank. A few ranks are all connected with each o
 to its neighbours in a cube and in a ring, over which everything goes but an alltoall; the first of those connects the
 rest.
 
-Gloo tells only a ring's neighbours of a dead peer, and ``wait`` cannot be interrupted otherwise; so ``abort`` ends the
-group's connected sockets by shutdown(2), which makes everything that is under way fail at once. Every Gloo connection
-has one end at a listener that some rank has published: that is how its sockets are told from the user's.
+Gloo tells only a ring's neighbours of a dead peer, and ``wait`` cannot be interrupted otherwise. But a receive that
+times out closes all connections of its group, those too that are being made, and so everything that is under way fails
+at once: that is what ``abort`` brings about. Then it ends the group's connected sockets by shutdown(2), for what was
+being connected just then. Every Gloo connection has one end at a listener that some rank has published: that is how its
+sockets are told from the user's.
 
 Gloo believes whoever connects to its port first and names a rank. So once the ranks are connected they prove to each
 other, over these very connections, that they know the job's secret; and if that fails on some rank, or does not come to
@@ -47,7 +49,7 @@ from hvdgloo._backends.butterfly import Butterfly, Bytes
 from hvdgloo._backends.cube import Cube
 from hvdgloo._backends.driver import Driver
 from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
-from hvdgloo._backends.sockets import decode_address, encode_address, ends, open_descriptors, shut_down
+from hvdgloo._backends.sockets import Ends, decode_address, encode_address, ends, open_descriptors, shut_down
 from hvdgloo._net.cancelling import LONGEST_TURN, TURN
 from hvdgloo._net.descriptors import bury, reserve_descriptors
 from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError
@@ -64,6 +66,12 @@ _NONCE_BYTES, _PROOF_BYTES, _MET = 16, 16, b"ok"
 
 _SHORTEST_WAIT = 0.001
 """Seconds: torch waits whole milliseconds, and takes none for no deadline at all."""
+
+_CONNECTING = 5
+"""How many times its timeout Gloo waits for a connection that a receive or a send needs (``Pair::waitUntil``)."""
+
+_NOBODY_SENDS, _AT_ONCE = 1, timedelta(milliseconds=1)
+"""The tag of what is received so that it times out, and when."""
 
 _LONGEST_OPERATION = timedelta(days=1)
 """Gloo's own timeout is set at construction and knows nothing of a payload's size: the engine's deadlines rule."""
@@ -154,6 +162,24 @@ class _GlooWire:
                 logger.debug("aborted: %s", error)
                 del self._under_way[begun]
 
+    def interrupt(self, peers: Sequence[int]) -> None:
+        """Let Gloo close all connections of the group, and give up those that are being made: what it does when it has
+        waited in vain.
+
+        Args:
+            peers: that were connected. If none of them is any more, what is being made is given up only when the time
+                for it is over.
+        """
+        if any(_times_out(begun) for begun in list(self._under_way)):
+            return
+        for peer in peers:
+            try:
+                begun = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOBODY_SENDS)
+            except RuntimeError:
+                continue  # its connection has ended
+            if _times_out(begun):
+                return
+
     def _begin(self, method: Callable[..., Any], data: Bytes, peer: int) -> Any:
         if self._aborted():
             raise BackendError("the process group was aborted")
@@ -162,6 +188,15 @@ class _GlooWire:
         if self._aborted():
             self._abort()
         return begun
+
+
+def _times_out(begun: Any) -> bool:
+    """Whether that is what becomes of an operation, rather than success or another error."""
+    try:
+        begun.wait(_AT_ONCE)
+    except RuntimeError as error:
+        return "Timed out" in str(error)
+    return False
 
 
 class _GlooWork:
@@ -272,7 +307,7 @@ class GlooBackend(ProcessGroupBackend):
         self._missing, self._received = (), {}
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=left)
+        options._timeout = timedelta(seconds=left / _CONNECTING)
         if self._cube is not None:
             options._threads = 1  # there is a thread of ours besides
         self._store = GlooStore(store, prefix, self._rank, deadline - time.monotonic(), self._gives_up)
@@ -502,8 +537,10 @@ class GlooBackend(ProcessGroupBackend):
 
     def _end_connections(self) -> None:
         """Make everything that is under way fail."""
+        if self._wire is not None:
+            self._wire.interrupt(sorted(self._met - {self._rank}))
         for descriptor in self._sockets(connected=True):
-            shut_down(descriptor)
+            shut_down(descriptor, self._connects)
 
     def close(self) -> None:
         if self._driver is not None:
@@ -546,12 +583,14 @@ class GlooBackend(ProcessGroupBackend):
     def _sockets(self, *, connected: bool) -> Iterator[int]:
         """Descriptors of the group's sockets; its listener too unless only ``connected`` ones are wanted.
 
-        One at a time, for immediate use: once it is closed, a number may be given to any other file.
+        One at a time, for immediate use: once it is closed, a number may be given to any other file (``shut_down``).
         """
         for descriptor in open_descriptors():
-            local, peer = ends(descriptor)
-            if local in self._listeners:
-                if peer is not None or not connected:
-                    yield descriptor
-            elif peer in self._listeners:
+            found = ends(descriptor)
+            if self._connects(found) or (not connected and found[0] in self._listeners):
                 yield descriptor
+
+    def _connects(self, found: Ends) -> bool:
+        """Whether what has these ends is a connection of the group's."""
+        local, peer = found
+        return peer is not None and (local in self._listeners or peer in self._listeners)

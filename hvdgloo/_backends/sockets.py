@@ -10,7 +10,11 @@ import os
 import socket
 import struct
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+Ends: TypeAlias = "tuple[tuple[str, int] | None, tuple[str, int] | None]"
+"""Local and remote address of an IP socket; None where something is no such socket or has no such address."""
 
 
 def encode_address(address: tuple[str, int]) -> bytes:
@@ -46,8 +50,8 @@ def open_descriptors() -> list[int]:
     return []
 
 
-def ends(descriptor: int) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
-    """Local and remote address of an IP socket; None where the descriptor is no such socket or has no such address."""
+def ends(descriptor: int) -> Ends:
+    """What a descriptor is connected with."""
     local = _name(_libc.getsockname, descriptor)
     return local, local and _name(_libc.getpeername, descriptor)
 
@@ -66,6 +70,18 @@ def _name(function: Any, descriptor: int) -> tuple[str, int] | None:
     return decode_address(storage.raw, 0) if family in (socket.AF_INET, socket.AF_INET6) else None
 
 
-def shut_down(descriptor: int) -> None:
-    """End a connection in both directions, whoever uses it."""
-    _libc.shutdown(descriptor, socket.SHUT_RDWR)
+def shut_down(descriptor: int, wanted: Callable[[Ends], bool]) -> None:
+    """End a connection in both directions, whoever uses it.
+
+    Its owner may close it at any time, and the number may then be another file's. So what ``wanted`` is asked about,
+    and what is shut down, is a duplicate, which stays what it is.
+    """
+    try:
+        duplicate = os.dup(descriptor)
+    except OSError:
+        return
+    try:
+        if wanted(ends(duplicate)):
+            _libc.shutdown(duplicate, socket.SHUT_RDWR)
+    finally:
+        os.close(duplicate)
