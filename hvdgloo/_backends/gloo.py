@@ -7,10 +7,10 @@ to its neighbours in a cube and in a ring, over which everything goes but an all
 rest.
 
 Gloo tells only a ring's neighbours of a dead peer, and ``wait`` cannot be interrupted otherwise. But a receive that
-times out closes all connections of its group, those too that are being made, and so everything that is under way fails
-at once: that is what ``abort`` brings about. Then it ends the group's connected sockets by shutdown(2), for what was
-being connected just then. Every Gloo connection has one end at a listener that some rank has published: that is how its
-sockets are told from the user's.
+times out closes all connections of its group, and so everything that is under way fails at once: that is what ``abort``
+brings about. While connections are being made it must not: one that is made after it has been closed ends the process
+(``Pair::handleEvents``). Then the sockets that are there are ended by shutdown(2). Every Gloo connection has one end at
+a listener that some rank has published: that is how its sockets are told from the user's.
 
 Gloo believes whoever connects to its port first and names a rank. So once the ranks are connected they prove to each
 other, over these very connections, that they know the job's secret; and if that fails on some rank, or does not come to
@@ -163,12 +163,10 @@ class _GlooWire:
                 del self._under_way[begun]
 
     def interrupt(self, peers: Sequence[int]) -> None:
-        """Let Gloo close all connections of the group, and give up those that are being made: what it does when it has
-        waited in vain.
+        """Let Gloo close all connections of the group: what it does when it has waited in vain.
 
         Args:
-            peers: that were connected. If none of them is any more, what is being made is given up only when the time
-                for it is over.
+            peers: that are connected, or were.
         """
         if any(_times_out(begun) for begun in list(self._under_way)):
             return
@@ -273,7 +271,7 @@ class GlooBackend(ProcessGroupBackend):
         self._driver: Driver | None = None
         self._wire: _GlooWire | None = None
         self._butterfly: Butterfly | None = None
-        self._all_connected = False
+        self._is_connecting = self._all_connected = False
         self._listeners: frozenset[tuple[str, int]] = frozenset()
         self._missing: Sequence[int] = ()  # those of whom nothing was heard in the last try
         self._received: dict[int, npt.NDArray[np.uint8]] = {}  # proofs, which are zeros until they come
@@ -383,6 +381,7 @@ class GlooBackend(ProcessGroupBackend):
             BackendError, RuntimeError: it failed.
         """
         assert self._driver is not None
+        self._is_connecting = True
         work, deadline = self._driver.begin("connect", lambda: self._check(peers)), time.monotonic() + timeout
         look_at = time.monotonic() + min(LONGEST_TURN, timeout)
         while not work.completes_within(min(TURN, timeout)):
@@ -402,6 +401,7 @@ class GlooBackend(ProcessGroupBackend):
                 )
             if time.monotonic() >= deadline:
                 raise BackendError(f"not connected within {max(timeout, 0.0):.0f} s")
+        self._is_connecting = False
         if self._cube is None:
             self._driver.close()
             self._driver = None
@@ -505,7 +505,9 @@ class GlooBackend(ProcessGroupBackend):
         # Nobody begins before all have come: a connection that does not exist yet cannot be ended by an abort.
         cube.allreduce(Buffer.of_array(np.zeros(1, np.uint8)), ReduceOp.SUM)
         self._learn_addresses(others)
+        self._is_connecting = True  # before _begin() looks whether an abort has come, which looks at this afterwards
         self._check(others)
+        self._is_connecting = False
         self._keep_sockets_to_this_process()
         self._all_connected = True
 
@@ -537,7 +539,7 @@ class GlooBackend(ProcessGroupBackend):
 
     def _end_connections(self) -> None:
         """Make everything that is under way fail."""
-        if self._wire is not None:
+        if self._wire is not None and not self._is_connecting:
             self._wire.interrupt(sorted(self._met - {self._rank}))
         for descriptor in self._sockets(connected=True):
             shut_down(descriptor, self._connects)

@@ -310,6 +310,8 @@ def record(argv: Sequence[str], *, module: bool) -> Workload | None:
     """
     recorder = _Recorder()
     sys.argv[:] = list(argv)
+    if not module and not getattr(sys.flags, "safe_path", False):  # the latter since Python 3.11
+        sys.path.insert(0, os.path.dirname(os.path.realpath(argv[0])))
     with _watched(recorder):
         try:
             if module:

@@ -298,30 +298,6 @@ def test_a_lost_neighbour_ends_an_operation_in_the_middle_and_all_after_it(
         finish(ranks.backends[0].allreduce(Buffer.of_array(arrays[0]), ReduceOp.SUM))
 
 
-def test_an_abort_ends_the_wait_for_a_connection_that_is_not_made(connected: Callable[[int], Ranks]) -> None:
-    """The other rank never begins to connect. Gloo would wait five times as long as there was time to."""
-    ranks = connected(8)
-    waiting = ranks.backends[3]
-    failures: list[str] = []
-    waiting._learn_addresses([0])
-
-    def wait_for_rank_0() -> None:
-        wire = waiting._wire
-        assert wire is not None
-        try:
-            wire.wait(wire.receive(np.zeros(8, np.uint8), 0))
-        except RuntimeError as error:
-            failures.append(str(error))
-
-    thread = threading.Thread(target=wait_for_rank_0, daemon=True)
-    thread.start()
-    thread.join(0.1)
-    assert thread.is_alive()
-    waiting.abort()
-    thread.join(5)  # half of the time that connecting may take
-    assert failures
-
-
 def test_an_abort_ends_the_first_alltoall_for_which_a_rank_does_not_come(connected: Callable[[int], Ranks]) -> None:
     ranks = connected(8)
     eights = [8] * 8

@@ -16,10 +16,11 @@ PROGRAM = """
 import sys
 import numpy as np
 import hvdgloo.numpy as hvd
+from sizes import COUNTS  # beside this program
 
 assert sys.argv[1:] == ["--lr", "0.1"]
 hvd.init()
-gradients = [np.ones(count, np.float32) for count in (300_000, 7, 20_000)]
+gradients = [np.ones(count, np.float32) for count in COUNTS]
 while True:
     handles = [hvd.allreduce_async_(each, op=hvd.Sum, name=f"g{number}") for number, each in enumerate(gradients)]
     for handle in handles:
@@ -29,13 +30,15 @@ while True:
 
 @pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo")
 def test_a_program_on_several_hosts_is_tuned_to_its_gradients(bed: Bed, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "train.py").write_text(PROGRAM)
+    (tmp_path / "own" / "sizes.py").write_text("COUNTS = (300_000, 7, 20_000)")
     arguments = ["-H", "h1:2,h2:1", "--seconds", "2", "--json", "--save", "tuned.yaml", "--plot", "tuned.svg"]
-    run = [sys.executable, "-m", "hvdgloo.runner", "tune", *arguments, "--", "train.py", "--lr", "0.1"]
+    run = [sys.executable, "-m", "hvdgloo.runner", "tune", *arguments, "--", "own/train.py", "--lr", "0.1"]
     done = bed["h1"].run(run, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["workload"] == "the gradients of train.py: 3 tensors, 1.2 MiB"
+    assert found["workload"] == "the gradients of own/train.py: 3 tensors, 1.2 MiB"
     own, flat = found["planes"]
     assert (own["plane"], own["ranks"], own["hosts"], flat["plane"]) == ("hierarchical", 3, 2, "gloo")
     (tried,) = own["found"]
