@@ -6,11 +6,11 @@ publishes a slot for every other rank. A few ranks are all connected with each o
 to its neighbours in a cube and in a ring, over which everything goes but an alltoall; the first of those connects the
 rest.
 
-Gloo tells only a ring's neighbours of a dead peer, and ``wait`` cannot be interrupted otherwise. But a receive that
-times out closes all connections of its group, and so everything that is under way fails at once: that is what ``abort``
-brings about. While connections are being made it must not: one that is made after it has been closed ends the process
-(``Pair::handleEvents``). Then the sockets that are there are ended by shutdown(2). Every Gloo connection has one end at
-a listener that some rank has published: that is how its sockets are told from the user's.
+Gloo tells only a ring's neighbours of a dead peer, and ``wait`` cannot be interrupted otherwise; so ``abort`` ends the
+group's connected sockets by shutdown(2), which makes everything that is under way fail at once. Every Gloo connection
+has one end at a listener that some rank has published: that is how its sockets are told from the user's. (A wait that
+times out closes all of them, too. But it does so beside Gloo's own thread, and often enough that thread then finds a
+connection in a state that must not be, and ends the process: ``Pair::handleEvents``.)
 
 Gloo believes whoever connects to its port first and names a rank. So once the ranks are connected they prove to each
 other, over these very connections, that they know the job's secret; and if that fails on some rank, or does not come to
@@ -24,6 +24,8 @@ import hmac
 import logging
 import os
 import struct
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -67,14 +69,13 @@ _NONCE_BYTES, _PROOF_BYTES, _MET = 16, 16, b"ok"
 _SHORTEST_WAIT = 0.001
 """Seconds: torch waits whole milliseconds, and takes none for no deadline at all."""
 
-_CONNECTING = 5
-"""How many times its timeout Gloo waits for a connection that a receive or a send needs (``Pair::waitUntil``)."""
-
-_NOBODY_SENDS, _AT_ONCE = 1, timedelta(milliseconds=1)
-"""The tag of what is received so that it times out, and when."""
+_GRACE = 1.0
+"""Seconds for this rank's own connections to be made after another one has given up. A connection that is ended before
+it has told who it is leaves this rank's thread waiting for it."""
 
 _LONGEST_OPERATION = timedelta(days=1)
-"""Gloo's own timeout is set at construction and knows nothing of a payload's size: the engine's deadlines rule."""
+"""Gloo's own timeout is set at construction and knows nothing of a payload's size: the engine's deadlines rule. Where
+one is made after Gloo has waited in vain for it, Gloo ends the process."""
 
 
 class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from torch's own annotations
@@ -162,22 +163,6 @@ class _GlooWire:
                 logger.debug("aborted: %s", error)
                 del self._under_way[begun]
 
-    def interrupt(self, peers: Sequence[int]) -> None:
-        """Let Gloo close all connections of the group: what it does when it has waited in vain.
-
-        Args:
-            peers: that are connected, or were.
-        """
-        if any(_times_out(begun) for begun in list(self._under_way)):
-            return
-        for peer in peers:
-            try:
-                begun = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOBODY_SENDS)
-            except RuntimeError:
-                continue  # its connection has ended
-            if _times_out(begun):
-                return
-
     def _begin(self, method: Callable[..., Any], data: Bytes, peer: int) -> Any:
         if self._aborted():
             raise BackendError("the process group was aborted")
@@ -186,15 +171,6 @@ class _GlooWire:
         if self._aborted():
             self._abort()
         return begun
-
-
-def _times_out(begun: Any) -> bool:
-    """Whether that is what becomes of an operation, rather than success or another error."""
-    try:
-        begun.wait(_AT_ONCE)
-    except RuntimeError as error:
-        return "Timed out" in str(error)
-    return False
 
 
 class _GlooWork:
@@ -227,6 +203,20 @@ class _GlooWork:
             self._work.wait(timedelta(seconds=1))
         except RuntimeError as error:
             raise BackendError(f"Gloo {self._what}: {first_line(error)}") from error
+
+
+def _destroy(held: list[Any]) -> None:
+    """Destroy a group in this thread, which may wait for it. What is still under way in it may not end for long; and
+    errors refer to it, so that the garbage collector would wait, in whatever thread it happens to run.
+
+    Args:
+        held: the group, alone, with the only reference that its owner had.
+    """
+    pause = 0.01
+    while sys.getrefcount(held[0]) > 2:  # the list's, and the argument's own
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
+    held.clear()
 
 
 class GlooBackend(ProcessGroupBackend):
@@ -262,7 +252,7 @@ class GlooBackend(ProcessGroupBackend):
         secret: bytes = b"",
     ) -> None:
         self._cancelled = cancelled or (lambda: False)
-        self._aborted = False
+        self._aborted = self._is_abandoned = False
         self._secret = secret
         # Read by Gloo at construction. It is torch's own setting and harmless to a user's groups.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -271,7 +261,7 @@ class GlooBackend(ProcessGroupBackend):
         self._driver: Driver | None = None
         self._wire: _GlooWire | None = None
         self._butterfly: Butterfly | None = None
-        self._is_connecting = self._all_connected = False
+        self._all_connected = False
         self._listeners: frozenset[tuple[str, int]] = frozenset()
         self._missing: Sequence[int] = ()  # those of whom nothing was heard in the last try
         self._received: dict[int, npt.NDArray[np.uint8]] = {}  # proofs, which are zeros until they come
@@ -302,10 +292,10 @@ class GlooBackend(ProcessGroupBackend):
             why it cannot be used, the same on all ranks; empty if it can.
         """
         left = (deadline - time.monotonic()) / (1 if last else 2)
-        self._missing, self._received = (), {}
+        self._missing, self._received, self._is_abandoned = (), {}, False
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=left / _CONNECTING)
+        options._timeout = _LONGEST_OPERATION
         if self._cube is not None:
             options._threads = 1  # there is a thread of ours besides
         self._store = GlooStore(store, prefix, self._rank, deadline - time.monotonic(), self._gives_up)
@@ -332,8 +322,7 @@ class GlooBackend(ProcessGroupBackend):
         problem = self._agreed(store, prefix, problem, deadline)
         if problem:
             self._end_connections()  # so that nothing of a group that is never closed stays under way
-            if self._driver is not None:
-                self._driver.close()
+            self.close()
         return problem
 
     def _agreed(self, store: RendezvousStore, prefix: str, problem: str, deadline: float) -> str:
@@ -381,7 +370,6 @@ class GlooBackend(ProcessGroupBackend):
             BackendError, RuntimeError: it failed.
         """
         assert self._driver is not None
-        self._is_connecting = True
         work, deadline = self._driver.begin("connect", lambda: self._check(peers)), time.monotonic() + timeout
         look_at = time.monotonic() + min(LONGEST_TURN, timeout)
         while not work.completes_within(min(TURN, timeout)):
@@ -391,6 +379,7 @@ class GlooBackend(ProcessGroupBackend):
                 continue
             look_at = time.monotonic() + LONGEST_TURN
             if reason := failed():
+                work.completes_within(min(_GRACE, max(0.0, deadline - time.monotonic())))
                 raise BackendError(reason)
             came = sum(ends(descriptor)[0] == self._listener for descriptor in self._sockets(connected=True))
             known = len(self._met.union(peers)) - 1
@@ -401,7 +390,6 @@ class GlooBackend(ProcessGroupBackend):
                 )
             if time.monotonic() >= deadline:
                 raise BackendError(f"not connected within {max(timeout, 0.0):.0f} s")
-        self._is_connecting = False
         if self._cube is None:
             self._driver.close()
             self._driver = None
@@ -505,9 +493,7 @@ class GlooBackend(ProcessGroupBackend):
         # Nobody begins before all have come: a connection that does not exist yet cannot be ended by an abort.
         cube.allreduce(Buffer.of_array(np.zeros(1, np.uint8)), ReduceOp.SUM)
         self._learn_addresses(others)
-        self._is_connecting = True  # before _begin() looks whether an abort has come, which looks at this afterwards
         self._check(others)
-        self._is_connecting = False
         self._keep_sockets_to_this_process()
         self._all_connected = True
 
@@ -539,19 +525,21 @@ class GlooBackend(ProcessGroupBackend):
 
     def _end_connections(self) -> None:
         """Make everything that is under way fail."""
-        if self._wire is not None and not self._is_connecting:
-            self._wire.interrupt(sorted(self._met - {self._rank}))
         for descriptor in self._sockets(connected=True):
             shut_down(descriptor, self._connects)
 
     def close(self) -> None:
         if self._driver is not None:
             self._driver.close()
+        group = self._group
         self._driver = self._butterfly = self._wire = self._group = None
+        if group is not None and not self._is_abandoned and (self._aborted or sys.getrefcount(group) > 2):
+            threading.Thread(target=_destroy, args=([group],), name="hvdgloo-gloo-end", daemon=True).start()
 
     def abandon(self) -> None:
         # The destructor would wait for an operation that never ends, even if only at the interpreter's exit.
         if self._group is not None:
+            self._is_abandoned = True
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
 

@@ -58,7 +58,8 @@ def ends(descriptor: int) -> Ends:
 
 # Python's socket objects will not do for looking at descriptors of others: constructing one may change the blocking
 # mode (socket.setdefaulttimeout), and duplicates made by one thread are seen by another.
-_libc = ctypes.CDLL(None, use_errno=True)
+# These functions never wait: other threads need not run meanwhile.
+_libc = ctypes.PyDLL(None, use_errno=True)
 
 
 def _name(function: Any, descriptor: int) -> tuple[str, int] | None:
@@ -71,17 +72,12 @@ def _name(function: Any, descriptor: int) -> tuple[str, int] | None:
 
 
 def shut_down(descriptor: int, wanted: Callable[[Ends], bool]) -> None:
-    """End a connection in both directions, whoever uses it.
+    """End a connection in both directions, whoever uses it, if ``wanted`` says so of its ends.
 
-    Its owner may close it at any time, and the number may then be another file's. So what ``wanted`` is asked about,
-    and what is shut down, is a duplicate, which stays what it is.
+    Its owner may close it at any time, and the number may then be another file's: a listener's, say, whose accept()
+    would fail. So it is looked at once more, just before, and no other thread of Python's runs in between. (A duplicate
+    could not become another file. But it would keep the file in its owner's epoll set, and events would come for a
+    connection that is closed.)
     """
-    try:
-        duplicate = os.dup(descriptor)
-    except OSError:
-        return
-    try:
-        if wanted(ends(duplicate)):
-            _libc.shutdown(duplicate, socket.SHUT_RDWR)
-    finally:
-        os.close(duplicate)
+    if wanted(ends(descriptor)):
+        _libc.shutdown(descriptor, socket.SHUT_RDWR)
