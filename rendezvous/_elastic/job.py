@@ -684,7 +684,7 @@ class ElasticJob:
                 self._go(P.OVER)
                 self._out.append(Ended(f"all workers have finished; {self._ending}"))
             else:
-                self._fail(f"{self._ending}, and others could not")
+                self._fail(f"{self._ending}, but not every worker has ended with status 0")
         elif self._failure is not None and self._patience == math.inf:
             self._patience = self._now + self.rules.elastic_timeout
         elif self.phase is not P.FORMING and self._now >= self._patience:

@@ -914,6 +914,20 @@ class TestTheEnd:
         actions = bed.ask(bed.members[0], ready=True, serial=3, error="a peer was lost")
         assert actions == (Dismissed(bed.members[0].id, Fate.OVER, "rank 1 on host h1 has finished its training"),)
 
+    def test_who_is_killed_between_its_training_s_end_and_its_own_has_failed(self) -> None:
+        bed = running()
+        for actor in bed.members:
+            bed.feed(Finished(actor.id))
+        first, *others = bed.members
+        bed.see(first, -9)
+        for actor in others:
+            bed.see(actor, 0)
+        assert bed.ended is not None
+        assert bed.ended.failure is not None
+        assert bed.ended.text == (
+            "rank 0 on host h1 has finished its training, but not every worker has ended with status 0"
+        )
+
     def test_the_status_is_that_of_the_failure_that_could_not_be_survived(self) -> None:
         bed = running(Rules(size=4, smallest=1, failures_per_host=9))
         bed.see(bed.members[3], 77)
