@@ -143,7 +143,7 @@ test-spark:
 # Tests that want the same session follow each other (tests/spark/conftest.py), so xdist must not order them anew. Half of
 # their time they wait, for disks, JVMs and ranks that start; one process more than elsewhere uses the cores meanwhile.
 test-with-spark: $(READY_SPARK)
-	$(VENV_SPARK)/bin/python -m pytest -n $(if $(filter 0,$(WORKERS)),2,3) --dist loadgroup --no-loadscope-reorder \
+	$(VENV_SPARK)/bin/python -m pytest -o faulthandler_timeout=150 -n $(if $(filter 0,$(WORKERS)),2,3) --dist loadgroup --no-loadscope-reorder \
 	    $(TESTS_SPARK)
 
 test-ray: $(READY_SPARK)
