@@ -49,6 +49,8 @@ OTHER_OPTIONS = {
     "--processor",
     "--py-files",
     "--ranks",
+    "--standalone",
+    "--torchrun-timeout",
     "--rate",
     "--rounds",
     "--steps",
