@@ -74,8 +74,8 @@ _GRACE = 1.0
 it has told who it is leaves this rank's thread waiting for it."""
 
 _LONGEST_OPERATION = timedelta(days=1)
-"""Gloo's own timeout is set at construction and knows nothing of a payload's size: the engine's deadlines rule. Where
-one is made after Gloo has waited in vain for it, Gloo ends the process."""
+"""Gloo's own timeout is set at construction and knows nothing of a payload's size: the engine's deadlines rule. And if
+a connection is made after Gloo has waited in vain for it, Gloo ends the process."""
 
 
 class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from torch's own annotations

@@ -26,6 +26,7 @@ pytest.importorskip("torch", reason="pygloo's groups are always connected in ful
 
 from hvdgloo._backends import cube, gloo
 from hvdgloo._backends.gloo import GlooBackend
+from tests.support.launching import wait_for
 
 T = TypeVar("T")
 
@@ -104,13 +105,6 @@ def finish(work: Work, timeout: float = 30) -> None:
     deadline = time.monotonic() + timeout
     while not work.completes_within(0.2):
         assert time.monotonic() < deadline
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def is_stuck(work: Work) -> bool:
@@ -370,7 +364,8 @@ def test_who_is_no_neighbour_proves_to_know_the_secret_before_the_first_alltoall
     for place in strangers:
         with pytest.raises(BackendError):
             finish(works[place])
-    until(lambda: all(ranks.backends[place]._all_connected for place in range(8) if place not in strangers))
+    others = [ranks.backends[place] for place in range(8) if place not in strangers]
+    wait_for(lambda: all(backend._all_connected for backend in others), 30)
     for backend in ranks.backends:
         backend.abort()
     for work in works:

@@ -95,6 +95,14 @@ def host(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         host.selector.close()
 
 
+def ask_a_worker_for_a_trace(host: Host) -> None:
+    """Number 1, of one step. The worker has been asked, and has not written it yet."""
+    host.order(Observe(host=False))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
+        worker.bind(str(host.folder / "4711"))
+        host.order(TraceSteps(1, 1))
+
+
 def test_nothing_is_there_before_somebody_looks(host: Host) -> None:
     with pytest.raises(FileNotFoundError):
         host.report(b"one")
@@ -197,10 +205,7 @@ def test_workers_are_asked_for_traces_which_are_passed_on(host: Host) -> None:
 
 
 def test_a_trace_does_not_fill_the_stream(host: Host) -> None:
-    host.order(Observe(host=False))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
-        worker.bind(str(host.folder / "4711"))
-        host.order(TraceSteps(1, 1))
+    ask_a_worker_for_a_trace(host)
     (host.folder / "trace.1.0.json").write_bytes(bytes(100))
     host.stream.pending = 2 * 1024 * 1024
     host.turn(1.0)
@@ -211,10 +216,7 @@ def test_a_trace_does_not_fill_the_stream(host: Host) -> None:
 
 
 def test_waiting_for_traces_or_for_the_launcher_takes_no_time_of_the_processor(host: Host) -> None:
-    host.order(Observe(host=False))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
-        worker.bind(str(host.folder / "4711"))
-        host.order(TraceSteps(1, 1))
+    ask_a_worker_for_a_trace(host)
     for _ in range(3):
         host.turn(1.0)
         assert host.observing.deadline == host.clock.now + 1.0, "workers say nothing, and trace"
@@ -232,10 +234,7 @@ def test_waiting_for_traces_or_for_the_launcher_takes_no_time_of_the_processor(h
 
 
 def test_a_folder_that_the_system_has_removed_is_no_harm(host: Host) -> None:
-    host.order(Observe(host=False))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
-        worker.bind(str(host.folder / "4711"))
-        host.order(TraceSteps(1, 1))
+    ask_a_worker_for_a_trace(host)
     shutil.rmtree(host.folder)
     host.turn(1.0)
     host.order(TraceSteps(2, 1))
