@@ -111,20 +111,20 @@ demo: $(READY_DEMO)
 demo-elastic: $(READY_DEMO)
 	$(BIN)/python examples/demo_elastic.py
 
-# Where ranks are threads of one process, a second pytest has the second core to itself. Tests of several processes wait
-# half of their time, for programs to start and for deadlines to pass; a third pytest uses the cores meanwhile. torch
-# meets every data plane here, numpy those that are left in test-pygloo.
+# A third pytest uses the two cores while ranks wait for each other, programs start and deadlines pass.
+# torch meets every data plane here, numpy those that are left in test-pygloo.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 $(TESTS_THREADS) -k "not (numpy and (gloo or segment or hierarchical or inline or tree))"
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(TESTS_THREADS) -k "not (numpy and (gloo or segment or hierarchical or inline or tree))"
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(TESTS_PROCESSES)
 
 test-all: test
 	$(MAKE) test-others
 
 # All but `make test`: each environment is made by its own target, so that one is made while the tests of another run.
-# The targets that take longest come first. Spark and Ray are not among them yet: `make test-spark test-spark-3.5`.
+# The targets that take longest come first.
 test-others: $(READY)
-	+$(SIDE_BY_SIDE) test-tensorflow test-pygloo test-mxnet $(PYTHON_TARGETS) test-packaging test-page test-docs
+	+$(SIDE_BY_SIDE) test-tensorflow test-spark test-spark-3.5 test-pygloo test-mxnet $(PYTHON_TARGETS) test-packaging \
+	    test-page test-docs
 
 # TensorFlow has an environment of its own: users have one framework or the other, and so do the other tests. All
 # contracts that concern tensors run, on data planes that treat memory differently; on Gloo and on a segment of shared
@@ -141,9 +141,9 @@ test-spark:
 	$(MAKE) test-ray
 
 # Tests that want the same session follow each other (tests/spark/conftest.py), so xdist must not order them anew. Half of
-# their time they wait, for disks, JVMs and ranks that start; one process more than elsewhere uses the cores meanwhile.
+# their time they wait, for disks, JVMs and ranks that start; two processes more than elsewhere use the cores meanwhile.
 test-with-spark: $(READY_SPARK)
-	$(VENV_SPARK)/bin/python -m pytest -o faulthandler_timeout=150 -n $(if $(filter 0,$(WORKERS)),2,3) --dist loadgroup --no-loadscope-reorder \
+	$(VENV_SPARK)/bin/python -m pytest -o faulthandler_timeout=150 -n $(if $(filter 0,$(WORKERS)),2,4) --dist loadgroup --no-loadscope-reorder \
 	    $(TESTS_SPARK)
 
 test-ray: $(READY_SPARK)

@@ -1,15 +1,17 @@
-"""What observing costs: a job that is looked at, one that nobody looks at, and one that counts nothing, in turns.
+"""What observing costs: steps that are counted and steps that are not, in turns.
 
-    python benchmarks/observe.py [--np 2] [--rounds 30] [--steps 20] [--network mlp] [--json FILE]
+    python benchmarks/observe.py [--np 2] [--seconds 30] [--steps 4] [--network mlp] [--json FILE]
 
-Three jobs of the same program exist at the same time, and train by turns: one has an observer that takes its samples,
-as an agent does for a page; one only counts; one has HVDGLOO_OBSERVE=0. A round is so many steps of each, in an order
-that changes. The time of a round is the slowest rank's; printed are medians of a step, and the median of the rounds'
-ratios to the job that counts nothing. "small" is no network but allreduces of 4 bytes, one after another.
+One job trains, and has somebody who takes its samples, as an agent does for a page. In blocks of a few steps, all ranks
+count by turns or do not (as with HVDGLOO_OBSERVE=0). The time of a block is the slowest rank's. Printed are medians of
+a step, of the ratios of neighbouring blocks' times and processor times, with the interval in which the median lies with
+a probability of 95 %; and what a rank's samples cost, of which there is one per second. "small" is no network but
+allreduces of 4 bytes, one after another.
 
     python benchmarks/observe.py --idle [--seconds 20]
 
-shows the processor time of ranks that have trained, and then do nothing, per second, in each of the three.
+shows the processor time of ranks that have trained, and then do nothing, per second, in three jobs: one is looked at,
+one only counts, one has HVDGLOO_OBSERVE=0.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import argparse
 import importlib
 import json
 import os
-import random
 import socket
 import statistics
 import sys
@@ -31,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pairs import described
 
 import hvdgloo.run
 
@@ -59,6 +62,90 @@ def trainer(network: str, hvd: Any) -> Callable[[], None]:
         optimizer.step()
 
     return step
+
+
+class Switch:
+    """Has one rank count, or not, from the next operation on; all ranks are to change between two operations."""
+
+    def __init__(self) -> None:
+        from hvdgloo._job import process
+
+        self._engine = engine = process.current().engine
+        self._counters = engine.counters
+        self._lateness = engine.counters.lateness if engine.counters is not None else None
+
+    def turn(self, *, on: bool) -> None:
+        engine = self._engine
+        counters = self._counters if on else None
+        engine.counters = engine._member._counters = engine._executor._counters = engine._control._counters = counters
+        if engine._coordinator is not None:
+            engine._coordinator._negotiator.lateness = self._lateness if on else None
+
+
+def blocks(network: str, seconds: float, steps: int, folder: str) -> dict[str, Any]:
+    """One rank's figures: of every pair of blocks the seconds and processor seconds of a step, counted and not."""
+    import torch
+
+    from hvdgloo._observe.reporter import Reporter
+
+    if os.environ["HVDGLOO_RANK"] == "0":
+        os.environ["HVDGLOO_OBSERVER"] = observer(folder)  # before init(), instead of the agent's
+    looks: list[float] = []
+    look = Reporter._look
+
+    def timed(self: Reporter, now: float, *, last: bool = False) -> bool:
+        begun = time.thread_time()
+        works = look(self, now, last=last)
+        looks.append(time.thread_time() - begun)
+        return works
+
+    Reporter._look = timed  # type: ignore[method-assign]
+    import hvdgloo.torch as hvd
+
+    torch.set_num_threads(1)
+    hvd.init()
+    step = trainer(network, hvd)
+    switch = Switch()
+
+    def block(count: int) -> tuple[float, float]:
+        begun, used = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            step()
+        return (time.perf_counter() - begun) / count, (time.process_time() - used) / count
+
+    block(steps + 1)
+    pairs: list[tuple[float, ...]] = []
+    end = time.monotonic() + seconds
+    while hvd.broadcast_object(time.monotonic() < end, name="more"):
+        found = {}
+        for on in (True, False) if len(pairs) % 2 else (False, True):
+            hvd.barrier()
+            switch.turn(on=on)
+            hvd.barrier()
+            block(1 + steps // 10)  # caches, and what the barrier has left, count for neither
+            found[on] = block(steps)
+        pairs.append((*found[True], *found[False]))
+    switch.turn(on=True)
+    hvd.shutdown()
+    return {"pairs": pairs, "looks": looks}
+
+
+def compare(network: str, size: int, seconds: float, steps: int) -> list[dict[str, Any]]:
+    """Print what counting costs; returns all ranks' figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = hvdgloo.run.run(blocks, args=(network, seconds, steps, folder), np=size)
+    slowest = [
+        [max(values) for values in zip(*pair, strict=True)] for pair in zip(*(r["pairs"] for r in ranks), strict=True)
+    ]
+    counted, counted_cpu, off, off_cpu = zip(*slowest, strict=True)
+    for what, with_it, without in (("step", counted, off), ("processor time", counted_cpu, off_cpu)):
+        more = statistics.median(ours - others for ours, others in zip(with_it, without, strict=True))
+        ratio = described([ours / others for ours, others in zip(with_it, without, strict=True)])
+        print(f"  {what:14} {statistics.median(without) * 1e6:10.1f} us, counted {more * 1e6:+.2f} us; ratio {ratio}")
+    looks = [seconds for rank in ranks for seconds in rank["looks"]]
+    if looks:
+        print(f"  a sample       {statistics.median(looks) * 1e6:10.1f} us of processor time, {len(looks)} taken")
+    return ranks
 
 
 def worker(address: str, kind: str, network: str) -> None:
@@ -163,35 +250,21 @@ def _observed(function: Callable[..., None]) -> Callable[..., None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--np", type=int, default=2, help="ranks of each job (default 2)")
-    parser.add_argument("--rounds", type=int, default=30, help="rounds (default 30)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a round (default 20)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long steps or idle ranks are looked at (30)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a block (default 4; small: 200 are better)")
     parser.add_argument("--network", default="mlp", help="mlp, conv, transformer or small (default mlp)")
     parser.add_argument("--idle", action="store_true", help="processor time of ranks that do nothing")
-    parser.add_argument("--seconds", type=float, default=20.0, help="how long they are looked at (default 20)")
     parser.add_argument("--json", help="also write all figures there")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = Jobs(options.np, options.network, folder)
-        found = idle(jobs, options.seconds) if options.idle else rounds(jobs, options.rounds, options.steps)
-        jobs.end()
+    if options.idle:
+        with tempfile.TemporaryDirectory() as folder:
+            jobs = Jobs(options.np, options.network, folder)
+            found: Any = idle(jobs, options.seconds)
+            jobs.end()
+    else:
+        found = compare(options.network, options.np, options.seconds, options.steps)
     if options.json:
         Path(options.json).write_text(json.dumps(found), encoding="utf-8")
-
-
-def rounds(jobs: Jobs, count: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of a step in each round by kind; printed."""
-    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for turn in range(count + 2):
-        order = random.sample(KINDS, len(KINDS))
-        for kind in order:
-            seconds = max(jobs.order(kind, "steps", steps)) / steps
-            if turn >= 2:
-                times[kind].append(seconds)
-    for kind in KINDS:
-        ratios = [ours / off for ours, off in zip(times[kind], times["off"], strict=True)]
-        step = statistics.median(times[kind]) * 1e3
-        print(f"  {kind:10} {step:9.3f} ms a step, {100 * (statistics.median(ratios) - 1):+.2f} % of one that is off")
-    return times
 
 
 def idle(jobs: Jobs, seconds: float) -> dict[str, list[float]]:

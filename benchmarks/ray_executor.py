@@ -53,6 +53,8 @@ def fill_pool(np: int) -> None:
         time.sleep(0.2)  # so that no process gets two of these
 
     ray.get([ray.remote(wait_for_others).options(num_cpus=1).remote(np) for _ in range(np)])
+    while ray.available_resources().get("CPU", 0) < np:
+        time.sleep(0.01)  # Ray keeps a task's CPU for it a little longer
 
 
 def seconds(action: Callable[[int], None], np: int) -> float:

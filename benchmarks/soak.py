@@ -242,13 +242,15 @@ def main() -> int:
     parser.add_argument("--growth", type=int, default=48, help="MiB that memory may grow by (default 48)")
     parser.add_argument("--plane", choices=PLANES, default="default", help="the data plane that is wanted")
     parser.add_argument("--hosts", help="host:slots,... (default: this one)")
+    parser.add_argument("--python", help="the ranks' interpreter (default: this one)")
     parser.add_argument(
         "--alternating", type=int, default=0, help="how many threads that only wait in turn (see above)"
     )
     parser.add_argument("--longest", type=float, default=1.0, help="seconds that they may wait for one (default 1)")
     options = parser.parse_args()
     arguments = options.seconds, options.seed, options.plane, options.alternating
-    results = hvdgloo.run.run(worker, arguments, np=options.np, hosts=options.hosts, env=PLANES[options.plane])
+    where = {"np": options.np, "hosts": options.hosts, "executable": options.python}
+    results = hvdgloo.run.run(worker, arguments, env=PLANES[options.plane], **where)
     wrong = [failure for result in results for failure in result["failures"]]
     for rank, result in enumerate(results):
         memory, files = zip(*result["samples"], strict=True)

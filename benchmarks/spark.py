@@ -32,7 +32,7 @@ import spark_torch
 
 import hvdgloo.run
 import hvdgloo.spark
-from tests.support.spark import LOCAL, Sessions
+from tests.support.spark import DEFAULT_JVM, LOCAL, Sessions
 
 Row = Callable[[Any, int], dict[str, float]]
 
@@ -74,7 +74,7 @@ def main() -> None:
     args = parser.parse_args()
     sessions = Sessions()
     try:
-        spark = sessions.get(args.master)
+        spark = sessions.get(args.master, DEFAULT_JVM)
         found = {name: ROWS[name](spark, args.rounds) for name in args.rows.split(",")}
     finally:
         sessions.close()

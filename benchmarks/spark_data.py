@@ -102,7 +102,6 @@ def measure_read(_: Any, rounds: int) -> dict[str, float]:
 
     with _vectors(3 * _ROWS, 30_000) as folder:
         files = sorted(Path(folder).iterdir())
-        reader = ParquetBatches(folder, batch_size=256, num_workers=1)
 
         def plain() -> None:
             for path in files:
@@ -111,7 +110,8 @@ def measure_read(_: Any, rounds: int) -> dict[str, float]:
                     file.read_row_group(group, use_threads=False)
 
         def batches() -> None:
-            for batch in reader:
+            # A new one each time: one reader would read these data once, and keep them.
+            for batch in ParquetBatches(folder, batch_size=256, num_workers=1):
                 for values in batch.values():
                     torch.from_numpy(values)
 

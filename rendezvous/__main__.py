@@ -2,7 +2,7 @@
 
 import sys
 
-from hvdgloo.rendezvous._cli import main
+from hvdgloo._commands import rendezvous
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rendezvous())

@@ -58,8 +58,14 @@ if an elastic job has failed; 2 if an option cannot be used or the port is taken
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status."""
     try:
-        with ExitStack() as stack:
-            return _run(_parse(argv), stack)
+        options = _parse(argv)
+        with _stopped_by_signals() as stopped:
+            try:
+                with ExitStack() as stack:
+                    return _run(options, stack)
+            except stopped:
+                say("stopped by a signal")
+                return 0
     except (ConfigError, MissingDependencyError) as error:
         hint = _own_addresses(error) if isinstance(error, ConfigError) else ""
         complain(f"error: {error}{hint}")
@@ -102,22 +108,19 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
         start_timeout=options.start_timeout or Config.start_timeout,
         tls=tls,
         observed=None if shown is None else shown.observed,
+        page=None if shown is None else shown.link,
     )
-    with _stopped_by_signals() as stopped, server, ExitStack() as page:
-        try:
-            if shown is not None:
-                page.enter_context(shown)
-            _announce(server, options, secret_place, shown)
-            if elastic is None:
-                status = watch_fixed(server, options.once, shown)
-            else:
-                status = watch_elastic(server, actions, options.once, shown)
-            if shown is not None:
-                shown.ended(status, server.last_failure)
-            return status
-        except stopped:
-            say("stopped by a signal")
-            return 0
+    if shown is not None:
+        stack.enter_context(shown)
+    stack.enter_context(server)
+    _announce(server, options, secret_place, shown)
+    if elastic is None:
+        status = watch_fixed(server, options.once, shown)
+    else:
+        status = watch_elastic(server, actions, options.once, shown)
+    if shown is not None:
+        shown.ended(status, server.last_failure)
+    return status
 
 
 class _Stopped(BaseException):
@@ -207,15 +210,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         const=("127.0.0.1", 0),
         type=_listener,
         metavar="ADDR[:PORT]",
-        help="serve a page that shows the job live, and print its address, which works for one browser. By default it "
-        "is at 127.0.0.1 and any free port",
+        help="serve a page that shows the job live, and print a link to it, which works for one browser; / of this "
+        "server leads there, too. By default it is at 127.0.0.1 and any free port",
     )
     parser.add_argument("--once", action="store_true", help="end when all workers have come and gone, or did not come")
     parser.add_argument(
         "--status-token",
         action="store_true",
-        help="print the token that reads the job's page, /v1/status and /metrics (as bearer token, or as the password "
-        "that a browser asks for), and end",
+        help="print the token that reads /v1/status and /metrics, and leads from / to the job's page (as bearer token, "
+        "or as the password that a browser asks for), and end",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     options = parser.parse_args(argv)
@@ -396,9 +399,13 @@ def _announce(server: RendezvousServer, options: argparse.Namespace, secret_plac
         say("Only this host can reach that address; --bind ADDR:PORT chooses one for others.")
     how = f"{PROGRAM} --status-token"
     scheme = "http" if options.tls_files is None else "https"
-    say(f"Page: {scheme}://{endpoints[0]}/ (password: {how}{f' --secret-file {secret_place}' if secret_place else ''})")
-    if shown is not None:
-        say(f"Live page, for one browser: {shown.link()}")
+    where = f"{scheme}://{endpoints[0]}/"
+    password = f"(password: {how}{f' --secret-file {secret_place}' if secret_place else ''})"
+    if shown is None:
+        say(f"State: {where}v1/status {password}")
+    else:
+        say(f"Page: {shown.link()}")
+        say(f"That link works for one browser; others find the page by {where} {password}")
 
 
 def _workers(options: argparse.Namespace) -> str:

@@ -84,11 +84,18 @@ class Shown:
         Args:
             status: of the server, as ``/v1/status`` shows it.
         """
+        awaited = ""
         if "elastic" in status:
-            epoch, workers = status["elastic"]["epoch"], status["elastic"]["workers"]
+            job = status["elastic"]
+            epoch, workers = job["epoch"], job["workers"]
+            if job["phase"] == "waiting":
+                awaited = f"waiting for {job['waiting_for']}"
         else:
             current = status["epochs"][-1]
-            epoch, workers = current["epoch"], current["workers"] if current["state"] == "complete" else []
+            epoch, workers = current["epoch"], current["workers"]
+            if current["state"] != "complete":
+                awaited, workers = current["summary"], []
+        self._observatory.starting(awaited)
         taken = Counter[str]()
         seats = []
         for worker in sorted(workers, key=lambda worker: worker["rank"]):
@@ -106,6 +113,10 @@ class Shown:
     def tell(self, text: str) -> None:
         """Something has become of an elastic job's workers."""
         self._observatory.event("elastic", text)
+
+    def complain(self, text: str) -> None:
+        """A start has failed, for this reason; there may be another one."""
+        self._observatory.event("failure", text)
 
     def ended(self, status: int, text: str) -> None:
         """The job is over; ``text`` says what failed if ``status`` is not 0."""

@@ -39,6 +39,8 @@ def watch_fixed(server: RendezvousServer, once: bool, shown: Shown | None = None
         if server.last_failure != failure:
             failure = server.last_failure
             complain(failure)
+            if shown is not None:
+                shown.complain(failure)
             if once:
                 return 1
         epoch = server.status()["epochs"][-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdgloo.runner.cli.main import command
+from hvdgloo._commands import run
 
 if __name__ == "__main__":
-    command()
+    run()

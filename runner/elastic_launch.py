@@ -355,6 +355,7 @@ def _report(
     return replace(
         report,
         last_lines=console.tail(number),
+        exception=console.exception(number),
         advice=advise_on_signal(first.reason) or advice_for(spec, spawner, entry(first.host), console.cause(number)),
         in_sight=console.in_sight(number),
     )

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TextIO
 
 from hvdgloo._net.tls import Tls
+from hvdgloo._platform.interrupts import raise_again
 from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.runner.console.console import Console, is_terminal, make_directory
 from hvdgloo.runner.console.progress import Backoff, InitProgress
@@ -78,7 +79,9 @@ def launch(
         stderr.flush()
 
     terminal = spec.views.progress and not (quiet or spec.verbose) and is_terminal(stderr)
-    with Showing(spec, say=say, progress=terminal) as showing:
+    showing = Showing(spec, say=say, progress=terminal)
+    raise_again()  # there is something to be cleaned up from now on
+    with showing:
         around = Surroundings(
             stdout, stderr, quiet, news, tuple(signals), results, spawner, fork, outside or nobody, showing
         )
@@ -213,6 +216,7 @@ def _report(
     return replace(
         report,
         last_lines=console.tail(first.rank),
+        exception=console.exception(first.rank),
         advice=advise_on_signal(first.reason) or advice_for(spec, spawner, host, console.cause(first.rank)),
         in_sight=console.in_sight(first.rank),
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hvdgloo._platform.spelling import in_one_line
 from hvdgloo.errors import JobFailedError
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import Slot
@@ -36,7 +37,8 @@ class Report:
         outcome: how it ended.
         slots: where its workers were; those of an elastic job that were together last.
         last_lines: the end of the output of the first worker that failed.
-        in_sight: it has just been shown, so that the command line need not repeat it.
+        in_sight: they have just been shown, so that the command line need not repeat them.
+        exception: what it ended with, as the last line of its traceback has it; empty if it printed none.
         advice: what to do about them, in one line; empty if that is not known.
         restarts: those that came before, in order.
         numbers: of the workers in ``slots``, by rank; -1 for one that was never started.
@@ -51,6 +53,7 @@ class Report:
     last_lines: tuple[str, ...] = ()
     advice: str = ""
     in_sight: bool = False
+    exception: str = ""
     restarts: tuple[Restart, ...] = ()
     numbers: tuple[int, ...] = ()
     workers: tuple[str, ...] = ()
@@ -84,6 +87,8 @@ class Report:
         """What failed first, in words, with what the worker said last."""
         assert self.outcome.first is not None
         text = describe_failure(self.outcome.first)
+        if self.exception and self.outcome.first.signal is None:  # what a signal ended, an exception did not
+            text += f": {in_one_line(self.exception)}"
         if self.why_over and self.why_over != self.outcome.first.reason:
             text += f"; {self.why_over}"
         if self.last_lines and (whole or not self.in_sight):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -45,15 +46,27 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def pytest_collection_finish() -> None:
-    # Modules and the tests themselves stay. Nobody has to go through them in search of garbage again and again, which
-    # costs half a second each time.
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    # Modules and the tests themselves stay. Nobody has to go through them in search of garbage again and again: not
+    # while they become more and more, which takes a quarter of the time, and not later, half a second each time.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+        # In each phase of each test pytest attaches its handlers to every logger that does not propagate. torch has
+        # dozens of them, and their records reach pytest through the root as well.
+        for logger in logging.root.manager.loggerDict.values():
+            if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+                logger.propagate = True
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "backend" in metafunc.fixturenames:
+    own = any("backend" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "backend" in metafunc.fixturenames and not own:
         metafunc.parametrize("backend", getattr(metafunc.module, "BACKENDS", BACKENDS), indirect=True)
 
 

@@ -492,7 +492,7 @@ class Control:
         """A message from the coordinator to this rank."""
         if isinstance(message, Execute):
             if self._ended is None:
-                self._executor.execute(self._member.accept(message), may_wait=self._may_wait, lent=self._lent)
+                self._executor.execute(self._member.accept(message, now), may_wait=self._may_wait, lent=self._lent)
         elif isinstance(message, Tune):
             if self._ended is None:
                 self._member.tune(message)

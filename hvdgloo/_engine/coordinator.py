@@ -47,7 +47,7 @@ from hvdgloo._engine.watch import Watch
 
 if TYPE_CHECKING:
     from hvdgloo._engine.seat import Seat
-    from hvdgloo._engine.timeline import Timeline
+    from hvdgloo._engine.timeline import Timeline, Timelines
     from hvdgloo._engine.tuning import Tuner
     from hvdgloo._observe.lateness import LatenessBook
 
@@ -131,7 +131,7 @@ class Coordinator:
         self._neighbours_watch = Watch(self._neighbours, rules.operation_timeout, at_once=self._in_tree)
         self._last_release = float("-inf")
         self._ticked = float("-inf")
-        self._timeline: Timeline | None = None
+        self._timeline: Timeline | Timelines | None = None
         self._leaver: int | None = None
         self._undrained: set[int] = set()
         self._end_deadline = 0.0
@@ -140,7 +140,7 @@ class Coordinator:
         self._next_stall_check: float | None = None
         self._told: dict[int, str | None] | None = None
 
-    def show(self, timeline: Timeline | None) -> None:
+    def show(self, timeline: Timeline | Timelines | None) -> None:
         """Record arrivals and orders in this timeline from now on; None for no timeline."""
         self._timeline = timeline
         self._negotiator.observer = timeline

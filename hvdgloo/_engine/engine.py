@@ -36,7 +36,7 @@ from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 if TYPE_CHECKING:
     from hvdgloo._engine.negotiation import Waiting
     from hvdgloo._engine.seat import Seat
-    from hvdgloo._engine.timeline import Timeline
+    from hvdgloo._engine.timeline import Timeline, Timelines
     from hvdgloo._engine.tuning import AutotuneSettings
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class Engine:
             gatherer = Gatherer(seat, {0: everyone}, patience, settings.operation_timeout)
         self._coordinator = coordinator
         self._in_tree = seat is not None
-        self._timeline: Timeline | None = None
+        self._timelines: dict[bool, Timeline] = {}  # the program's own (False), and one that somebody else asked for
         self._control = Control(
             rank,
             links,
@@ -314,37 +314,47 @@ class Engine:
         submits from now on, or an earlier one that is not yet ordered."""
         self._control.say(Tune(*astuple(choice)))
 
-    def start_timeline(self, path: str, *, clock_offset: float = 0.0, mark_cycles: bool = False) -> bool:
+    def start_timeline(
+        self, path: str, *, clock_offset: float = 0.0, mark_cycles: bool = False, asked_for: bool = False
+    ) -> bool:
         """Trace operations into a file from now on, until ``stop_timeline`` or the end.
 
+        Args:
+            asked_for: by somebody who looks at the job: such a trace and the program's own know nothing of each other.
+
         Returns:
-            False if a trace is already being written, or the engine has ended: then nothing was done.
+            False if such a trace is already being written, or the engine has ended: then nothing was done.
 
         Raises:
             ConfigError: the file cannot be written.
         """
         with self._closing:
-            if self._timeline is not None or self._closed or self._forked:
+            if asked_for in self._timelines or self._closed or self._forked:
                 return False
             from hvdgloo._engine.timeline import Timeline
 
-            self._show(Timeline(path, self.rank, clock_offset, mark_cycles=mark_cycles))
+            self._timelines[asked_for] = Timeline(path, self.rank, clock_offset, mark_cycles=mark_cycles)
+            self._show_timelines()
             return True
 
-    def stop_timeline(self) -> None:
-        """End the trace, if there is one; its file is complete then."""
+    def stop_timeline(self, *, asked_for: bool = False) -> None:
+        """End that trace, if there is one; its file is complete then."""
         if not self._forked:  # a forked child has neither the trace nor its writer's thread
             with self._closing:
-                self._stop_timeline()
+                self._stop_timeline(asked_for)
 
-    def _stop_timeline(self) -> None:
-        timeline = self._timeline
+    def _stop_timeline(self, asked_for: bool) -> None:
+        timeline = self._timelines.pop(asked_for, None)
         if timeline is not None:
-            self._show(None)
+            self._show_timelines()
             timeline.close()
 
-    def _show(self, timeline: Timeline | None) -> None:
-        self._timeline = timeline
+    def _show_timelines(self) -> None:
+        timeline: Timeline | Timelines | None = next(iter(self._timelines.values()), None)
+        if len(self._timelines) > 1:
+            from hvdgloo._engine.timeline import Timelines
+
+            timeline = Timelines(*self._timelines.values())
         self._member.timeline = self._executor.timeline = timeline
         if self._coordinator is not None:
             self._coordinator.show(timeline)
@@ -387,7 +397,8 @@ class Engine:
                         (backend.close if ended else backend.abandon)()
                     except Exception:  # one that does not end well must not keep the others from it
                         logger.exception("the %s data plane was not closed", backend.name)
-            self._stop_timeline()
+            for asked_for in list(self._timelines):
+                self._stop_timeline(asked_for)
             if self._coordinator is not None and self._coordinator.undecided and not reason:
                 logger.warning("%s", self._coordinator.undecided)
             if ended and is_silent:

@@ -36,7 +36,7 @@ from hvdgloo.errors import BackendError, HorovodInternalError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
 if TYPE_CHECKING:
-    from hvdgloo._engine.timeline import Timeline
+    from hvdgloo._engine.timeline import Timeline, Timelines
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Executor:
         self._aborted = threading.Event()
         self._is_stuck = False
         self._pause = _SHORTEST_PAUSE
-        self.timeline: Timeline | None = None
+        self.timeline: Timeline | Timelines | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property

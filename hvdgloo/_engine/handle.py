@@ -40,6 +40,7 @@ class Handle:
         order: once ``done()`` without an error, the operation's place among all that the job has carried out, the same
             on all its ranks and never given twice; -1 before.
         ordered: when it was given that place, on the monotonic clock; 0 before, and where nothing is counted.
+        ended: the same, where its result came with the order; else 0.
         counters: where the time is counted in which threads wait for it; None for nowhere.
         follow: called with the outputs by every thread that has waited: what it does next comes after the operation,
             which may still be under way on a GPU. None where the operation has ended altogether.
@@ -53,6 +54,7 @@ class Handle:
         "_error",
         "_latch",
         "counters",
+        "ended",
         "follow",
         "lend",
         "name",
@@ -67,7 +69,7 @@ class Handle:
         self.outputs: tuple[Buffer, ...] = ()
         self.value = -1
         self.order = -1
-        self.ordered = 0.0
+        self.ordered = self.ended = 0.0
         self.counters: Counters | None = None
         self.follow: Callable[[Sequence[Buffer]], None] | None = None
         self.lend: Callable[[Handle], None] | None = None
@@ -116,7 +118,12 @@ class Handle:
                     self._sleep(timeout)
             finally:
                 if counters is not None:
-                    counters.unblocked(self.ordered, time.monotonic())
+                    ended = self.ended
+                    if ended > began:  # with the order itself; small operations are counted in no time
+                        counters.blocked_in = None
+                        counters.waiting += ended - began
+                    else:
+                        counters.unblocked(self.ordered, time.monotonic())
             if isinstance(self._error, HorovodInternalError):
                 self._error.waiting_since = min(began, self._error.waiting_since)
         if self._error is not None:

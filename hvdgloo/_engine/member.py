@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from hvdgloo._engine import inline, joined
 from hvdgloo._engine.messages import Execute, Request, Response, Submit, Tune
 from hvdgloo._engine.submission import Signature, Submission
-from hvdgloo._observe.counters import AGREEMENT, Counters
+from hvdgloo._observe.counters import AGREEMENT, Counters, Traffic
 from hvdgloo.errors import DuplicateNameError, HorovodInternalError, InvalidArgumentError, MismatchError
 from hvdgloo.types import Collective
 
 if TYPE_CHECKING:
-    from hvdgloo._engine.timeline import Timeline
+    from hvdgloo._engine.timeline import Timeline, Timelines
 
 
 class Member:
@@ -44,13 +44,14 @@ class Member:
         counters: Counters | None = None,
     ) -> None:
         self.sets = {number: tuple(ranks) for number, ranks in members.items()}
-        self.timeline: Timeline | None = None
+        self.timeline: Timeline | Timelines | None = None
         self._rank = rank
         self._own_sets = {number for number, ranks in self.sets.items() if rank in ranks}
         self._joined = False
         self._ordered = 0  # items in all messages so far, which every rank receives
         self._inline_threshold = inline_threshold
         self._counters = counters
+        self._agreed_upon: dict[int, Traffic] = {}
         self._lock = threading.Lock()
         self._pending: dict[tuple[int, str], Submission] = {}
         self._new: list[Submission] = []
@@ -169,8 +170,12 @@ class Member:
             operation.number = -1
         return Submit((), tuple(operation.request for operation in operations), resent=True)
 
-    def accept(self, message: Execute) -> list[tuple[Response, Submission]]:
-        """The operations to execute, in order. Those whose result is already known, or is an error, end here."""
+    def accept(self, message: Execute, now: float = 0.0) -> list[tuple[Response, Submission]]:
+        """The operations to execute, in order. Those whose result is already known, or is an error, end here.
+
+        Args:
+            now: when they are ordered, on the monotonic clock; only what is counted depends on it.
+        """
         batch = []
         results = dict(message.results)
         with self._lock:
@@ -185,28 +190,30 @@ class Member:
         before = self._ordered
         self._ordered += len(agreed)
         counters = self._counters
-        now = waited = 0.0
-        if counters is not None:
-            now = time.monotonic()
+        waited = 0.0
         for position, (response, operation) in enumerate(agreed):
             if operation is None:
                 continue
-            operation.handle.order = before + position
-            if operation.submitted:
-                operation.handle.ordered = now
-                waited += (now - operation.submitted) * operation.remaining
+            handle = operation.handle
+            handle.order = before + position
+            submitted = operation.submitted
+            if submitted:
+                handle.ordered = now
+                if now > submitted:  # or it came while what was read at that moment was being looked at
+                    waited += (now - submitted) * operation.remaining
             if response.error:
-                operation.handle.resolve(error=MismatchError(response.error, name=operation.request.name))
+                handle.resolve(error=MismatchError(response.error, name=operation.request.name))
             elif position in results:
                 inline.deliver(results[position], operation.outputs[0])
                 if self.timeline is not None:
                     self.timeline.inlined(response, operation)
                 if counters is not None:
-                    key = AGREEMENT, response.request.process_set
-                    traffic = counters.traffic.get(key) or counters.carried(*key)
+                    number = response.request.process_set
+                    traffic = self._agreed_upon.get(number) or self._agreed_upon_in(number, counters)
                     traffic.operations += 1
                     traffic.bytes += len(results[position])
-                operation.handle.resolve(operation.outputs)
+                    handle.ended = now
+                handle.resolve(operation.outputs)
             else:
                 batch.append((response, operation))
         if counters is not None:
@@ -221,6 +228,11 @@ class Member:
             pending, self._pending = list(self._pending.values()), {}
             self._new.clear()
         return pending
+
+    def _agreed_upon_in(self, process_set: int, counters: Counters) -> Traffic:
+        """Where operations of a process set are counted whose results came with the order."""
+        traffic = self._agreed_upon[process_set] = counters.carried(AGREEMENT, process_set)
+        return traffic
 
     def _forget(self, number: int) -> None:
         signature = self._signatures.pop(number, None)

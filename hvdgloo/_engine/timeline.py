@@ -289,6 +289,46 @@ class Timeline:
         self._end, self._capacity = max(1, self._end), capacity
 
 
+class Timelines:
+    """Several that are written at once; each is told the same, as if it were the only one."""
+
+    now = staticmethod(Timeline.now)
+
+    def __init__(self, *timelines: Timeline) -> None:
+        self._all = timelines
+
+    def ordered(self, batch: Sequence[tuple[Response, Submission]]) -> None:
+        for each in self._all:
+            each.ordered(batch)
+
+    def inlined(self, response: Response, operation: Submission) -> None:
+        for each in self._all:
+            each.inlined(response, operation)
+
+    def executed(
+        self,
+        bucket: Bucket,
+        batch: Sequence[tuple[Response, Submission]],
+        name: str,
+        times: Sequence[float],
+        packed: bool,
+    ) -> None:
+        for each in self._all:
+            each.executed(bucket, batch, name, times, packed)
+
+    def arrived(self, rank: int, request: Request) -> None:
+        for each in self._all:
+            each.arrived(rank, request)
+
+    def settled(self, request: Request, *, executed_here: bool) -> None:
+        for each in self._all:
+            each.settled(request, executed_here=executed_here)
+
+    def cycle(self, at: float) -> None:
+        for each in self._all:
+            each.cycle(at)
+
+
 def _rows(response: Response) -> list[str]:
     """The names of an operation's rows, one for each tensor."""
     request = response.request

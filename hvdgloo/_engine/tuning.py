@@ -3,8 +3,9 @@
 The coordinator shows every batch that it orders to the ``Tuner``, which tells steps apart by the operation that comes
 again, and answers with other settings whenever a sample is complete. They apply on all ranks from the same operation
 on. ``search`` chooses what to try: it varies one setting after the other by successive halving (all candidates are
-measured once, the better half again, and so on), and then compares what it found with the settings of the start, in
-turns. Where that is not clearly faster, the job goes on as it began.
+measured once, the better half twice more, and so on), then those next to the best once more, and compares what it found
+with the settings of the start, in turns, until it is clear which is faster. Where that is not the choice, the job goes
+on as it began.
 """
 
 from __future__ import annotations
@@ -29,8 +30,17 @@ LEAST_GAIN = 1.015
 MOST_CHANCE = 0.05
 """How probable it may be that all comparisons together came out so well by chance."""
 
-FEWEST_PAIRS = 5
-"""With fewer comparisons, ``MOST_CHANCE`` cannot be reached."""
+MOST_CHANCE_EARLY = 0.02
+"""The same as long as there may be more comparisons: who looks more often is mistaken more often."""
+
+FEWEST_PAIRS = 6
+"""With fewer comparisons, ``MOST_CHANCE_EARLY`` cannot be reached."""
+
+ROUNDS = 4
+"""How often all settings are gone through at most; noise could go on to change what is best for ever."""
+
+LOOKS = 4
+"""How often it is looked at most whether there were enough comparisons."""
 
 _FUSION = tuple(megabytes << 20 for megabytes in (1, 2, 4, 8, 16, 32, 64))
 _HIERARCHICAL = tuple(kilobytes << 10 for kilobytes in (32, 128, 512, 2048, 8192))
@@ -54,7 +64,7 @@ class AutotuneSettings:
         steps_per_sample: steps of a sample, whose median counts; one more, in which the settings change, does not.
         most: candidates that are tried at most.
         noise: from 0 to 1, how much step times vary: the more they do, the more often the choice is compared with the
-            settings of the start.
+            settings of the start, before that is believed.
         fixed: names of ``Choice`` that stay as the user wants them.
     """
 
@@ -76,40 +86,84 @@ Search: TypeAlias = Generator[Tried, float, tuple[Tried, float]]
 """Yields what to measure, is sent its score, and returns the choice, and how many times as fast as the start it is."""
 
 
-def search(start: Tried, axes: Sequence[Axis], *, most: int, pairs: int) -> Search[Tried]:
-    """Look for settings with a higher score; scores vary from one measurement to the next.
+def search(start: Tried, axes: Sequence[Axis], *, most: int, pairs: int, looks: int) -> Search[Tried]:
+    """Look for settings with a higher score; scores vary from one measurement to the next, and drift.
 
     Args:
         start: what must be beaten.
-        axes: what may be varied, the most important first.
+        axes: what may be varied, the most important first; values are numbers.
         most: different candidates that are measured at most, beside the start.
-        pairs: comparisons with the start in the end.
+        pairs: comparisons with the start in the end, before it is looked whether they suffice.
+        looks: how often so many comparisons are made at most, while it is uncertain which is faster.
     """
-    scores: defaultdict[Tried, list[float]] = defaultdict(list)
     best = start
-    for name, values in axes:
-        candidates = [replace(best, **{name: value}) for value in values]
-        alive = [best, *(each for each in dict.fromkeys(candidates) if each != best)][: most + 1]
-        most -= len(alive) - 1
-        while len(alive) > 1:
-            for candidate in alive:
-                scores[candidate].append((yield candidate))
-            alive.sort(key=lambda candidate: -statistics.median(scores[candidate]))
-            del alive[max(1, len(alive) // 2) :]
-        best = alive[0]
+    measured = {start}
+    varied_from: dict[str, Tried] = {}
+    for number in range(ROUNDS):
+        before = best
+        for name, values in axes:
+            ordered = sorted({getattr(best, name), *values})
+            if number > 0:  # what suits one setting may depend on those that were varied later
+                if replace(varied_from[name], **{name: getattr(best, name)}) == best:
+                    continue
+                place = ordered.index(getattr(best, name))
+                ordered = ordered[max(0, place - 1) : place + 2]
+            varied_from[name] = best
+            alive = [best]
+            for candidate in [replace(best, **{name: value}) for value in ordered]:
+                if candidate != best and (candidate in measured or len(measured) <= most):
+                    measured.add(candidate)
+                    alive.append(candidate)
+            best = yield from _halving(alive)
+        if best == before:
+            break
     if best == start:
         return start, 1.0
-    ratios = []
-    for turn in range(pairs):
-        order = [start, best] if turn % 2 else [best, start]
-        found = {}
-        for candidate in order:
-            found[candidate] = yield candidate
-        ratios.append(found[best] / found[start])
-    gain = statistics.median(ratios)
-    if gain >= LEAST_GAIN and chance(ratios) <= MOST_CHANCE:
-        return best, gain
-    return start, 1.0
+    gain = yield from _confirmed(start, best, pairs, looks)
+    return (start, 1.0) if gain is None else (best, gain)
+
+
+def _halving(candidates: Sequence[Tried]) -> Generator[Tried, float, Tried]:
+    """The best of several: all are measured once, the better half twice more, and so on.
+
+    They are measured in turns, and a score counts relative to the others of its turn: what is slow for a while is slow
+    for all.
+    """
+    alive = list(candidates)
+    turns: list[dict[Tried, float]] = []
+    samples = 1
+    while len(alive) > 1:
+        for _ in range(samples):
+            turn = {}
+            for candidate in alive if len(turns) % 2 == 0 else reversed(alive):
+                turn[candidate] = yield candidate
+            turns.append(turn)
+        relative: defaultdict[Tried, list[float]] = defaultdict(list)
+        for turn in turns:
+            middle = statistics.median(turn[candidate] for candidate in alive)
+            for candidate in alive:
+                relative[candidate].append(turn[candidate] / middle)
+        alive.sort(key=lambda candidate: -statistics.median(relative[candidate]))
+        del alive[len(alive) // 2 :]
+        samples *= 2
+    return alive[0]
+
+
+def _confirmed(start: Tried, best: Tried, pairs: int, looks: int) -> Generator[Tried, float, float | None]:
+    """How many times as fast as the start a choice is; None if it is not clearly faster."""
+    ratios: list[float] = []
+    for look in range(1, looks + 1):
+        for _ in range(pairs):
+            found = {}
+            for candidate in [start, best] if len(ratios) % 2 else [best, start]:
+                found[candidate] = yield candidate
+            ratios.append(found[best] / found[start])
+        gain = statistics.median(ratios)
+        if gain >= LEAST_GAIN and chance(ratios) <= (MOST_CHANCE if look == looks else MOST_CHANCE_EARLY):
+            return gain
+        if chance([LEAST_GAIN / ratio for ratio in ratios]) <= MOST_CHANCE:
+            break  # the gain is too small, and more comparisons would hardly say anything else
+    return None
 
 
 def chance(ratios: Sequence[float]) -> float:
@@ -253,7 +307,8 @@ class Tuner:
         axes = axes_for(self._start, self._step, self._batches, rules.fixed, deterministic=self._deterministic)
         if not axes:
             return self._conclude(self._start, 1.0, "there is nothing that would make a difference")
-        self._search = search(self._start, axes, most=rules.most, pairs=max(FEWEST_PAIRS, round(10 * rules.noise)))
+        pairs = max(FEWEST_PAIRS, round(10 * rules.noise))
+        self._search = search(self._start, axes, most=rules.most, pairs=pairs, looks=LOOKS)
         return self._change(next(self._search))
 
     def _change(self, choice: Choice) -> Choice | None:

@@ -197,7 +197,10 @@ class Access:
             return reporter_of(config, engine, owned, client, clock_offset, wake_up)
 
         return Reporting(
-            make, config.observe_interval, lambda: bool(config.observer) and os.path.exists(config.observer)
+            make,
+            config.observe_interval,
+            lambda: bool(config.observer) and os.path.exists(config.observer),
+            at_once=bool(config.observer),
         )
 
 

@@ -181,7 +181,7 @@ class Context:
         """End this rank's part of the job; see ``Engine.close``."""
         self.closed = True
         if self._reporting is not None:
-            self._reporting.close()
+            self._reporting.close(failing=bool(reason))
         self.engine.close(reason)
         followers, self._followers = list(self._followers), weakref.WeakSet()
         for follower in followers:

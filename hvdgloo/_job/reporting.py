@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 _JOIN_SECONDS = 2.0
 
+_FAILING_SECONDS = 0.2
+"""What a rank that fails gives its last words: others wait for its failure, and the server may be what has failed."""
+
 
 class Reporting:
     """One rank's, from now on.
@@ -24,10 +27,13 @@ class Reporting:
         make: what does the work, given what ends its waits; called on the thread.
         delay: seconds until it is.
         looked_at: whether somebody looks; asked if the rank's part of the job ends before that.
+        at_once: whoever is reported to takes everything at once, or not at all; others have to answer.
     """
 
-    def __init__(self, make: Callable[[WakeUp], Reporter], delay: float, looked_at: Callable[[], bool]) -> None:
-        self._make, self._delay, self._looked_at = make, delay, looked_at
+    def __init__(
+        self, make: Callable[[WakeUp], Reporter], delay: float, looked_at: Callable[[], bool], *, at_once: bool = True
+    ) -> None:
+        self._make, self._delay, self._looked_at, self._at_once = make, delay, looked_at, at_once
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._reporter: Reporter | None = None
@@ -35,13 +41,17 @@ class Reporting:
         self._thread = threading.Thread(target=self._run, name="hvdgloo-reporter", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Say a last time how things are, and end the thread."""
+    def close(self, *, failing: bool = False) -> None:
+        """Say a last time how things are, and end the thread; if that takes long, it goes on by itself.
+
+        Args:
+            failing: the rank's part of the job ends with an error.
+        """
         with self._lock:
             self._closed.set()
             if self._reporter is not None:
                 self._reporter.end()
-        self._thread.join(_JOIN_SECONDS)
+        self._thread.join(_FAILING_SECONDS if failing and not self._at_once else _JOIN_SECONDS)
 
     def _run(self) -> None:
         try:

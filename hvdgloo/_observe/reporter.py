@@ -77,7 +77,7 @@ class Subject(Protocol):
         ...
 
     def start_trace(self, path: str) -> bool:
-        """Trace operations into a file; False if a trace is being written already. Raises ConfigError."""
+        """Trace operations into a file; False if this rank's part of the job has ended. Raises ConfigError."""
         ...
 
     def stop_trace(self) -> None:
@@ -163,7 +163,7 @@ class Reporter:
             return self._sampler.works(now)
         if self._outlet.listener != self._listener:
             self._told, self._listener = None, self._outlet.listener
-        sample = self._sampler.sample(now, settings=self._told is None)
+        sample = self._sampler.sample(now, settings=self._told is None, last=last)
         for note in self._sampler.notes():
             self._outlet.send(samples.CODEC.encode(note))
         if last or self._has_changed(sample) or (sample.doing != "idle" and now >= self._told_at + REPEAT_SECONDS):
@@ -213,19 +213,20 @@ class Sampler:
         taken = [notes.popleft() for _ in range(len(notes))]
         return [samples.Note(rank, at, kind, text) for at, kind, text in taken]
 
-    def sample(self, now: float, *, settings: bool) -> samples.Sample:
+    def sample(self, now: float, *, settings: bool, last: bool = False) -> samples.Sample:
         """How things are.
 
         Args:
             now: the present.
             settings: say the settings even if they are those that were said last.
+            last: the rank's part of the job is over.
         """
         counters, subject = self._counters, self._subject
         place = subject.place
         name, since = subject.oldest_pending()
         traffic = [*counters.traffic.values()]
         missing, stacks = subject.missing(OVERDUE_SECONDS) if place.rank == 0 else ((), ())
-        doing = self._doing(now)
+        doing = "ended" if last else self._doing(now)
         current = subject.settings()
         settings = settings or current != self._settings or self._made % _SETTINGS_EVERY == 0
         self._settings = current

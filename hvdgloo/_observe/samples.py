@@ -160,7 +160,8 @@ class Sample(Message, frozen=True, tag=1):
         causes: see ``Causes``.
         flows: by plane and process set.
         doing: what it was at in most of the last second: "computing", "waiting" (for other ranks), "communicating",
-            "idle" (nothing was submitted), "starting" (no collective so far).
+            "idle" (nothing was submitted), "starting" (no collective so far); "ended" in its last one: its part of the
+            job is over, though its process may go on.
         pending: the operation that it has been waiting for longest; empty if none.
         pending_seconds: for so long.
         cpu_seconds: user and system time of this process and those of its children that have ended.

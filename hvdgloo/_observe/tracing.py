@@ -15,8 +15,13 @@ from hvdgloo.errors import ConfigError
 LONGEST_SECONDS = 60.0
 """Seconds that a trace may take, and that a step may last before tracing begins in the middle of it."""
 
-STEPLESS_SECONDS = 10.0
-"""Seconds that a trace takes where no steps are counted."""
+PATIENCE = 2.0
+"""Seconds, and steps (``_STEPS``) of the last one's length, after which a step that does not end is not waited for."""
+
+_STEPS = 3
+
+STEPLESS_SECONDS = 3.0
+"""Seconds that a trace takes where no steps end."""
 
 
 class StepTracer:
@@ -25,9 +30,9 @@ class StepTracer:
     Args:
         counters: of this process, which count its steps.
         rank: whose name a trace has.
-        start: begins to trace into a file; False if a trace is being written already. Raises ConfigError if the file
-            cannot be written.
-        stop: ends the trace; the file is complete then.
+        start: begins to trace into a file, whatever else is traced; False if the rank's part of the job has ended.
+            Raises ConfigError if the file cannot be written.
+        stop: ends that trace; the file is complete then.
         wake: has the thread call ``advance``; from any thread.
     """
 
@@ -52,7 +57,9 @@ class StepTracer:
             self._counters.note("trace", f"rank {self._rank} has not finished trace {self._order.number} yet")
             return
         self._order = order
-        self._await(self._counters.steps + 1, now + LONGEST_SECONDS if self._counters.steps else now)
+        counters = self._counters
+        waits = min(LONGEST_SECONDS, max(PATIENCE, _STEPS * counters.last_step)) if counters.steps else 0.0
+        self._await(counters.steps + 1, now + waits)
 
     def advance(self, now: float) -> float | None:
         """Do what is due. Returns when there will be something to do if nobody calls before; None for never."""
@@ -84,12 +91,19 @@ class StepTracer:
     def _begin(self, order: samples.TraceOrder, now: float) -> None:
         try:
             if not self._start(self._path(order, "part")):
-                raise ConfigError("it writes a timeline already")
+                raise ConfigError("its part of the job has ended")
         except ConfigError as error:
             self._give_up(order, error)
             return
         self._tracing = True
-        seconds = LONGEST_SECONDS if self._counters.steps else STEPLESS_SECONDS
+        seconds = LONGEST_SECONDS
+        if self._counters.steps < self._next_step:
+            seconds = STEPLESS_SECONDS
+            if self._rank == 0:  # once is enough
+                text = (
+                    f"rank 0 ends no steps, so trace {order.number} is of {seconds:g} s and not of {order.steps} steps"
+                )
+                self._counters.note("trace", text)
         self._await(self._counters.steps + order.steps, now + seconds)
 
     def _end(self, order: samples.TraceOrder) -> None:

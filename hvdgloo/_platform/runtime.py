@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import stat
 import tempfile
+import time
 from collections.abc import Mapping
 
 from hvdgloo.errors import ConfigError
@@ -18,7 +21,15 @@ ROOM = 32
 SHORT = "/tmp"
 """The folder for temporary files where the usual one's name is too long."""
 
+AGENT_SOCKET = "agent"
+"""The socket in an agent's folder by which it is known to live."""
+
 _NAME = "hvdgloo"
+_OF_JOB = 12  # digits of its id; a socket's path must be short
+_STALE_SECONDS = 60.0  # after which what has no socket yet, or is not published yet, will not be
+_OF_AGENT = re.compile(r"[0-9a-f]+\.[0-9]+")
+_OF_LAUNCHER = re.compile(r"([0-9a-f]+)\.sock")
+_UNFINISHED = re.compile(r"[0-9a-f]+\.job\.new")
 
 
 def runtime_folder(environ: Mapping[str, str]) -> str:
@@ -67,7 +78,59 @@ def agent_folder(agent_id: str, environ: Mapping[str, str]) -> str:
         ConfigError: as ``runtime_folder`` does.
     """
     job, _, number = agent_id.rpartition(".")
-    return os.path.join(runtime_folder(environ), f"{job[:12]}.{number}")
+    return os.path.join(runtime_folder(environ), f"{job[:_OF_JOB]}.{number}")
+
+
+def remove_stale(folder: str) -> None:
+    """Remove from this user's folder what processes have left there that were killed, of agents and of launchers.
+
+    A socket that nobody listens at any more tells of it, wherever its process has run: containers may share the folder,
+    and have process ids of their own. What has no socket has to be old. Nobody is connected to, and so nobody is woken.
+    """
+    try:
+        names = set(os.listdir(folder))
+    except OSError:
+        return
+    for name in names:
+        path = os.path.join(folder, name)
+        if _OF_AGENT.fullmatch(name):
+            if _is_deserted(os.path.join(path, AGENT_SOCKET), folder=path):
+                import shutil  # which most jobs need not import for this
+
+                shutil.rmtree(path, ignore_errors=True)
+        elif (of_launcher := _OF_LAUNCHER.fullmatch(name)) is not None:
+            if f"{of_launcher[1]}.job" not in names and _is_deserted(path):
+                _unlink(path)
+        elif _UNFINISHED.fullmatch(name) and _is_old(path):
+            _unlink(path)
+
+
+def _is_deserted(path: str, folder: str = "") -> bool:
+    """Whether nobody listens at a Unix socket any more; where there is no socket, whether its ``folder`` is old."""
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(path)  # a listener for streams refuses with another error, and hears nothing of it
+        except ConnectionRefusedError:
+            return True
+        except FileNotFoundError:
+            return bool(folder) and _is_old(folder)
+        except OSError:
+            pass
+        return False
+
+
+def _is_old(path: str) -> bool:
+    try:
+        return time.time() - os.lstat(path).st_mtime > _STALE_SECONDS
+    except OSError:
+        return False  # somebody else has removed it
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def _is_private(path: str) -> bool:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic, sleep
 from typing import Any
 
 from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.ray._settings import Demand, counted
+
+_SOON, _LOOK = 0.5, 0.02
+"""Seconds within which what was used before is given back, and between two looks whether it was."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,11 @@ def reserve(demand: Demand, *, timeout: float, use_current: bool) -> Reservation
     lack = lacking(demand, node_resources(ray.nodes()))
     if lack and not _may_grow():
         raise ConfigError(lack)
+    deadline = monotonic() + timeout
+    _await_room(demand, min(timeout, _SOON))
     group = ray.util.placement_group(demand.bundles, strategy=demand.strategy)
     try:
-        if not group.wait(timeout):
+        if not group.wait(max(0.0, deadline - monotonic())):
             raise LaunchError(
                 f"Ray's cluster had no room within {timeout:g} s for {lack or _taken(demand)}. "
                 "Wait for other jobs to end, add nodes, or ask for less; "
@@ -66,6 +72,22 @@ def reserve(demand: Demand, *, timeout: float, use_current: bool) -> Reservation
     if demand.hosts is None:
         return Reservation(group, tuple(range(demand.workers)), ours=True)
     return Reservation(group, tuple(n // demand.workers_per_host for n in range(demand.workers)), ours=True)
+
+
+def _await_room(demand: Demand, seconds: float) -> None:
+    """Wait a moment for resources that are about to be given back.
+
+    Ray has them for a tenth of a second longer than who had them before. Asked for a placement group meanwhile, it
+    tries again later and later, up to a second after there was room.
+    """
+    import ray
+
+    deadline = monotonic() + seconds
+    while monotonic() < deadline:
+        free = ray.available_resources()
+        if all(free.get(name, 0) >= demand.workers * amount for name, amount in demand.each.items()):
+            return
+        sleep(_LOOK)
 
 
 def node_resources(nodes: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Any, NoReturn, TypeVar
 
@@ -18,6 +19,7 @@ from hvdgloo.ray import _settings
 from hvdgloo.ray._actor import bring_agent_of
 from hvdgloo.ray._cluster import check_ray
 from hvdgloo.ray._settings import Settings
+from hvdgloo.runner import arguments
 from hvdgloo.runner.inbound.job import run_elastic_function
 from hvdgloo.runner.inbound.reception import Reception
 from hvdgloo.runner.inbound.task import Invitation
@@ -127,6 +129,8 @@ class ElasticRayExecutor:
         timeout_s: float | None = None,
         ssh_identity_file: str | None = None,
         nics: Collection[str] | None = None,
+        min_np: int | None = None,
+        max_np: int | None = None,
         **others: Any,
     ) -> ElasticSettings:
         """Settings for an ``ElasticRayExecutor``.
@@ -134,15 +138,18 @@ class ElasticRayExecutor:
         Args:
             min_num_proc, max_num_proc: the fewest and the most workers; by default 1, and no limit.
             reset_limit: how often the workers may form anew.
-            elastic_timeout: seconds to wait for enough workers.
+            elastic_timeout: seconds to wait for enough workers once some have been lost; the first have ``timeout_s``.
+            min_np, max_np: old names of ``min_num_proc`` and ``max_num_proc``; they give a warning.
             timeout_s, ssh_identity_file, nics, others: as for ``RayExecutor.create_settings``.
 
         Raises:
             ConfigError: a value cannot be used.
         """
         base = _settings.create_settings(timeout_s, ssh_identity_file, nics=nics, **others)
-        least = _settings.whole("min_num_proc", min_num_proc)
-        most = None if max_num_proc is None else _settings.whole("max_num_proc", max_num_proc, least)
+        rename = partial(arguments.renamed, "create_settings")
+        least = _settings.whole("min_num_proc", rename("min_num_proc", min_num_proc, "min_np", min_np, default=1))
+        given = rename("max_num_proc", max_num_proc, "max_np", max_np)
+        most = None if given is None else _settings.whole("max_num_proc", given, least)
         return ElasticSettings(
             **vars(base),
             min_num_proc=least,

@@ -118,6 +118,27 @@ def run(
     )
 
 
+def check_room(
+    num_proc: int,
+    *,
+    start_timeout: float | None = None,
+    spark: Any = None,
+    barrier: bool = True,
+    **_: Any,
+) -> None:
+    """Find out whether ``run`` would be refused for want of slots, before work is done for it.
+
+    Args:
+        num_proc, start_timeout, spark, barrier: as ``run``'s; others of its arguments play no part.
+
+    Raises:
+        ConfigError, LaunchError: as ``run`` does.
+    """
+    session = active(spark)
+    job = _Job(session, num_proc, barrier=barrier and not session.grows)
+    job.check_room(time.monotonic() + _start_timeout(start_timeout))
+
+
 def run_elastic(
     fn: Callable[..., T],
     args: Sequence[Any] = (),
@@ -149,7 +170,8 @@ def run_elastic(
         num_proc: number of ranks that a start waits for; by default ``spark.sparkContext.defaultParallelism``.
         min_num_proc: the fewest ranks with which training goes on; by default ``num_proc``.
         max_num_proc: the most; by default ``num_proc``. So many tasks are started.
-        elastic_timeout: seconds to wait for enough ranks; by default HVDGLOO_ELASTIC_TIMEOUT, else 600.
+        elastic_timeout: seconds to wait for enough ranks once some have been lost; by default HVDGLOO_ELASTIC_TIMEOUT,
+            else 600. The first have ``start_timeout``.
         reset_limit: how often ranks may form anew.
         min_np, max_np: old names of ``min_num_proc`` and ``max_num_proc``; they give a warning.
 
@@ -299,18 +321,20 @@ class _Job:
                 "barrier stage" + (" (without dynamic allocation)" if session.grows else " (barrier=True)")
             )
 
-    def check_slots(self, deadline: float, say: _Speaker) -> None:
+    def check_room(self, deadline: float) -> int:
         """Refuse a job that Spark has no room for.
 
         Slots that other tasks use become free; executors that have not come yet may still come.
 
+        Returns:
+            how many tasks Spark runs at once. It is of no interest where executors come when they are needed: 0.
+
         Raises:
             ConfigError: the executors that are there cannot run so many tasks.
         """
-        session = self._session
+        session, needed = self._session, self._needed
         if session.grows:
-            return
-        needed = self.size if self.least is None else self.least
+            return 0
         slots = session.slots()
         unsettled = time.monotonic()
         while slots < needed and time.monotonic() < deadline:
@@ -327,6 +351,22 @@ class _Job:
                 "or the application more executors or cores (spark.executor.instances, spark.executor.cores, "
                 "spark.cores.max, local[N]; each task takes spark.task.cpus of them, and its GPUs)"
             )
+        return slots
+
+    @property
+    def _needed(self) -> int:
+        return self.size if self.least is None else self.least
+
+    def check_slots(self, deadline: float, say: _Speaker) -> None:
+        """Refuse a job that Spark has no room for, and wait a moment for slots that are in use.
+
+        Raises:
+            ConfigError: the executors that are there cannot run so many tasks.
+        """
+        session, needed = self._session, self._needed
+        slots = self.check_room(deadline)
+        if session.grows:
+            return
         soon = time.monotonic() + _SOON_S
         while (free := slots - session.busy()) < needed:
             if time.monotonic() > soon:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from hvdgloo import as_horovod
-from hvdgloo.runner.cli.main import main as hvdgloo_run
+from hvdgloo._platform.interrupts import end_at_once
 
 _OURS = (Path(__file__).with_name("horovod.py"), Path(as_horovod.__file__).with_name("horovod") / "__init__.py")
 
@@ -18,6 +18,7 @@ def main() -> int:
 
     It refuses where ``import horovod`` gives Horovod itself, whose command this one has then replaced.
     """
+    end_at_once()
     spec = importlib.util.find_spec("horovod")
     if spec is not None and spec.origin is not None and Path(spec.origin) not in _OURS:
         sys.stderr.write(
@@ -27,4 +28,6 @@ def main() -> int:
         )
         return 1
     os.environ.setdefault(as_horovod.VARIABLE, "1")
+    from hvdgloo.runner.cli.main import main as hvdgloo_run
+
     return hvdgloo_run()

@@ -12,15 +12,18 @@ _NAMES = ("steps_per_second", "step_seconds", "computing", "waiting", "communica
 _BYTES = "bytes per second by "
 
 
-def point(rates: Rates, cpu: float, memory: float, planes: Iterable[tuple[str, float]]) -> dict[str, float]:
+def point(rates: Rates, cpu: float | None, memory: float, planes: Iterable[tuple[str, float]]) -> dict[str, float]:
     """A point of each curve; of those about a step none where none is made now.
 
     Args:
         rates: of steps.
-        cpu, memory: cores in use, bytes.
+        cpu: cores in use; None if that is not known yet.
+        memory: bytes.
         planes: (plane, bytes per second); what is of the same plane is added up.
     """
-    values = {"cpu": cpu, "memory": memory}
+    values = {"memory": memory}
+    if cpu is not None:
+        values["cpu"] = cpu
     if rates.steps_per_second:
         values |= {
             "steps_per_second": rates.steps_per_second,

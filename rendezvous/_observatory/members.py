@@ -54,6 +54,12 @@ class Rank:
         self.rates = Rates()
         self.recording: Recording[str] = Recording(started, _POINTS)
 
+    @property
+    def ended(self) -> bool:
+        """Whether its part of the job is over as it should be, whatever its process still does."""
+        sample = self.window.last
+        return self.fate == "ended" or (sample is not None and sample.doing == "ended")
+
     def move(self, host: str, local_rank: int, pid: int) -> None:
         """To another place, or to another process."""
         if (host, local_rank) != (self.host, self.local_rank):
@@ -96,8 +102,8 @@ class Rank:
 
     def _doing(self, waits: Waits) -> tuple[str, str]:
         """Its state, and what there is to say about it."""
-        if self.fate:
-            return self.fate, self.reason
+        if self.fate or self.ended:
+            return self.fate or "ended", self.reason
         sample = self.window.last
         if sample is None:
             return "starting", ""

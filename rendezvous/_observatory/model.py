@@ -72,6 +72,11 @@ class Model:
     def _over(self) -> bool:
         return self._job.exit_code is not None
 
+    @property
+    def _finishing(self) -> bool:
+        """Whether a rank has left, so that the others will make no more steps; an elastic job survives losses."""
+        return any(rank.ended or (rank.fate and self._job.least is None) for rank in self._ranks.values())
+
     def observe(self, host: str, observation: Observation, now: float) -> None:
         if not math.isfinite(observation.at):
             return
@@ -116,8 +121,8 @@ class Model:
             self.output.finish(rank, now)
         else:
             known.fate = known.reason = ""
-            if state == "running" and self._job.state == "starting":
-                self._job.state = "running"
+            if state == "running":
+                self._runs()
         self._changed = True
 
     def host(self, name: str, state: str, now: float) -> None:
@@ -140,6 +145,11 @@ class Model:
     def write(self, rank: int, stream: int, data: bytes, now: float) -> None:
         self.output.write(rank, stream, data, now)
         self._changed = True
+
+    def starting(self, text: str) -> None:
+        if self._job.state == "starting":
+            self._job.message = text[:_LONGEST_TEXT]
+            self._changed = True
 
     def ended(self, exit_code: int, message: str, now: float) -> None:
         self._job.state = "failed" if exit_code else "ended"
@@ -181,7 +191,8 @@ class Model:
         """Brings everything up to ``now``; what is new, or None."""
         if self.still:
             return None
-        if now - self._ticked > 1.5:
+        begun = self._job.started
+        if int(now - begun) > int(self._ticked - begun) + 1 and not self._finishing:  # a second has no tick in it
             self._series.hold(now - 1)
             for rank in self._ranks.values():
                 rank.recording.hold(now - 1)
@@ -200,6 +211,10 @@ class Model:
         return self._tell(now, planes, late)
 
     # How samples are taken in.
+
+    def _runs(self) -> None:
+        if self._job.state == "starting":
+            self._job.state, self._job.message = "running", ""
 
     def _host(self, name: str) -> Host:
         if name not in self._hosts:
@@ -238,8 +253,7 @@ class Model:
             if known is None or known.host != host:
                 local_rank = sum(1 for rank in self._ranks.values() if rank.host == host and rank.rank < sample.rank)
                 known = self._ranks[sample.rank] = Rank(sample.rank, host, local_rank, sample.pid, self._job.started)
-        if self._job.state == "starting":
-            self._job.state = "running"
+        self._runs()
         if not known.window.goes_on(sample):
             known.window = Window()
         known.window.put(sample, now)
@@ -361,11 +375,14 @@ class Model:
         job.communicating = brief(sum(rates.communicating for rates in stepping) / total) if total else 0.0
 
     def _record(self, now: float, planes: Sequence[view.PlaneUse]) -> None:
+        if self._finishing:
+            return  # curves end where the job ends, and do not fall to nothing in its last second
         job = self._job
         heard = [(rank, sample) for rank in self._ranks.values() if not rank.fate and (sample := rank.window.last)]
         for rank, sample in heard:
             flows = ((plane, rate) for (plane, _), rate in rank.rates.flows.items())
-            rank.recording.add(now, drawn.point(rank.rates, rank.rates.cpu, sample.memory, flows))
+            cpu = rank.rates.cpu if rank.window.has_rates else None
+            rank.recording.add(now, drawn.point(rank.rates, cpu, sample.memory, flows))
         if heard:
             everybody = Rates(
                 steps_per_second=job.steps_per_second,
@@ -373,9 +390,10 @@ class Model:
                 waiting=job.waiting * job.step_seconds,
                 communicating=job.communicating * job.step_seconds,
             )
-            cpu = sum(rank.rates.cpu for rank, _ in heard)
+            known = all(rank.window.has_rates for rank, _ in heard)
+            cpu = sum(rank.rates.cpu for rank, _ in heard) if known else None
             memory = sum(sample.memory for _, sample in heard)
-            uses = ((use.name, use.bytes_per_second) for use in planes)
+            uses = ((use.name, use.bytes_per_second) for use in planes) if known else ()
             self._series.add(now, drawn.point(everybody, cpu, memory, uses))
 
     # How it is told.

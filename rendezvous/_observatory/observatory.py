@@ -101,6 +101,12 @@ class Observatory:
             self._model.write(rank, stream, data, self._clock())
             self._fed.notify()
 
+    def starting(self, text: str) -> None:
+        """What the job's start waits for, in a line, until the job runs."""
+        with self._lock:
+            self._model.starting(text)
+            self._fed.notify()
+
     def ended(self, exit_code: int, message: str = "") -> None:
         """The job is over, which readers see at once: 0 if it succeeded; otherwise ``message`` says what failed."""
         with self._lock:
@@ -197,11 +203,14 @@ class Observatory:
         self.close()
 
     def _run(self) -> None:
+        due = time.monotonic()
         while not self._closing.is_set():
             with self._lock:
                 self._fed.wait_for(lambda: self._closing.is_set() or not self._model.still)
             self.tick()
-            self._closing.wait(_TICK)
+            now = time.monotonic()
+            due = max(due + _TICK, now)  # what a tick takes does not make the next one later
+            self._closing.wait(due - now)
 
     def _since(self, revision: int | None, timeout: float) -> tuple[int, view.Update | view.Snapshot | None]:
         """What comes next for a reader that knows ``revision`` (None: nothing), and the revision it knows then."""

@@ -6,6 +6,8 @@ import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from hvdgloo._observe.samples import HostSample, Sample, Steps
 from hvdgloo.rendezvous._observatory import view
 from hvdgloo.rendezvous._observatory.series import brief
@@ -81,12 +83,19 @@ class Window:
         self._samples.append(sample)
         while len(self._samples) > 2 and sample.at - self._samples[1].at >= _SPAN:
             self._samples.popleft()
-        if previous is not None:
+        if previous is None:
+            self._steps = _of_steps(Steps(), sample.steps) or self._steps  # of its life so far
+        else:
             self._interval = max(1.0, min(60.0, sample.at - previous.at))
         if previous is None or sample.steps.count > previous.steps.count:
             self._stepped = now
         self._heard = now
         self._steps = _of_steps(self._samples[0].steps, sample.steps) or self._steps
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether there are two samples to be compared: before that, only of steps something is known."""
+        return len(self._samples) > 1
 
     @property
     def last(self) -> Sample | None:
@@ -95,7 +104,7 @@ class Window:
 
     def rates(self, now: float) -> Rates:
         """What happens at ``now`` (by the clock that ``put`` was given)."""
-        if len(self._samples) < 2:
+        if not self.has_rates:
             return self._steps
         first, last = self._samples[0], self._samples[-1]
         quiet = _SILENCE * self._interval
@@ -105,11 +114,11 @@ class Window:
         return steps if now - self._heard > quiet else _traffic(first, last, steps)
 
     def whole(self) -> Rates:
-        """The means of all the time that the process has been seen."""
+        """The means of all its steps, and of all the time that the process has been seen."""
         first, last = self._first, self.last
         if first is None or last is None:
             return Rates()
-        return _traffic(first, last, _of_steps(first.steps, last.steps) or Rates())
+        return _traffic(first, last, _of_steps(Steps(), last.steps) or Rates())
 
 
 def _traffic(first: Sample, last: Sample, steps: Rates) -> Rates:
@@ -206,10 +215,7 @@ class HostWindow:
             sent=rate(last.sent, begin.sent),
             read=rate(last.read, begin.read),
             written=rate(last.written, begin.written),
-            gpus=[
-                view.Gpu(gpu.index, gpu.name, brief(gpu.use), gpu.memory, gpu.memory_total, gpu.clock, gpu.clock_most)
-                for gpu in last.gpus
-            ],
+            gpus=[view.Gpu(**{**msgspec.structs.asdict(gpu), "use": brief(gpu.use)}) for gpu in last.gpus],
         )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from hvdgloo._observe import samples
+
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
 
@@ -26,7 +28,7 @@ class Job(msgspec.Struct, omit_defaults=False):
         id: of the job, without meaning.
         command: as the user typed it.
         state: "starting", "running", "ended" or "failed".
-        message: what failed, in a line; empty otherwise.
+        message: what failed, or while it starts what is waited for, in a line; empty if there is nothing to say.
         exit_code: None while it runs.
         started: when it was started.
         now: when this was made.
@@ -62,16 +64,8 @@ class Job(msgspec.Struct, omit_defaults=False):
     control: bool = False
 
 
-class Gpu(msgspec.Struct):
-    """As ``samples.Gpu``."""
-
-    index: int
-    name: str
-    use: float
-    memory: int
-    memory_total: int
-    clock: int
-    clock_most: int
+class Gpu(samples.Gpu, frozen=True, array_like=False, forbid_unknown_fields=False):
+    """The same as an object, as all here is in JSON."""
 
 
 class Host(msgspec.Struct):

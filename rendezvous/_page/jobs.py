@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from hvdgloo._platform.runtime import remove_stale
 from hvdgloo.errors import ConfigError
 
 _ENDING = ".job"
@@ -50,11 +51,12 @@ def published(job: JobFile, folder: str) -> Iterator[None]:
     """Lets the job be found in ``folder``, which must be the user's alone.
 
     The file is locked while this process lives, so that one that was left behind is known for what it is, even where
-    process ids mean something else (containers that share the folder).
+    process ids mean something else (containers that share the folder). What others have left behind is removed.
 
     Raises:
         ConfigError: the file cannot be written.
     """
+    jobs(folder)
     path = os.path.join(folder, f"{job.id[:_OF_ID]}{_ENDING}")
     new = f"{path}.new"  # so that nobody reads half a file
     try:
@@ -65,7 +67,8 @@ def published(job: JobFile, folder: str) -> Iterator[None]:
         raise _unwritable(path, error) from None
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which forked children do not inherit
+            # Not a POSIX lock: those are gone as soon as anything in this process opens and closes the file.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(msgspec.json.encode(job))
             os.replace(new, path)
         except OSError as error:
@@ -78,17 +81,18 @@ def published(job: JobFile, folder: str) -> Iterator[None]:
 
 
 def jobs(folder: str) -> list[JobFile]:
-    """The running jobs that other processes have published, the last one that was started first.
+    """The running jobs that have been published, the last one that was started first.
 
-    What launchers have left behind that were killed is removed. Nobody is connected to: that would wake them.
+    What launchers and agents have left behind that were killed is removed. Nobody is woken for that.
     """
+    remove_stale(folder)
     found = []
     for name in _names(folder):
         path = os.path.join(folder, name)
         try:
-            with open(path, "rb+") as file:
+            with open(path, "rb") as file:
                 job = msgspec.json.decode(file.read(), type=JobFile)
-                over = _lock(file)
+                over = _is_free(file)
         except (OSError, msgspec.DecodeError):
             continue  # it has just ended, or is of another version
         if over:
@@ -100,10 +104,10 @@ def jobs(folder: str) -> list[JobFile]:
     return sorted(found, key=lambda job: job.started, reverse=True)
 
 
-def _lock(file: BinaryIO) -> bool:
-    """Whether nobody else has locked it."""
+def _is_free(file: BinaryIO) -> bool:
+    """Whether no launcher has locked it."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two who look do not take each other for one
     except BlockingIOError:
         return False
     return True

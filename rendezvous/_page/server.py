@@ -106,7 +106,10 @@ class PageServer:
         if self._listeners:
             raise RuntimeError("this page's server listens already")
         if self._addresses:
-            self._listeners = ports.listen(self._addresses, (self._port, self._port) if self._port else None)
+            try:
+                self._listeners = ports.listen(self._addresses, (self._port, self._port) if self._port else None)
+            except ConfigError as error:
+                raise ConfigError(f"the job's page: {error}") from None  # whoever serves it may listen elsewhere, too
             self._bound = self._listeners[0].getsockname()[:2]
         if self._unix:
             try:

@@ -1,10 +1,10 @@
-"""The Flask application: the page, and Flask's own answers to methods and paths that no worker uses."""
+"""The Flask application: the way to the job's page, and answers to methods and paths that no worker uses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from flask import Flask, Response, render_template, request
+from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
 
 from hvdgloo.rendezvous._server.routes import ROUTES, Answer, Call, Route, WSGIApplication, refused, signature_headers
@@ -13,7 +13,7 @@ from hvdgloo.rendezvous._server.service import Service
 
 def create_pages(service: Service) -> WSGIApplication:
     """A WSGI application, to be put behind the gate."""
-    flask = Flask("hvdgloo.rendezvous", static_folder=None)
+    flask = Flask("hvdgloo.rendezvous", static_folder=None, template_folder=None)
     flask.url_map.merge_slashes = False
     flask.url_map.redirect_defaults = False
     for route in ROUTES:
@@ -21,9 +21,12 @@ def create_pages(service: Service) -> WSGIApplication:
 
     @flask.get("/")
     def page() -> Response:
-        response = Response(render_template("job.html", status=service.status()))
-        response.headers["Content-Security-Policy"] = "default-src 'none'; style-src 'unsafe-inline'"
-        response.headers["Refresh"] = "2"
+        if service.page is None:
+            return _response(
+                refused(404, "this server has no page; /v1/status says who has come, and --page serves one")
+            )
+        response = Response(status=303, headers={"Location": service.page()})
+        response.headers["Cache-Control"] = "no-store"  # the link works once
         return response
 
     flask.register_error_handler(HTTPException, lambda error: _response(refused(error.code or 500, reason_of(error))))

@@ -16,15 +16,16 @@
 ``DELETE /v1/kv/<scope>/<key>``       200 ``{"deleted": true or false}``
 ``POST /v1/kv/<scope>?op=set``        several items (as above); 204
 ``POST /v1/kv/<scope>?op=get``        several keys, ``&timeout=s`` waits for all; 200 their values, 404 ``missing``
-``GET /v1/status /metrics /``         JSON, Prometheus, a page; also with the status token
+``GET /v1/status /metrics``           JSON, Prometheus; also with the status token
+``GET /``                             303, a link to the job's page; also with the status token; 404 there is none
 ====================================  ==============================================================================
 
 After the gate, answers are signed. Keys may contain slashes, and percent signs are unambiguous: routes match the
 request target as it was sent, undecoded, and only the scope and key are decoded, once.
 
 What a job asks for is answered here without importing a web framework, which would keep a launcher's workers waiting.
-Everything else (the page, and methods and paths that no worker uses) is left to Flask, which is imported only then
-(``hvdgloo.rendezvous._server.pages``), over the same table.
+Everything else (the way to the page, and methods and paths that no worker uses) is left to Flask, which is imported
+only then (``hvdgloo.rendezvous._server.pages``), over the same table.
 """
 
 from __future__ import annotations

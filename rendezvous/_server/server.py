@@ -60,6 +60,7 @@ class RendezvousServer:
         limits: of the memory that clients may take.
         tls: encrypts all connections, if given.
         observed: receives what ranks report of themselves, on any thread; None if nobody looks at the job.
+        page: makes a link to the page that shows the job, on any thread; None if there is none.
 
     Raises:
         ConfigError: no such address here, the port is taken, or no worker is expected.
@@ -81,6 +82,7 @@ class RendezvousServer:
         limits: Limits = Limits(),  # noqa: B008 - it never changes
         tls: Tls | None = None,
         observed: Callable[[Observation], None] | None = None,
+        page: Callable[[], str] | None = None,
     ) -> None:
         if not bind:
             raise ConfigError("a rendezvous server needs at least one address to listen on")
@@ -90,6 +92,7 @@ class RendezvousServer:
         self._limits = limits
         self._tls = tls
         self._observed = observed
+        self._page = page
         if tls is not None:
             tls.check_listener()
         self._bind = tuple(dict.fromkeys(bind))
@@ -153,6 +156,7 @@ class RendezvousServer:
             channel=b"" if self._tls is None else self._tls.fingerprint,
             elastic=self._elastic,
             observed=self._observed,
+            page=self._page,
         )
         if self._elastic is not None:
             self._elastic.on_change = self._epochs.wake

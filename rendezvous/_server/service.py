@@ -75,6 +75,7 @@ class Service:
         epochs: where workers gather.
         elastic: where those of an elastic job do instead, if it is one.
         observed: receives what ranks report of themselves, on any thread; None if nobody looks at the job.
+        page: makes a link to the page that shows the job, on any thread; None if there is none.
         max_polls: how many requests may wait at a time; further ones are told to try again.
         watch: makes a context manager for waiting on this thread, that calls back when a connection's client hangs up.
         body_timeout: seconds that a request's body may take, beyond what it takes at the slowest rate that is borne.
@@ -94,8 +95,10 @@ class Service:
         channel: bytes = b"",
         elastic: ElasticEpochs | None = None,
         observed: Callable[[Observation], None] | None = None,
+        page: Callable[[], str] | None = None,
     ) -> None:
         self.observed = observed
+        self.page = page
         self.signer = auth.Signer(secret, channel)
         self.token = auth.status_token(secret)
         self.run = auth.generate_id()

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
-from hvdgloo._platform.runtime import agent_folder
+from hvdgloo._platform.runtime import AGENT_SOCKET, agent_folder, remove_stale
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.protocol.channel import Channel
 from hvdgloo.runner.protocol.frames import CHUNK, Frame, Observe, Observed, Traced, TraceSteps, Tracing
@@ -39,10 +39,10 @@ TRACE_TIME = 120.0
 """Seconds after which a worker that has not left its trace is not waited for."""
 
 _MOST = 4 * 1024 * 1024  # bytes of observations that are kept while the stream to the launcher is full
+_OVERHEAD = 64  # bytes of memory that each of them takes beside its own
 _MARK = 1024 * 1024  # bytes that wait to be sent, beyond which nothing that can wait is added
 _BUFFER = 1024 * 1024  # bytes that the kernel keeps for us
 _AT_ONCE = 256  # datagrams that are read before other descriptors have their turn
-_SOCKET = "agent"
 _TRACE = re.compile(r"trace\.([0-9]+)\.([0-9]+)\.json")
 
 
@@ -83,7 +83,7 @@ class Observing:
             self._folder = agent_folder(agent_id, environ)
         except ConfigError:
             return {OBSERVER_VARIABLE: ""}
-        return {OBSERVER_VARIABLE: os.path.join(self._folder, _SOCKET)}
+        return {OBSERVER_VARIABLE: os.path.join(self._folder, AGENT_SOCKET)}
 
     @property
     def deadline(self) -> float | None:
@@ -145,12 +145,13 @@ class Observing:
             self._measured, self._busy = time.monotonic(), True
 
     def _listen(self) -> None:
+        remove_stale(os.path.dirname(self._folder))
         os.makedirs(self._folder, 0o700, exist_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             listener.setblocking(False)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
-            listener.bind(os.path.join(self._folder, _SOCKET))
+            listener.bind(os.path.join(self._folder, AGENT_SOCKET))
         except OSError:
             listener.close()
             raise
@@ -167,13 +168,14 @@ class Observing:
             except OSError:
                 return
             self._busy = True
-            if len(data) <= LIMIT:
+            if 0 < len(data) <= LIMIT:
                 self._take(data)
 
     def _take(self, data: bytes) -> None:
-        if self._held + len(data) <= _MOST:  # otherwise the next one says it again
+        size = len(data) + _OVERHEAD
+        if self._held + size <= _MOST:  # otherwise the next one says it again
             self._waiting.append(data)
-            self._held += len(data)
+            self._held += size
 
     def _pass_on(self, now: float) -> None:
         if not self._waiting or self._channel.pending > _MARK:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
+from hvdgloo._platform import interrupts
 from hvdgloo.config import without_place
 from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError, LaunchError, MissingDependencyError
 from hvdgloo.rendezvous._auth import generate_secret
@@ -49,6 +50,7 @@ class CommandLine:
 def command() -> NoReturn:
     """The command itself: nothing but ``main``, and then the end of the process."""
     status = main()
+    interrupts.end_at_once()
     # Python looks for garbage among all objects before it ends, which would take longer than all else that is left.
     gc.freeze()
     sys.exit(status)
@@ -91,6 +93,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
     if argv[:1] == ["top"]:
         from hvdgloo.runner.top import command as top
 
+        interrupts.raise_again()
         try:
             return top.main(argv[1:], stdout, os.environ)
         except OSError as error:
@@ -121,9 +124,11 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
     if doctor:
         from hvdgloo.runner.doctor.doctor import run
 
+        interrupts.raise_again()
         found, well = run(line.spec, stderr=stderr, width=_width(stdout), json=bool(given.json))
         return _print(found, stdout, stderr) or int(not well)
     if tuned:
+        interrupts.raise_again()
         found = tune.run(line.spec, given, command, default_seconds=TUNE_SECONDS, stderr=stderr)
         return _print(found, stdout, stderr)
     from hvdgloo.runner.launch import launch

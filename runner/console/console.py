@@ -211,6 +211,10 @@ class Console:
         """The line of a worker that most likely says why it failed; empty if it printed nothing."""
         return self._last[rank].cause
 
+    def exception(self, number: int) -> str:
+        """The last line of a worker's last traceback; empty if none tells why it ended."""
+        return self._last[number].exception
+
     def culprit(self, rank: int) -> int | None:
         """The rank that a worker blames for its failure."""
         return named_culprit(self.cause(rank))

@@ -70,8 +70,11 @@ class LastLines:
         return min((position for _, position in self._chosen()), default=None)
 
     @property
+    def exception(self) -> str:
+        """The line that names the exception of the last traceback; empty if there is none that matters."""
+        return self._trace[-1][0] if self._relevant else ""
+
+    @property
     def cause(self) -> str:
         """The line that most likely says why the worker failed: its last traceback's, else its last one."""
-        if self._relevant:
-            return self._trace[-1][0]
-        return self._lines[-1][0] if self._lines else ""
+        return self.exception or (self._lines[-1][0] if self._lines else "")

@@ -23,7 +23,7 @@ _HEAD = struct.Struct("!II")
 
 
 class Target(Protocol):
-    """Where bytes go. ``write`` may block, and may raise OSError or ValueError."""
+    """Where bytes go. ``write`` may block, and may raise anything: it may be a stream of the user's."""
 
     def write(self, data: bytes) -> None: ...
 
@@ -205,7 +205,7 @@ class Writer:
             return
         try:
             target.write(data)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - with this thread's end, the job would wait for its output for ever
             self._targets[index] = None
             self._on_failure(index, error)
 

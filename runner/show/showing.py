@@ -8,6 +8,7 @@ in a few words: who is where, and who has ended.
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import secrets
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # what a job that nobody looks at does without
     from hvdgloo.runner.supervise.supervisor import Supervisor
 
 _GATHER = 0.2  # seconds in which process numbers are collected: those of a thousand workers come one by one
+_NEEDED = tuple(f"hvdgloo.rendezvous.{name}" for name in ("_observatory.observatory", "_page.jobs", "_page.server"))
 _PACKAGES = ("torch", "tensorflow", "keras", "jax", "mxnet", "numpy")
 
 
@@ -85,6 +87,10 @@ class Showing:
         self._ends: dict[int, tuple[str, str]] = {}
         self._hosts: dict[str, str] = {}
         self._place_at: float | None = None
+        if self._public:
+            # Entering imports nothing: Ctrl-C in the middle of an import may be told by a traceback.
+            for name in _NEEDED:
+                importlib.import_module(name)
 
     def __enter__(self) -> Showing:
         if self._views.report is not None:
@@ -219,21 +225,26 @@ class Showing:
     def _made(self) -> Observatory:
         """The observatory, with what is known already. Safe in any thread."""
         with self._lock:
-            if self._observatory is None:
-                from hvdgloo.rendezvous._observatory.observatory import Observatory
+            if self._observatory is not None:
+                return self._observatory
+        # Without the lock: imports and a look at what is installed take long, and the supervisor has agents to hear.
+        from hvdgloo.rendezvous._observatory.observatory import Observatory
 
+        versions = _versions() if self._public else {"hvdgloo": __version__}
+        with self._lock:
+            if self._observatory is None:
                 rules = None if self._spec.elastic is None else self._spec.elastic.rules
                 self._observatory = Observatory(
                     job=self._id,
                     command=self._views.title,
                     started=self._started,
-                    versions=_versions() if self._public else {"hvdgloo": __version__},
+                    versions=versions,
                     least=None if rules is None else rules.smallest,
                     most=None if rules is None else rules.largest,
                 )
-                for name, state in self._hosts.items():
-                    self._observatory.host(name, state)
                 self._place()
+                for name, state in self._hosts.items():  # after their ranks, which shows them as up
+                    self._observatory.host(name, state)
                 if self._serving:
                     self._begin(self._observatory)
             return self._observatory
@@ -345,8 +356,9 @@ class Showing:
         with self._lock:
             self._public = True
             self.observe = Observe(host=True)
+        observatory = self._made()
+        with self._lock:
             supervisor = self._supervisor
-            observatory = self._made()
         if supervisor is not None:
             supervisor.observe_soon(self.observe)
         return observatory

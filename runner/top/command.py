@@ -12,10 +12,10 @@ import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from hvdgloo._platform.runtime import runtime_folder
-from hvdgloo._platform.spelling import in_one_line
+from hvdgloo._platform.spelling import in_one_line, suggestions
 from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.rendezvous._observatory.view import STATES, Snapshot
 from hvdgloo.rendezvous._observatory.words import duration
@@ -43,6 +43,14 @@ _QUIT = frozenset("q\x04")
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = [name for action in self._actions for name in action.option_strings]
+            close = suggestions(unknown[0].partition("=")[0], known, limit=1)
+            self.error(f"unknown argument {unknown[0]}{f'; did you mean {close[0]}?' if close else ''}")
+        return options
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"top: {message}")
 

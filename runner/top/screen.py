@@ -131,7 +131,7 @@ def _job(snapshot: Snapshot) -> list[RenderableType]:
             )
         )
     if job.message:
-        lines.append(Text(in_one_line(job.message), _STYLES["failed"]))
+        lines.append(Text(in_one_line(job.message), _STYLES["failed"] if job.state == "failed" else ""))
     return lines
 
 
@@ -204,6 +204,8 @@ def _stragglers(snapshot: Snapshot) -> list[RenderableType]:
 
 
 def _events(snapshot: Snapshot, ascii_only: bool) -> list[RenderableType]:
+    said = {straggler.rank for straggler in snapshot.stragglers[:_STRAGGLERS]}  # of whom it is said just above
+    events = [event for event in snapshot.events if event.kind != "straggler" or event.rank not in said]
     return [
         Text(
             f"{time.strftime('%H:%M:%S', time.localtime(event.at))}  {in_one_line(event.text)}",
@@ -211,7 +213,7 @@ def _events(snapshot: Snapshot, ascii_only: bool) -> list[RenderableType]:
             no_wrap=True,
             overflow="crop" if ascii_only else "ellipsis",
         )
-        for event in snapshot.events[-_EVENTS:]
+        for event in events[-_EVENTS:]
     ]
 
 

@@ -109,6 +109,8 @@ def run(
         LaunchError: see ``launch``; or the program has no training steps.
         JobFailedError: a job was ended by a signal, or a rank has failed; what it has raised was shown.
     """
+    if Config.from_env(spec.environ).autotune:
+        say("--autotune tries nothing while settings are measured")
     if program:
         argv, module = _python_program(program)
         say(f"recording the gradients of {argv[0]}")
@@ -221,9 +223,7 @@ def _measured(
     searching: bool,
     **settings: str,
 ) -> Measured:
-    results = _function(
-        spec, stderr, measure, (workloads, seconds, bucket), {"searching": searching}, autotune="0", **settings
-    )
+    results = _function(spec, stderr, measure, (workloads, seconds, bucket), {"searching": searching}, **settings)
     assert isinstance(results[0], Measured)
     return results[0]
 
@@ -236,7 +236,7 @@ def _function(
     kwargs: Mapping[str, Any],
     **settings: str,
 ) -> list[Any]:
-    """Call a function on all ranks of the job.
+    """Call a function on all ranks of the job; whatever it asks for, nothing is tuned meanwhile.
 
     Args:
         settings: fields of Config, with the texts of their variables.
@@ -246,10 +246,11 @@ def _function(
         JobFailedError: it was ended by a signal, or a rank has failed.
     """
     declared = declarations()
-    environ = {**spec.environ, **{declared[name].env: text for name, text in settings.items()}}
+    environ = {**spec.environ, **{declared[name].env: text for name, text in {**settings, "autotune": "0"}.items()}}
     job = replace(
         spec,
         environ=environ,
+        autotune_log=None,
         command=function_task.command(sys.executable),
         remote_command=function_task.command(spec.reach.python),
         function=function_task.pack_function(function, args, kwargs, spec.secret),

@@ -38,7 +38,7 @@ SWEEP = tuple(1 << exponent for exponent in range(10, 27, 2))
 
 _SWEEP_SECONDS = 0.25  # for each size
 _MOST_STEPS, _SHORTEST = 10, 1e-4
-_PAIRS = 6
+_PAIRS, _LOOKS = 6, 2
 _RECORDED, _WARM_UP = 6, 2  # steps of a program
 
 
@@ -161,8 +161,8 @@ def _sweep(hvd: Any, seconds: float) -> dict[int, float]:
 
 
 def _samples(axes: Sequence[Axis]) -> int:
-    """How many samples a search takes: each candidate about two, and the comparisons."""
-    return sum(2 * len(values) for _, values in axes) + 2 * _PAIRS
+    """How many samples a search takes: each candidate about three, and the comparisons, if all of them are needed."""
+    return sum(3 * len(values) for _, values in axes) + 2 * _PAIRS * _LOOKS
 
 
 class _Bench:
@@ -210,7 +210,7 @@ class _Bench:
         """Look for a better setup than ``start`` for about so many seconds; returns it and its gain."""
         axes = self._axes(start)
         self.steps_for(start, seconds / _samples(axes))
-        running = search(start, axes, most=sum(len(values) for _, values in axes), pairs=_PAIRS)
+        running = search(start, axes, most=sum(len(values) for _, values in axes), pairs=_PAIRS, looks=_LOOKS)
         score = None
         while True:
             try:

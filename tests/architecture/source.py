@@ -134,7 +134,7 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
             if not isinstance(node, ast.ClassDef):
                 yield name, node
             yield from functions(node, f"{name}.")
-        else:
+        elif not isinstance(node, ast.expr):  # no expression has one inside, and most of a tree is expressions
             yield from functions(node, prefix)
 
 

@@ -24,7 +24,14 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.rendezvous": {"_net", "config", "rendezvous._client", "rendezvous._server"},
     "hvdgloo.rendezvous._elastic": {"_net"},
     "hvdgloo.rendezvous._observatory": {"_observe"},
-    "hvdgloo.rendezvous._page": {"_net", "config", "rendezvous", "rendezvous._observatory", "rendezvous._server"},
+    "hvdgloo.rendezvous._page": {
+        "_net",
+        "_platform",
+        "config",
+        "rendezvous",
+        "rendezvous._observatory",
+        "rendezvous._server",
+    },
     "hvdgloo.rendezvous._server": {"_net", "_observe", "config", "rendezvous", "rendezvous._elastic"},
     "hvdgloo.rendezvous._client": {"_net", "config", "rendezvous", "rendezvous._elastic"},
     "hvdgloo.rendezvous._shown": {
@@ -45,7 +52,7 @@ GRAPH: dict[str, set[str]] = {
         "rendezvous._shown",
         "rendezvous._watch",
     },
-    "hvdgloo.rendezvous.__main__": {"rendezvous._cli"},
+    "hvdgloo.rendezvous.__main__": {"_commands"},
     # A worker.
     "hvdgloo._backends": {"_net", "_platform", "config"},
     "hvdgloo._engine": {"_backends", "_net", "_observe", "_platform"},
@@ -177,7 +184,8 @@ GRAPH: dict[str, set[str]] = {
         "runner.transport",
         "runner.tuning",
     },
-    "hvdgloo.runner.__main__": {"runner.cli"},
+    "hvdgloo._commands": {"_platform", "rendezvous._cli", "runner.cli"},
+    "hvdgloo.runner.__main__": {"_commands"},
     "hvdgloo.run": {
         "_job",
         "config",

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from tests.architecture.source import ROOT, everything, library
+from tests.architecture.source import ROOT, everything, library, nodes
 
 PAGE = ROOT / "docs/troubleshooting.md"
 ANYTHING = "\0"
@@ -35,9 +35,9 @@ def template(node: ast.expr) -> str | None:
     return None
 
 
-def _documentation(tree: ast.AST) -> Iterator[int]:
+def _documentation(tree: ast.Module) -> Iterator[int]:
     """Docstrings, also of attributes: a message that stands only there is printed by nobody."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield id(node.value)
 
@@ -48,7 +48,7 @@ def templates() -> tuple[str, ...]:
     companions = [module for module in everything() if module.place.startswith("packaging/")]
     for module in (*library().values(), *companions):
         documentation = set(_documentation(module.tree))
-        for node in ast.walk(module.tree):
+        for node in nodes(module.tree):
             if isinstance(node, ast.expr) and id(node) not in documentation:
                 text = template(node)
                 if text is not None:
@@ -86,7 +86,7 @@ def test_every_error_that_is_raised_is_named() -> None:
     raised = {
         node.exc.func.id
         for module in library().values()
-        for node in ast.walk(module.tree)
+        for node in nodes(module.tree)
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name)
     }
     tree = {node.name for node in ast.walk(library()["hvdgloo.errors"].tree) if isinstance(node, ast.ClassDef)}

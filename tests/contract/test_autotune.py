@@ -16,19 +16,21 @@ from hvdgloo._job.context import Context
 from hvdgloo._job.observing import _Rank
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import ReduceOp
+from tests.support.launching import wait_for
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
 BACKENDS = ("local", "tree", "shm", "hierarchical")
 
 QUICK = {"autotune": True, "autotune_warmup_samples": 1, "autotune_steps_per_sample": 1, "autotune_noise": 0.0}
-_STEPS = 100
+_STEPS = 240
 _SHAPES = [(40_000,), (9_001,), (30_000,), (7_000,), (1,), (2_000,)]
 
 
 @pytest.fixture(autouse=True)
 def small_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensors are small, too."""
+    """The tensors are small, and steps few, too."""
+    monkeypatch.setattr(tuning, "LOOKS", 1)  # all ends in ``_STEPS``
     monkeypatch.setattr(tuning, "_FUSION", (1 << 14, 1 << 16, 1 << 18, 1 << 20))
     monkeypatch.setattr(tuning, "_HIERARCHICAL", (1 << 13, 1 << 15, 1 << 17))
 
@@ -68,6 +70,11 @@ def test_results_are_right_while_all_ranks_change_at_the_same_operations(
     assert len(set(limits[0])) > 2  # something was tried
     (line,) = [record.getMessage() for record in caplog.records if "autotune:" in record.getMessage()]
     assert "samples in" in line
+    counters = made.contexts[0].engine.counters
+    assert counters is not None
+    # It is said first, and then noted for the page and the report.
+    noted = wait_for(lambda: [text for _, kind, text in counters.notes if kind == "tuning"], 30.0)
+    assert noted == [line]
 
 
 def test_deterministic_results_have_the_same_bits_in_every_step(world: MakeWorld) -> None:

@@ -426,6 +426,8 @@ def test_what_was_ordered_before_a_shutdown_completes(world: MakeWorld) -> None:
     world(SIZE).run(rank)
 
 
+# Nothing is on a data plane yet; so one of each kind is enough, beside what travels with the agreement and by a tree.
+@pytest.mark.parametrize("backend", ["gloo", "shm", "inline", "tree"], indirect=True)
 def test_a_late_rank_is_waited_for_beyond_the_operation_timeout(world: MakeWorld) -> None:
     late = threading.Event()
 

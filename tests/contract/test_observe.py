@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -199,6 +200,37 @@ def test_a_trace_ordered_while_another_is_written_is_refused(ranks: Callable[...
     assert subject.start_trace(str(tmp_path / "b.json"))
     subject.stop_trace()
     assert (tmp_path / "a.json").exists()
+
+
+def test_a_trace_that_is_asked_for_and_the_programs_own_are_both_whole(
+    ranks: Callable[..., World], tmp_path: Path
+) -> None:
+    def names(file: str) -> set[str]:
+        events = json.loads((tmp_path / file).read_text())
+        tensors = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        return {tensors[event["pid"]] for event in events if event["name"] == "ALLREDUCE"}
+
+    (context,) = ranks(1).contexts
+    hvd = frontend_of(context)
+    subject = _Rank(context.config, context.engine, 0.0)
+
+    def step(name: str) -> None:
+        hvd.allreduce(np.ones(9, np.float32), name=name)
+
+    context.start_timeline(str(tmp_path / "own.json"))
+    step("a")
+    assert subject.start_trace(str(tmp_path / "asked.json"))
+    step("b")
+    context.stop_timeline()  # which ends the program's own alone
+    step("c")
+    context.start_timeline(str(tmp_path / "again.json"))
+    step("d")
+    subject.stop_trace()
+    step("e")
+    context.stop_timeline()
+    assert names("own.json") == {"allreduce.a", "allreduce.b"}
+    assert names("asked.json") == {"allreduce.b", "allreduce.c", "allreduce.d"}
+    assert names("again.json") == {"allreduce.d", "allreduce.e"}
 
 
 def test_the_difference_of_metrics_is_what_was_counted_in_between() -> None:

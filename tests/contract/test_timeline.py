@@ -292,7 +292,7 @@ def test_nothing_is_kept_of_operations_that_rank_0_does_not_execute(tmp_path: Pa
         with pytest.raises(MismatchError):
             frontend.allreduce(np.ones(2 + context.rank), name="wrong")
         frontend.barrier()
-        timeline = context.engine._timeline
+        timeline = context.engine._timelines.get(False)
         return len(timeline._first_arrival) if timeline is not None else 0
 
     with World(3, "local") as made:

@@ -13,7 +13,7 @@ from tests.support.launching import Launcher, launcher_in
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 PROGRAM = """
-import os, pickle, sys, warnings
+import os, pickle, signal, sys, warnings
 warnings.simplefilter("ignore")
 import mxnet as mx
 import numpy as np
@@ -25,6 +25,7 @@ from horovod.mxnet.functions import allgather_object, broadcast_object
 from horovod.mxnet.mpi_ops import allgather, allreduce, allreduce_, broadcast, broadcast_, rank, size
 
 assert "torch" not in sys.modules
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which comes as soon as the other rank has ended
 hvd.init()
 me = hvd.rank()
 assert rank() == me and size() == hvd.size() == 2
@@ -262,8 +263,6 @@ with autograd.record():
     loss = hvd.allreduce(left(mx.nd.array(data[:4])), name="loss").sum()
 if me == 1:
     os._exit(7)
-import signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
 loss.backward()
 for what, call in (("trainer", lambda: trainer.step(4)), ("later", lambda: hvd.allreduce(x))):
     try:

@@ -36,7 +36,6 @@ LINKS = {"hvdgloo/rendezvous", "hvdgloo/runner"}
 PAGE = ROOT / "rendezvous/_page/static"
 DATA = {
     "hvdgloo/py.typed",
-    "hvdgloo/rendezvous/templates/job.html",
     *(f"hvdgloo/rendezvous/_page/static/{file.relative_to(PAGE)}" for file in PAGE.rglob("*.*")),
 }
 WORKER = """
@@ -134,7 +133,7 @@ def service(installed: Environment, tmp_path: Path) -> Iterator[str]:
             stderr=file,
         )
     try:
-        wait_for(lambda: "Page: " in output.read_text() or process.poll() is not None, what="the service")
+        wait_for(lambda: "State: " in output.read_text() or process.poll() is not None, what="the service")
         yield output.read_text()
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0, output.read_text()
@@ -144,10 +143,9 @@ def service(installed: Environment, tmp_path: Path) -> Iterator[str]:
 
 
 def test_the_rendezvous_service_runs_from_the_wheel(installed: Environment, service: str, tmp_path: Path) -> None:
-    """Its page is a template, a file of the wheel that is no module."""
-    page = re.search(r"Page: (\S+)", service)
-    assert page, service
+    state = re.search(r"State: (\S+)", service)
+    assert state, service
     token = run([installed.program("hvdgloo-rendezvous"), "--status-token", "--secret-file", "secret"], tmp_path)
-    answer = requests.get(page[1], headers={"Authorization": f"Bearer {token.strip()}"}, timeout=10)
+    answer = requests.get(state[1], headers={"Authorization": f"Bearer {token.strip()}"}, timeout=10)
     assert answer.status_code == 200, answer.text
-    assert "0 of 2 workers" in answer.text
+    assert "0 of 2 workers" in answer.json()["epochs"][0]["summary"]

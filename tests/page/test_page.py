@@ -45,6 +45,50 @@ def test_without_a_slow_rank_it_says_that_nobody_is(show: Show, browser: Chromiu
     assert browser.text("#straggler-list") == "Nobody stands out."
 
 
+def test_what_is_not_known_yet_is_not_shown_as_nothing(show: Show, browser: Chromium) -> None:
+    job = SimulatedJob()
+    job.observatory.tick()
+    show(job)
+    assert browser.text("#step-time") == "\u2013"
+    assert browser.texts("#split-legend li b") == ["\u2013"] * 3
+    assert browser.text("#host-list tbody tr") == "h1up" + "\u2013" * 11
+    assert browser.texts("#plots .nothing") == ["nothing yet"] * 5
+    assert browser.text("#plane-list .nobody") == "None is open yet."
+    assert browser.shown("#plane-list table") == 0
+    assert browser.text("#waits .nobody") == "Nothing yet."
+
+
+def test_curves_begin_with_the_first_rate_that_is_known(show: Show, browser: Chromium) -> None:
+    job = SimulatedJob()
+    job.advance(4)
+    series = job.observatory.snapshot().series
+    assert series.cpu[1] is None
+    assert series.bytes_per_second["gloo"][1] is None
+    assert None not in (*series.cpu[2:], *series.bytes_per_second["gloo"][2:], *series.memory[1:])
+    assert min(value or 0.0 for value in series.cpu[2:]) > 1
+    show(job)
+    assert words(browser.texts("#plots figure:nth-child(3) .legend b")) == "906 MB/s 37.8 MB/s"
+
+
+def test_hosts_show_their_network_disks_and_gpus(show: Show, browser: Chromium) -> None:
+    show(minute(gpus=True))
+    names = browser.texts("#host-list th")
+    row = dict(zip(names, browser.texts("#host-list tbody tr:first-child td"), strict=True))
+    said = [words([row[name]]) for name in ("host", "cores", "memory", "received", "read", "written", "GPUs")]
+    assert said[:3] == ["h1", "16", "42.9 GB of 68.7 GB"]
+    assert said[3:6] == ["236 MB/s", "23.6 MB/s", "0 B/s"]
+    assert said[6] == "0: 90 %, 32.2 GB; 1: 90 %, 32.2 GB"
+
+
+def test_tables_are_not_cut_off_on_a_usual_screen(show: Show, browser: Chromium) -> None:
+    show(minute(gpus=True))
+    for table in ("#plane-list", "#host-list"):
+        wide, room = browser.run(
+            "const e = document.querySelector(arguments[0]); return [e.scrollWidth, e.clientWidth]", table
+        )
+        assert wide <= room, table
+
+
 def test_the_job_is_seen_in_one_look(show: Show, browser: Chromium) -> None:
     shown = show(minute())
     job = shown.job.observatory.snapshot().job

@@ -44,3 +44,44 @@ def test_hostile_names_run_nothing(browser: Chromium, tmp_path: Path) -> None:
 
     assert "<script>alert(1)</script>" in browser.text("#ranks")
     assert browser.run("return document.querySelectorAll('img, svg[onload]').length") == 0
+
+
+def test_a_job_of_a_second_says_so_instead_of_showing_empty_charts(browser: Chromium, tmp_path: Path) -> None:
+    job = SimulatedJob()
+    job.advance(1, tick=False)
+    job.finish()
+    opened(browser, tmp_path, job)
+    assert words([browser.text("#too-short")]) == "Too short for charts: 9 steps in 1.03 s."
+    assert browser.shown("#too-short") == 1
+    assert browser.shown("#plots") == browser.shown("#spans") == 0
+    assert axe(browser) == []
+
+
+def test_steps_of_a_second_after_a_long_start_are_told_where_their_charts_would_be(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    job = SimulatedJob()
+    train, job._train = job._train, lambda: None  # type: ignore[method-assign]
+    job.advance(8)
+    job._train = train  # type: ignore[method-assign]
+    job.advance(1)
+    job.finish()
+    opened(browser, tmp_path, job)
+    assert browser.shown("#plots") == 1
+    assert browser.shown("#too-short") == 0
+    shown = browser.run("return [...document.querySelectorAll('#plots .nothing')].map((e) => e.checkVisibility())")
+    assert shown == [True, True, False, False, False]
+    assert words(browser.texts("#plots .nothing")[:1]) == "Too short for charts: 9 steps in 1.03 s."
+
+
+def test_what_failed_stands_first(browser: Chromium, tmp_path: Path) -> None:
+    job = SimulatedJob()
+    job.advance(10)
+    what = "the job failed: rank 2 on host h2 exited with status 1: ValueError: no <b>more</b> data"
+    job.lose(2, "exited with status 1")
+    job.observatory.ended(1, what)
+    opened(browser, tmp_path, job)
+    assert browser.text("#verdict") == what.replace("the", "The", 1)
+    assert browser.text("#state") == "Failed, exit code 1"
+    data = (tmp_path / "report.json").read_text()
+    assert data.index(what) < 300, "in its first lines"

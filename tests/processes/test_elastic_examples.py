@@ -96,11 +96,12 @@ def end_epoch(state):
 @hvd.elastic.run
 def train(state):
     say("epoch", state.batch)
+    began = state.batch  # which may be where an epoch has no more batches
     while state.epoch < args.epochs:
         train_epoch(state)
         loss = test()
         end_epoch(state)
-        if metric_average(float(os.path.exists("over")), "over"):
+        if metric_average(float(os.path.exists("over") and state.batch > began), "over"):
             return loss
 
 

@@ -127,17 +127,17 @@ def test_page_shows_output_and_who_has_failed(launcher: Launcher, private: Path)
 
 
 def test_report_is_written_after_a_failure_and_the_summary_says_where(launcher: Launcher) -> None:
-    script = launcher.script("import os, sys; print('I am', os.environ['RANK']); sys.exit(3)")
+    script = launcher.script("import os; print('I am', os.environ['RANK']); raise ValueError('no more data')")
     done = launcher.run("-np", "1", "--report", "reports/job.html", script, timeout=PATIENCE)
-    assert done.returncode == 3
-    assert done.stderr.splitlines()[0] == "hvdgloo-run: the job failed: rank 0 on host localhost exited with status 3"
+    assert done.returncode == 1
+    what = "the job failed: rank 0 on host localhost exited with status 1: ValueError: no more data"
+    assert f"hvdgloo-run: {what}" in done.stderr.splitlines()
     assert done.stderr.splitlines()[-1] == "hvdgloo-run: the report is in reports/job.html"
     assert "<html" in (launcher.folder / "reports/job.html").read_text()
     recording = json.loads((launcher.folder / "reports/job.json").read_text())
     job = recording["snapshot"]["job"]
-    assert (job["state"], job["exit_code"]) == ("failed", 3)
-    assert job["message"] == "the job failed: rank 0 on host localhost exited with status 3"
-    assert [line["text"] for line in recording["lines"]] == ["I am 0"]
+    assert (job["state"], job["exit_code"], job["message"]) == ("failed", 1, what)
+    assert "I am 0" in [line["text"] for line in recording["lines"]]
 
 
 def test_report_of_a_job_that_could_not_be_started(launcher: Launcher) -> None:

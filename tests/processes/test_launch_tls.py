@@ -150,7 +150,7 @@ def test_workers_that_something_else_starts_need_the_setting_and_the_secret(tmp_
             env={**clean, "HVDGLOO_TLS": "required", "TMPDIR": str(tmp_path)},
         )
     try:
-        wait_for(lambda: "Page: https://" in output.read_text(), what="what workers need")
+        wait_for(lambda: "State: https://" in output.read_text(), what="what workers need")
         lines = [line.strip() for line in output.read_text().splitlines() if line.startswith("  HVDGLOO_")]
         told: dict[str, Any] = dict(line.split("=", 1) for line in lines)
         assert sorted(told) == ["HVDGLOO_RENDEZVOUS", "HVDGLOO_SECRET_FILE", "HVDGLOO_TLS"]

@@ -70,7 +70,7 @@ class Server:
         argv = [sys.executable, "-m", "hvdgloo.rendezvous", "--bind", self.endpoint, "--secret-file", self.secret_file]
         with self.log.open("w") as log:
             self.process = self.host.popen([*argv, *self.arguments], stdout=log, stderr=log)
-        self.wait_for("Page:")
+        self.wait_for("--status-token")  # stands in its last line, whether there is a page or not
 
     def wait_for(self, text: str) -> None:
         # Longer than usual: what is waited for is a Python that starts, maybe on a busy machine.

@@ -34,7 +34,10 @@ def test_the_first_program_trains_alone(tmp_path: Path) -> None:
 
 
 def test_run_returns_what_the_readme_says(tmp_path: Path) -> None:
-    (tmp_path / "main.py").write_text(program("README.md", "hvdgloo.run.run("))
+    # The test above starts interpreters as the page's reader does.
+    text = program("README.md", "hvdgloo.run.run(").replace("np=4)", f"np=4, executable={warm.python()!r})")
+    assert "executable" in text
+    (tmp_path / "main.py").write_text(text)
     assert _run(tmp_path, "main.py") == f"{[[12.0] * 3] * 4}\n"
 
 

@@ -54,7 +54,7 @@ class Command:
         environment["TMPDIR"] = str(folder)
         with self.output.open("w") as file:
             self.process = subprocess.Popen([*COMMAND, *arguments], stdout=file, stderr=file, env=environment)
-        self.wait_for("Page: ")
+        self.wait_for("(password: ")
         self.endpoint = self.find(r"HVDGLOO_RENDEZVOUS=(\S+)")
         self.secret_file = self.find(r"HVDGLOO_SECRET_FILE=(\S+)")
 
@@ -363,7 +363,10 @@ def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main(["--np", "1", "--bind", f"127.0.0.1:{port}"]) == 2
-    assert f"cannot listen on port {port} of 127.0.0.1: Address already in use" in capfd.readouterr().err
+        taken = f"cannot listen on port {port} of 127.0.0.1: Address already in use"
+        assert f"error: {taken}" in capfd.readouterr().err
+        assert main(["--np", "1", "--page", f"127.0.0.1:{port}"]) == 2
+        assert f"error: the job's page: {taken}" in capfd.readouterr().err
 
 
 STEPS = """
@@ -381,8 +384,14 @@ while not over:
 def test_page_shows_what_workers_do_that_somebody_else_has_started(tmp_path: Path) -> None:
     command = Command(tmp_path, "-np", "2", "--page", "--once")
     end = tmp_path / "end"
-    link = command.find(r"Live page, for one browser: (\S+)")
+    link = command.find(r"Page: (\S+)")
     token = status_token(read_secret_file(command.secret_file))
+    # The server's own address leads there, too; a link works once.
+    way = urllib.request.Request(f"http://{command.endpoint}/", headers={"Authorization": f"Bearer {token}"})
+    for _ in range(2):
+        with urllib.request.urlopen(way, timeout=30) as answer:
+            assert answer.url.startswith(link.partition("?")[0])
+            assert b"<title>hvdgloo</title>" in answer.read()
 
     def shown() -> Any:
         address = f"{link.partition('?')[0]}v1/job?curves=0"

@@ -132,49 +132,67 @@ class TestSignatures:
             assert session.post(f"{base}/v1/status").status_code == 401
             assert session.post(f"{base}{WORKERS}", data=WORKER).status_code == 401
             page = session.get(f"{base}/", headers={"Authorization": ""}, auth=("anybody", token))
-            assert page.status_code == 200
-            assert "0 of 3" in page.text
+            assert page.status_code == 404
+            assert "--page serves one" in page.json()["reason"]
             challenge = session.get(f"{base}/", headers={"Authorization": ""})
             assert challenge.headers["WWW-Authenticate"].startswith("Basic ")
 
-    def test_host_names_cannot_write_html(self, server: RendezvousServer, raw: RawClient) -> None:
-        worker = json.dumps(info(rank=0, host_name="<script>alert(1)</script>").to_dict()).encode()
-        assert raw.request("POST", WORKERS, worker)[0] == 202
-        assert "<script>" not in raw.request("GET", "/")[1].decode()
+    def test_the_status_token_leads_to_the_page(self) -> None:
+        links = iter(["http://h:1/?token=a", "http://h:1/?token=b"])
+        with RendezvousServer(secret=SECRET, size=1, page=lambda: next(links)) as server:
+
+            def get(**how: Any) -> requests.Response:
+                return requests.get(f"http://{server.endpoint}/", allow_redirects=False, timeout=20, **how)
+
+            assert get().status_code == 401
+            assert get(auth=("anybody", "wrong")).status_code == 401
+            for token in "ab":
+                answer = get(auth=("anybody", server.token))
+                assert (answer.status_code, answer.headers["Location"]) == (303, f"http://h:1/?token={token}")
+                assert answer.headers["Cache-Control"] == "no-store"
 
 
-class TestPage:
-    """The job's page in every state that an epoch can be in."""
+class TestStatus:
+    """The job's state in every state that an epoch can be in."""
 
     @staticmethod
-    def page(server: RendezvousServer) -> str:
-        answer = requests.get(f"http://{server.endpoint}/", auth=("anybody", server.token), timeout=5)
+    def epoch(server: RendezvousServer) -> dict[str, Any]:
+        bearer = {"Authorization": f"Bearer {server.token}"}
+        answer = requests.get(f"http://{server.endpoint}/v1/status", headers=bearer, timeout=20)
         assert answer.status_code == 200
-        return " ".join(re.sub("<[^>]*>", " ", answer.text.partition("<body>")[2]).split())
+        return dict(answer.json()["epochs"][0])
+
+    @staticmethod
+    def workers(epoch: dict[str, Any]) -> list[tuple[Any, ...]]:
+        return [(each["rank"], each["host"], each["pid"], each["address"], each["port"]) for each in epoch["workers"]]
 
     def test_from_gathering_to_complete(self) -> None:
         with RendezvousServer(secret=SECRET, size=3) as server, ExitStack() as stack:
-            assert "Epoch 0: gathering , 0 of 3 workers" in self.page(server)
+            found = self.epoch(server)
+            assert (found["state"], found["summary"]) == ("gathering", "0 of 3 workers are in")
             clients = [stack.enter_context(RendezvousClient(server.endpoint, SECRET)) for _ in range(3)]
             tasks = [Task(lambda c=c: c.register(0, info(pid=4711), timeout=20)) for c in clients[:2]]  # type: ignore[misc]
             until(lambda: server.status()["epochs"][0]["arrived"] == 2, "two workers")
-            text = self.page(server)
-            assert text.count("not yet h 4711 127.0.0.1, port 1") == 2
-            assert "gives up in" in text
+            found = self.epoch(server)
+            assert self.workers(found) == [(None, "h", 4711, "127.0.0.1", 1)] * 2
+            assert found["fails_in_s"] > 0
             clients[2].register(0, info(pid=4712), timeout=20)
             for task in tasks:
                 task.result()
-            text = self.page(server)
-            assert "Epoch 0: complete , 3 of 3 workers" in text
-            assert "0 h 4711 127.0.0.1, port 1 1 h 4711 127.0.0.1, port 1 2 h 4712 127.0.0.1, port 1" in text
+            found = self.epoch(server)
+            assert (found["state"], found["arrived"], found["expected"]) == ("complete", 3, 3)
+            there = [(0, "h", 4711), (1, "h", 4711), (2, "h", 4712)]
+            assert sorted(self.workers(found)) == [(*each, "127.0.0.1", 1) for each in there]
             clients[2].close()
-            until(lambda: "port 1 not connected" in self.page(server), "the page to say so")
+            until(lambda: not all(each["connected"] for each in self.epoch(server)["workers"]), "that one has gone")
 
     def test_failed(self) -> None:
         with RendezvousServer(secret=SECRET, hosts=[("h1", 2)], start_timeout=0.1) as server:
             with RendezvousClient(server.endpoint, SECRET) as client, pytest.raises(RendezvousTimeoutError):
                 client.register(0, info(rank=1), timeout=20)
-            assert "failed , 1 of 2 workers epoch 0 did not start" in self.page(server)
+            found = self.epoch(server)
+            assert (found["state"], found["arrived"], found["expected"]) == ("failed", 1, 2)
+            assert found["summary"].startswith("epoch 0 did not start")
 
 
 class TestHello:

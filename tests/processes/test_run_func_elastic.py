@@ -12,6 +12,7 @@ import hvdgloo.run
 from hvdgloo._job.excepthook import HINT
 from hvdgloo._platform import own_frames
 from hvdgloo.errors import JobFailedError, RemoteTraceback
+from tests.support import warm
 
 
 def work(folder: str) -> tuple[int, int, str, str]:
@@ -42,7 +43,7 @@ def work(folder: str) -> tuple[int, int, str, str]:
 def test_the_results_are_those_of_the_last_workers_in_the_order_of_their_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = hvdgloo.run.run(work, (str(tmp_path),), np=3, min_num_proc=1)
+    results = hvdgloo.run.run(work, (str(tmp_path),), np=3, min_num_proc=1, executable=warm.python(*warm.NUMPY))
     assert [(rank, size, variable) for rank, size, variable, _ in results] == [(0, 3, "0"), (1, 3, "1"), (2, 3, "2")]
     # The one that had rank 1 was killed; whoever had rank 2 has moved up, and the newcomer is the last.
     assert [worker.split("/")[1] for *_, worker in results] == ["0", "2", "1"]
@@ -64,7 +65,8 @@ class Hosts:
 def test_hosts_from_an_object_and_results_of_all_who_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "killed").touch()
     hosts = Hosts()
-    results = hvdgloo.run.run(work, (str(tmp_path),), np=1, host_discovery=hosts, verbose=False)
+    python = warm.python(*warm.NUMPY)
+    results = hvdgloo.run.run(work, (str(tmp_path),), np=1, host_discovery=hosts, executable=python, verbose=False)
     assert [result[:2] for result in results] == [(0, 3), (1, 3), (2, 3)]
     assert hosts.asked >= 3
     assert "hvdgloo-run: " not in capsys.readouterr().err, "as was asked for"

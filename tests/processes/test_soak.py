@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdgloo._backends.select import gloo_provider
+from tests.support import warm
 from tests.support.hosts import Bed
 from tests.support.launching import clean_environment
 
@@ -21,7 +22,7 @@ SOAK, TREE = BENCHMARKS / "soak.py", BENCHMARKS / "tree.py"
 
 
 def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run(SOAK, *arguments)
+    return run(SOAK, "--python", warm.python(), *arguments)
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -55,7 +56,9 @@ def test_a_moment_over_each_kind_of_shared_memory(plane: str) -> None:
 def test_a_moment_over_hosts_with_several_ranks(bed: Bed) -> None:
     """Hosts with unequal numbers of ranks."""
     plane = ["--plane", "hierarchical", "--hosts", "h1:2,h2:1"]
-    done = bed["h1"].run([sys.executable, str(SOAK), *SHORT, "--np", "3", *plane], timeout=55)
+    done = bed["h1"].run(
+        [sys.executable, str(SOAK), "--python", warm.python(), *SHORT, "--np", "3", *plane], timeout=55
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all results right\n")
 

@@ -206,6 +206,11 @@ def test_a_trace_that_fails_and_one_that_would_overwrite_another(
     assert (tmp_path / "hvdgloo-trace-1.json").read_text() == "mine"
 
 
+def test_a_mistyped_option_is_recognized() -> None:
+    with pytest.raises(ConfigError, match=r"^top: unknown argument --onec; did you mean --once\?$"):
+        top("--onec")
+
+
 def test_tracing_must_have_been_allowed(published: Published) -> None:
     with pytest.raises(ConfigError, match="--page-control"):
         top("--trace", "5")
@@ -238,7 +243,7 @@ def test_a_job_is_named_by_its_id_or_its_launcher(published: Published, folder: 
     for name in (ID, ID[:5], str(published.pid)):
         assert top(name, "--once")[0] == 0
     with pytest.raises(
-        ConfigError, match=r"which job\? These run:\n  \w{12}  for \d+ d \d+ h  hvdgloo-run\\tx\n  \w{12}"
+        ConfigError, match=r"which job\? These run:\n  \w{12}  for \d+ d( \d+ h)?  hvdgloo-run\\tx\n  \w{12}"
     ):
         top("--once")
     with pytest.raises(ConfigError, match="there is no job nix; these run"):

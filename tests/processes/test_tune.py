@@ -28,6 +28,8 @@ while True:
 """
 
 
+# It takes 16 s on a quiet machine: five jobs, whose ranks import torch one after another.
+@pytest.mark.timeout(200)
 @pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo")
 def test_a_program_on_several_hosts_is_tuned_to_its_gradients(bed: Bed, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()

@@ -62,6 +62,19 @@ def test_it_ends_as_an_interpreter_does(code: str, status: int, error: str) -> N
     assert done.stdout == ("at exit\n" if status >= 0 else "")
 
 
+def test_it_inherits_descriptors() -> None:
+    pipes = [os.pipe() for _ in range(3)]
+    numbers = [writer for _, writer in pipes]
+    code = "import os, sys\nfor number in sys.argv[1:]:\n    os.write(int(number), number.encode())"
+    command = [warm.python(), "-c", code, *map(str, numbers)]
+    subprocess.run(command, pass_fds=numbers, timeout=20, check=True)
+    for reader, writer in pipes:
+        os.close(writer)
+        assert os.read(reader, 9) == str(writer).encode()
+        assert os.read(reader, 1) == b"", "nobody has it open any more"
+        os.close(reader)
+
+
 def test_signals_reach_it_and_it_ends_with_who_stands_in() -> None:
     code = (
         # A pause would not end for a signal that came just before it.

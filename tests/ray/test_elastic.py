@@ -29,6 +29,12 @@ class Some(RayHostDiscovery):
         return {address: 2 if (self._folder / "more").exists() else 1}
 
 
+def test_horovods_old_names_of_settings_are_taken() -> None:
+    with pytest.warns(DeprecationWarning, match=r"create_settings\(min_np=...\) is an old name"):
+        settings = ElasticRayExecutor.create_settings(min_np=2, max_np=3)
+    assert (settings.min_num_proc, settings.max_num_proc) == (2, 3)
+
+
 def test_wrong_arguments_are_refused(nodes: Running) -> None:
     with pytest.raises(ConfigError, match="use ElasticRayExecutor"):
         RayExecutor(None, min_workers=1)

@@ -153,7 +153,7 @@ def test_wrong_calls_are_refused(executor: RayExecutor) -> None:
         executor.run(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="callbacks"):
         executor.execute(print, callbacks=[print])
-    with pytest.raises(ConfigError, match="list of arguments"):
+    with pytest.raises(ConfigError, match="give a tuple of arguments"):
         executor.run(print, "ab")
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError, PeerLostError
-from hvdgloo.ray import RayExecutor, _workers
+from hvdgloo.ray import RayExecutor, _placement, _workers
 from hvdgloo.ray._actor import WorkerActor
+from hvdgloo.ray._settings import demand
 from tests.ray import functions
 from tests.support.pages import ROOT
 from tests.support.ray import PATIENCE_S, Running, await_true
@@ -148,22 +149,25 @@ def test_a_driver_that_ends(cluster: Running, tmp_path: Path, signum: signal.Sig
     import ray
 
     address = ray.get_runtime_context().gcs_address
-    driver = subprocess.Popen(
-        [sys.executable, "-c", _SCRIPT, address, str(tmp_path / "started")],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    output = tmp_path / "output"
+    with output.open("w") as shown:
+        driver = subprocess.Popen(
+            [sys.executable, "-c", _SCRIPT, address, str(tmp_path / "started")],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=shown,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    both = {"[0]<stdout>:hanging", "[1]<stdout>:hanging"}
     with driver:
         try:
-            await_true(lambda: len(list(tmp_path.glob("started.*"))) == 2 or driver.poll() is not None)
+            await_true(lambda: both <= set(output.read_text().splitlines()) or driver.poll() is not None)
             driver.send_signal(signum)
-            shown, said = driver.communicate(timeout=PATIENCE_S)
+            _, said = driver.communicate(timeout=PATIENCE_S)
         finally:
             driver.kill()
-    assert {"[0]<stdout>:hanging", "[1]<stdout>:hanging"} <= set(shown.splitlines()), shown
+    assert both <= set(output.read_text().splitlines()), output.read_text() + said
     if signum == signal.SIGINT:
         assert said.rstrip().endswith("KeyboardInterrupt"), said
     assert driver.returncode != 0
@@ -203,6 +207,20 @@ def test_a_cluster_that_is_busy(cluster: Running) -> None:
         assert cluster.processes() == []
     finally:
         ray.util.remove_placement_group(group)
+
+
+def test_room_that_is_about_to_be_given_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Ray is asked: it would say no, and try again after pauses that grow."""
+    import ray
+
+    free: list[dict[str, float]] = [{}, {"CPU": 1.0}, {"CPU": 2.0}, {"CPU": 2.0}]
+    monkeypatch.setattr(ray, "available_resources", lambda: free.pop(0))
+    two = demand(2, None, 1, 1, None, False)
+    _placement._await_room(two, PATIENCE_S)
+    assert free == [{"CPU": 2.0}]
+    free[:] = [{}]
+    _placement._await_room(two, 0.0)  # whatever there is: Ray says what is the matter
+    assert free == [{}]
 
 
 def test_an_actor_that_does_not_come_up(cluster: Running, monkeypatch: pytest.MonkeyPatch) -> None:

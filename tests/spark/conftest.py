@@ -39,6 +39,7 @@ _DIVIDING = ("outcome", "several")
 """Fixtures of a module whose every parameter is a job of its own, which takes long."""
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share something come together, and modules that want the same session follow each other, so that it
     is started once. Several processes of pytest share the work in such groups (``--dist loadgroup``).
@@ -61,6 +62,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours.sort(key=lambda item: wanted[groups[item]])  # stable: the order within a module stays
     for index, item in zip(places, ours, strict=True):
         items[index] = item
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Processes of pytest that did not see the groups would each start the sessions and jobs of many modules."""
+    if session.config.getoption("loadgroup", False):  # of a process that xdist started
+        alone = [item.nodeid for item in session.items if _HERE in item.path.parents and "@" not in item.nodeid]
+        assert not alone, f"xdist has not seen the groups of {len(alone)} tests, the first of which is {alone[0]}"
 
 
 def _group(item: pytest.Item) -> str:

@@ -19,7 +19,8 @@ from hvdgloo.errors import ConfigError, MissingDependencyError, StoreError
 from hvdgloo.spark.common.backend import LocalBackend
 from hvdgloo.spark.common.store import Store
 from hvdgloo.spark.keras import KerasEstimator, KerasModel
-from hvdgloo.spark.keras._library import Library
+from hvdgloo.spark.keras._library import Library, library_of_model
+from hvdgloo.spark.keras._models import archive_of, model_of
 from hvdgloo.spark.keras._remote import _choose_gpu
 from hvdgloo.spark.keras._run_files import RunFiles
 from tests.support import estimators
@@ -76,8 +77,17 @@ def estimator(store: Store | None, **changes: Any) -> KerasEstimator:
 
 def test_fit_trains_on_ranks_of_this_host_and_transform_predicts(df: Any, store: Store) -> None:
     """With processes that are started for it; all else here is on one rank in this process."""
+
+    @keras.saving.register_keras_serializable("of_the_tests")
+    class Same(keras.layers.Layer):
+        """Of no module that ranks could import, and so registered in none of them by an import."""
+
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
     fitting = estimator(
         store,
+        model=keras.Sequential([net(), Same()]),
         backend=LocalBackend(2),
         epochs=15,
         validation=0.25,
@@ -156,7 +166,9 @@ def test_models_that_keras_builds_from_the_data(df: Any, store: Store) -> None:
             return self.layer(inputs)
 
     for model, names in ((keras.Sequential([keras.layers.Dense(1)]), {}), (Own(), {"Own": Own})):
-        trained = estimator(store, model=model, custom_objects=names, epochs=1).fit(df)
+        classes = {"loss": keras.losses.MeanSquaredError, "metrics": [keras.metrics.MeanAbsoluteError]}
+        trained = estimator(store, model=model, custom_objects=names, epochs=1, **classes).fit(df)
+        assert set(trained.getHistory()) == {"loss", "mean_absolute_error"}
         assert [weight.shape for weight in trained.getModel().weights] == [(2, 1), (1,)]
         assert len(trained.transform(df.where("id < 3")).collect()) == 3
     with pytest.raises(ConfigError, match=r"is not built: begin it with keras\.Input"):
@@ -201,6 +213,12 @@ def test_dictionaries_of_inputs_go_by_name(df: Any, store: Store) -> None:
         ({"optimizer": "nonsense"}, "optimizer='nonsense' is none that Keras 3 on torch knows"),
         ({"optimizer": object()}, "the model is one of Keras 3 on torch, and optimizer= is object"),
         ({"loss": None}, "no loss: give loss="),
+        ({"loss": "nonsense"}, "loss: 'nonsense' is none that Keras 3 on torch knows"),
+        ({"metrics": ["accuracy", "nonsense"]}, "metrics: 'nonsense' is none that Keras 3 on torch knows"),
+        ({"metrics": [keras.metrics.MeanIoU]}, "MeanIoU is a class: give an object of it.*num_classes"),
+        ({"callbacks": [1]}, "callbacks: 1 is no object of a callback's class"),
+        ({"callbacks": [keras.callbacks.EarlyStopping]}, "callbacks: <class .* is no object of a callback's class"),
+        ({"checkpoint_callback": "here"}, "checkpoint_callback: 'here' is no object of a callback's class"),
         ({"feature_cols": ["x", "a"]}, r"feature_cols has 2 columns, x, a, and the model 1 inputs"),
         ({"label_cols": ["y", "a"]}, r"label_cols has 2 columns, y, a, and the model 1 outputs"),
         ({"model": 3}, r"column 'x' has 2 numbers in a row, and input '.*' of the model takes \(3\), which is 3"),
@@ -232,6 +250,17 @@ def test_a_distributed_optimizer_is_refused(df: Any, store: Store) -> None:
 
     with pytest.raises(ConfigError, match="has been distributed already; give the plain one"):
         estimator(store, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD())).fit(df)
+
+
+def test_a_class_that_nobody_has_named_is_told_in_a_sentence() -> None:
+    class Unnamed(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
+    model = keras.Sequential([keras.Input((2,)), Unnamed()])
+    with pytest.raises(ConfigError, match=r"Could not locate class 'Unnamed'.*name them in custom_objects=") as caught:
+        model_of(library_of_model(model), archive_of(model), {})
+    assert "config" not in str(caught.value)
 
 
 def test_a_process_has_one_keras() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.frameworks import need_installed
 from tests.support.launching import launcher_in
 
@@ -26,6 +27,15 @@ CASES = [
 ]
 
 
+def _python(name: str, **environ: str) -> str:
+    """An interpreter that has imported the library already."""
+    if name == "torch":
+        return sys.executable  # where Keras has been imported on torch, a fork does not come to its end
+    # The program itself keeps Keras from importing TensorFlow beside JAX.
+    library = {"tensorflow": "keras", "jax": "jax", "tf_keras": "tf_keras"}[name]
+    return warm.python("pyarrow.parquet", "hvdgloo.spark.keras", library, **environ)
+
+
 @pytest.fixture(scope="module", params=list(RANKS))
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What became of every case on every rank."""
@@ -35,7 +45,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with launcher_in(tmp_path_factory.mktemp(name)) as launcher:
         ranks = RANKS[name]
         (launcher.folder / "work").mkdir()
-        arguments = ("-np", str(ranks), "--grace-period", "30", "--", sys.executable, str(PROGRAM), name, "work")
+        arguments = ("-np", str(ranks), "--grace-period", "30", "--", _python(name, **env), str(PROGRAM), name, "work")
         done = launcher.run(*arguments, env=env, timeout=PATIENCE)
         files = [launcher.folder / "work" / f"results.{rank}.json" for rank in range(ranks)]
         assert all(file.exists() for file in files), done.stdout + done.stderr

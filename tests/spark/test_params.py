@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from hvdgloo.spark.common.store import LocalStore
 from hvdgloo.spark.torch import TorchEstimator, TorchModel
+from hvdgloo.torch import Compression
 from tests.support.estimators import InPlace
 
 # Param, default, the name in its accessors, a value.
@@ -15,13 +17,13 @@ ESTIMATOR: list[tuple[str, Any, str, Any]] = [
     ("num_proc", None, "NumProc", 4),
     ("model", None, "Model", torch.nn.Linear(2, 1)),
     ("backend", None, "Backend", InPlace()),
-    ("store", None, "Store", object()),
+    ("store", None, "Store", LocalStore("/shared/me")),
     ("optimizer", None, "Optimizer", object()),
     ("loss", None, "Loss", torch.nn.MSELoss()),
     ("metrics", [], "Metrics", [abs]),
     ("loss_weights", None, "LossWeights", [0.5, 0.5]),
     ("sample_weight_col", None, "SampleWeightCol", "weight"),
-    ("gradient_compression", None, "GradientCompression", object()),
+    ("gradient_compression", None, "GradientCompression", Compression.fp16),
     ("compress_sparse_cols", False, "CompressSparseCols", True),
     ("feature_cols", None, "FeatureCols", ["a", "b"]),
     ("label_cols", None, "LabelCols", ["c"]),

@@ -212,6 +212,35 @@ def test_few_partitions_are_as_good_as_many(store: Store, spark: Any) -> None:
         assert get_dataset_properties(number)[0] == 40
 
 
+def test_no_row_passes_through_python_and_nothing_is_pickled(
+    tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyspark.ml.functions import array_to_vector
+    from pyspark.sql import functions as F  # noqa: N812
+
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", "/there/is/no/python")
+    df = spark.range(20).select("id", F.rand(1).alias("y"), array_to_vector(F.array(F.rand(2))).alias("vector"))
+    with pytest.raises(Exception, match="/there/is/no/python"):
+        df.rdd.map(lambda row: row).count()
+    with prepare_data(2, Store.create(str(tmp_path)), df, ["y"], ["vector"], validation=0.5) as number:
+        assert sum(get_dataset_properties(number)[:2]) == 20
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    assert {path.suffix for path in files if path.name != "_SUCCESS"} == {".parquet", ".json"}
+
+
+def test_a_well_compressed_data_set_is_a_good_one(store: Store, spark: Any) -> None:
+    """Fewer bytes than rows, which Horovod takes for corrupt."""
+    rows = 50_000
+    df = spark.range(rows, numPartitions=2).selectExpr("1D y", "true x")
+    with prepare_data(2, store, df, ["y"], ["x"]) as number:
+        path = store.get_train_data_path(number)
+        assert get_dataset_properties(number)[0] == rows
+        folder = Path(store.get_full_path(path).removeprefix("file://"))
+        assert sum(file.stat().st_size for file in folder.glob("*.parquet")) < rows
+        found = read(store, path)
+    assert (len(found["x"]), found["y"].sum()) == (rows, rows)
+
+
 # --- what cannot be trained on
 
 

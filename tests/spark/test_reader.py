@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hvdgloo.errors import ConfigError, DataError, StoreError
 from hvdgloo.spark.data import ParquetBatches, _reader
 from hvdgloo.spark.data._columns import Dense
+from hvdgloo.spark.data._dataset import Dataset, RowGroup
 from hvdgloo.spark.data._plan import batch_sizes, bounds, order_of_groups, pieces, windows
 
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -272,6 +273,26 @@ def test_a_column_is_an_array_with_its_rows_first(tmp_path: Path, name: str, kee
         np.testing.assert_array_equal(values, expected[batch["id"] % len(expected)])
 
 
+def test_numbers_can_be_had_in_one_type(tmp_path: Path) -> None:
+    columns = {name: column for name, (column, _) in COLUMNS.items()}
+    path = written(tmp_path, [[13, 9], [30]], table_of(columns))
+    (batch,) = ParquetBatches(path, batch_size=60, shuffle=False, dtype=np.float32)
+    for name, (_, expected) in COLUMNS.items():
+        is_number = expected.dtype != object
+        assert batch[name].dtype == (np.float32 if is_number else object)
+        shown = expected[np.arange(52) % len(expected)]
+        np.testing.assert_array_equal(batch[name], shown.astype(np.float32) if is_number else shown)
+
+
+def test_a_window_of_float32_takes_half_of_the_memory(tmp_path: Path) -> None:
+    path = written(tmp_path, [[100]], table_of({"dense": pa.array([dense(*range(64))], VECTOR)}))
+    sizes = []
+    for dtype in (np.float64, np.float32):
+        window = next(ParquetBatches(path, ["dense"], dtype=dtype)._fill(np.array([0]), [100]))
+        sizes.append(sum(array.nbytes for array in vars(window["dense"]).values() if isinstance(array, np.ndarray)))
+    assert sizes == [100 * 64 * 8, 100 * 64 * 4]
+
+
 def test_sparse_vectors_stay_sparse_until_they_are_in_a_batch(tmp_path: Path) -> None:
     """A row of 100,000 numbers, three of them not zero: a window of 512 rows as numbers would be 400 MB."""
     width, rows = 100_000, 512
@@ -512,6 +533,76 @@ def test_there_are_never_three_windows(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(ids(reader)) == 16
     assert len(most) == 8
     assert max(most) == 2
+
+
+def test_a_row_group_of_a_small_data_set_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    plain = Dataset.read
+
+    def counted(self: Dataset, group: RowGroup, *arguments: Any, **options: Any) -> Any:
+        read.append(group.index)
+        return plain(self, group, *arguments, **options)
+
+    path = written(tmp_path, [[10, 7, 0, 20, 5, 8]])
+    reader = ParquetBatches(path, batch_size=5, rank=1, size=2, shuffle_buffer_size=50)
+    monkeypatch.setattr(Dataset, "read", counted)
+    ids(reader)
+    assert 1 < len(read) < 5, "no more than this epoch needs"
+    for _ in range(20):
+        ids(reader)
+    assert sorted(read) == [0, 1, 3, 4, 5]
+    assert not _reading()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("steps", [None, 2, 11])
+def test_batches_are_the_same_whether_a_data_set_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int | None, shuffle: bool
+) -> None:
+    columns = table_of({name: COLUMNS[name][0] for name in ("dense", "sparse", "flag", "binary")})
+    path = written(tmp_path, [[10, 7], [0, 20, 5], [9]], columns)
+    options: Any = {"batch_size": 4, "rank": 1, "size": 3, "steps_per_epoch": steps, "shuffle": shuffle}
+    held, plain = ParquetBatches(path, **options), ParquetBatches(path, **options)
+    monkeypatch.setattr(plain, "_fits", False)
+    for epoch in (0, 1, 2, 1, 7):
+        held.set_epoch(epoch)
+        plain.set_epoch(epoch)
+        for one, other in zip(held, plain, strict=True):
+            for name, values in other.items():
+                np.testing.assert_array_equal(one[name], values)
+                assert one[name].dtype == values.dtype
+    assert held._held is not None
+    held.close()
+    assert held._held is None
+    assert plain._held is None
+
+
+def test_a_larger_data_set_and_one_that_is_transformed_are_read_in_each_epoch(tmp_path: Path) -> None:
+    path = written(tmp_path, [[10] * 4])
+    for reader in (
+        ParquetBatches(path, batch_size=5, shuffle_buffer_size=39),
+        ParquetBatches(path, batch_size=5, transformation_fn=lambda frame: frame),
+    ):
+        for _ in range(2):
+            assert len(ids(reader)) == 8
+        assert reader._held is None
+
+
+def test_a_row_group_that_could_not_be_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_reader, "_CHUNK", 1)
+    reader = ParquetBatches(written(tmp_path, [[200, 200]]), batch_size=50, shuffle=False)
+    plain = Dataset.read
+
+    def torn(*arguments: Any, **options: Any) -> Any:
+        batches = plain(*arguments, **options)
+        yield next(batches)
+        raise StoreError("the disk is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Dataset, "read", torn)
+        with pytest.raises(StoreError, match="the disk is gone"):
+            ids(reader)
+    np.testing.assert_array_equal(np.concatenate(ids(reader)), np.arange(400))
 
 
 MEMORY = """

@@ -214,6 +214,8 @@ def test_hdfs_has_three_forms_of_urls(
         (lambda: HDFSStore("s3://bucket/me"), "no path on HDFS"),
         (lambda: HDFSStore("hdfs://one:8020/me", host="two"), "name different name nodes"),
         (lambda: HDFSStore("hdfs://one:8020/me", port=9000), "name different name nodes"),
+        (lambda: Store.create(""), "give a path"),
+        (lambda: Store.create(None), "give a path"),  # type: ignore[arg-type]
         (lambda: DBFSLocalStore("/tmp/me"), "is not on DBFS"),
         (lambda: FilesystemStore("nosuch://x/y").exists("nosuch://x/y"), "nosuch"),
     ],
@@ -232,6 +234,23 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fsspec.core, "url_to_fs", absent)
     with pytest.raises(MissingDependencyError, match="s3://bucket/me cannot be opened: Install s3fs"):
         Store.create("s3://bucket/me").exists("s3://bucket/me")
+
+
+def test_libhdfs_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ["Unable to load libjvm", "Prior attempt to load libhdfs failed", "connection refused"]
+
+    def absent(*arguments: Any, **options: Any) -> Any:
+        raise OSError(said.pop(0))
+
+    monkeypatch.setattr(pyarrow.fs, "HadoopFileSystem", absent)
+    for _ in range(2):
+        with (
+            pytest.raises(MissingDependencyError, match=r"hdfs://one:8020/me cannot be opened: .*CLASSPATH"),
+            Store.create("hdfs://one:8020/me").probed(),
+        ):
+            pass
+    with pytest.raises(StoreError, match="cannot be opened: connection refused"):
+        Store.create("hdfs://one:8020/me").exists("hdfs://one:8020/me")
 
 
 def test_storage_options_reach_the_file_system(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql import types as T  # noqa: N812
 
 from hvdgloo.errors import ConfigError, DataError
-from hvdgloo.spark.common.backend import LocalBackend
+from hvdgloo.spark.common.backend import LocalBackend, SparkBackend
 from hvdgloo.spark.common.store import Store
 from hvdgloo.spark.torch import TorchEstimator, TorchModel
 from tests.support import estimators
@@ -130,13 +130,19 @@ def test_a_run_goes_on_by_its_name_with_its_history(df: Any, store: Store) -> No
 
 
 def test_a_failure_says_by_which_name_the_run_goes_on(df: Any, store: Store) -> None:
-    def failing(*arguments: Any) -> Any:
-        raise ArithmeticError("in the first batch")
+    def notes(error: type[BaseException], **changes: Any) -> str:
+        def failing(*arguments: Any) -> Any:
+            raise error("in the first batch")
 
-    with pytest.raises(ArithmeticError, match="in the first batch") as caught:
-        estimator(store, run_id="mine", train_minibatch_fn=failing).fit(df)
-    notes = getattr(caught.value, "__notes__", list(caught.value.args))
-    assert any("run_id='mine': fit() with this run_id goes on" in note for note in notes)
+        with pytest.raises(error, match="in the first batch") as caught:
+            estimator(store, run_id="mine", train_minibatch_fn=failing, **changes).fit(df)
+        return "".join(getattr(caught.value, "__notes__", caught.value.args[1:] or caught.value.args[0][18:]))
+
+    assert not notes(ArithmeticError), "there is nothing yet to go on after"
+    estimator(store, run_id="mine", epochs=1).fit(df)
+    told = "run_id='mine': 1 of 3 epochs are done; fit() with this run_id goes on after the last whole one"
+    assert notes(ArithmeticError, epochs=3).strip() == told
+    assert notes(KeyboardInterrupt, epochs=3).strip() == told
 
 
 def test_runs_without_a_name_do_not_share_one(df: Any, store: Store) -> None:
@@ -264,6 +270,27 @@ def test_output_columns_are_named_and_replace_what_was_there(spark: Any, df: Any
 def test_a_missing_column_is_named(spark: Any, df: Any) -> None:
     with pytest.raises(ConfigError, match="no column 'x', which the model needs"):
         made_by_hand(spark).transform(df.drop("x"))
+
+
+def test_what_transform_cannot_be_given_is_told_before_spark_runs_it(spark: Any, df: Any) -> None:
+    model = made_by_hand(spark)
+    with pytest.raises(DataError, match="'x' holds strings"):
+        model.transform(df.withColumn("x", F.lit("a")))
+    with pytest.raises(ConfigError, match=r"transform\(df\): give a DataFrame of Spark, not list"):
+        model.transform([])
+
+
+def test_a_column_can_be_several_features(df: Any, store: Store) -> None:
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 1)
+
+        def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return self.linear(one) + self.linear(other)
+
+    model = estimator(store, model=Both(), feature_cols=["x", "x"], epochs=1).fit(df)
+    assert model.transform(df.limit(2)).count() == 2
 
 
 def test_outputs_have_the_types_of_their_labels(spark: Any, df: Any) -> None:
@@ -464,6 +491,11 @@ def _other() -> torch.optim.Optimizer:
     return torch.optim.SGD(net().parameters(), lr=0.1)
 
 
+def _unwritten(df: Any) -> Any:
+    """Rows that cannot be computed: whoever tries to write them fails otherwise."""
+    return df.withColumn("y", F.expr("raise_error('the rows were computed')").cast("double"))
+
+
 BAD = {
     "no model": Bad(r"model is not set: TorchEstimator\(model=", {"model": None}),
     "a model of nothing": Bad("trains a torch.nn.Module", {"model": "net", "optimizer": _other()}),
@@ -473,6 +505,7 @@ BAD = {
     "no loss": Bad("loss is not set", {"loss": None}),
     "losses for other labels": Bad("loss has 2 functions for 1 label_cols", {"loss": [torch.nn.MSELoss()] * 2}),
     "a loss that is none": Bad("'mse' is not a function", {"loss": "mse"}),
+    "a class of losses": Bad(r"loss: MSELoss is a class: .*MSELoss\(\)", {"loss": torch.nn.MSELoss}),
     "a loss without rows": Bad(
         "takes no reduction='none'", {"loss": lambda output, label: output.mean(), "sample_weight_col": "a"}
     ),
@@ -507,6 +540,12 @@ BAD = {
     "an unknown column to validate with": Bad("no column 'z'", {"validation": "z"}, error=DataError),
     "lazy modules": Bad("lazy modules", {"model": torch.nn.LazyLinear(1), "optimizer": _other()}),
     "a step with other arguments": Bad(r"train_minibatch_fn takes \(model,", {"train_minibatch_fn": lambda a, b: None}),
+    "a DataFrame of another library": Bad(
+        r"fit\(df\): give a DataFrame of Spark, not pandas.DataFrame; spark.createDataFrame",
+        data=lambda df: df.limit(1).select("y").toPandas(),
+    ),
+    "no DataFrame": Bad(r"fit\(df\): give a DataFrame of Spark, not NoneType", data=lambda df: None),
+    "too few task slots": Bad(r"num_proc=9.: Spark runs 2 tasks at once", {"backend": SparkBackend(9)}, _unwritten),
     "bytes": Bad("'x' is binary", data=lambda df: df.withColumn("x", F.encode(F.lit("a"), "utf-8"))),
 }
 
@@ -548,13 +587,18 @@ CONTRADICTIONS = {
     "loss_weights=.*finite": {"loss_weights": [float("nan")]},
     "metrics=3: it is a list": {"metrics": 3},
     "run_id='': it is a text": {"run_id": ""},
+    r"run_id='\.\./up': it names a folder below": {"run_id": "../up"},
+    "backend=2: it is a SparkBackend": {"backend": 2},
+    "store='/shared/me': make a store of the path: Store.create": {"store": "/shared/me"},
+    "store=3: it is what Store.create": {"store": 3},
+    "gradient_compression='fp16': it is one of the framework's hvd.Compression": {"gradient_compression": "fp16"},
 }
 
 
 @pytest.mark.parametrize("message", CONTRADICTIONS)
 def test_what_can_never_be_is_refused_by_the_constructor(message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        estimator(None, **CONTRADICTIONS[message])
+        estimator(**{"store": None, **CONTRADICTIONS[message]})
 
 
 def test_a_checkpoint_of_another_model_is_refused(df: Any, store: Store) -> None:

@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import io
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from hvdgloo.errors import ConfigError
 from hvdgloo.spark.common._training import Reading, Training, TrainingResult
 from hvdgloo.spark.common.datamodule import DataModule
 from hvdgloo.spark.common.store import Store
+from hvdgloo.spark.torch import _remote
 from hvdgloo.spark.torch._remote import TorchJob, train, train_minibatch
 from tests.support import estimators
 
@@ -176,6 +179,24 @@ def test_history_has_losses_and_groups_of_metrics_for_each_epoch(store: Store) -
     assert last["loss"] == pytest.approx(float(((output - data["label"]) ** 2).mean()), rel=1e-5)
     assert last["all_metrics"][0]["group_0_label"] == pytest.approx(np.abs(output - data["label"]).mean(), rel=1e-5)
     assert result.outputs == ((1,),)
+
+
+def test_means_do_not_depend_on_how_many_batches_are_added_up_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven batches, the last of 5 rows: in pieces of 1, in pieces that leave a rest, and all at once."""
+    histories = []
+    for together in (1, 3, 7, 100):
+        monkeypatch.setattr(_remote, "_TOGETHER", together)
+        net = model()
+        run = estimators.training(store, ROWS, run_id=f"by {together}")
+        metrics = [torch.nn.functional.l1_loss]
+        result = train(run, job(net, torch.optim.SGD(net.parameters(), lr=LR), metrics=metrics))
+        assert result is not None
+        epochs = [record["train"] for record in result.history]
+        histories.append([[each["loss"], each["all_metrics"][0]["group_0_label"]] for each in epochs])
+    for history in histories:
+        np.testing.assert_allclose(history, histories[0], rtol=1e-12)
 
 
 def test_backward_passes_add_up_to_one_step_and_the_rest_of_an_epoch_is_used(store: Store) -> None:
@@ -385,6 +406,21 @@ def test_losses_and_metrics_are_logged_for_tensorboard(store: Store) -> None:
         losses = [event.value for event in events.Scalars("loss")]
         assert losses == pytest.approx([record[part]["loss"] for record in result.history])
         assert len(events.Scalars("group_0_label")) == 2
+
+
+def test_logs_are_written_without_tensorflow(tmp_path: Path) -> None:
+    """It may be installed, and would be imported by what TensorBoard itself writes with."""
+    pytest.importorskip("tensorboard")
+    program = (
+        "import sys\nfrom hvdgloo.spark.common._logs import ScalarLogs\n"
+        "for _ in range(2):\n    with ScalarLogs(sys.argv[1]) as logs:\n        logs.write(0, {'loss': 1.5})\n"
+        "print('tensorflow' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "logs")], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout == "False\n"
+    assert len(list((tmp_path / "logs").iterdir())) == 2
 
 
 def test_a_run_that_is_complete_is_not_trained_again(store: Store) -> None:

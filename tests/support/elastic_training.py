@@ -39,8 +39,8 @@ say(end=state.step, sizes=state.sizes)
 
 
 def told(text: str) -> list[dict[str, Any]]:
-    """What workers have printed so far; a launcher's prefixes are passed over."""
-    lines = (line[line.index("{") :] for line in text.splitlines(keepends=True) if "{" in line and line[-1] == "\n")
+    """What workers have printed so far; a launcher's prefixes are passed over, and so are tracebacks."""
+    lines = (line[line.index('{"') :] for line in text.splitlines(keepends=True) if '{"' in line and line[-1] == "\n")
     return [json.loads(line) for line in lines]
 
 

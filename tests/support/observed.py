@@ -162,6 +162,18 @@ class SimulatedJob:
         self._gone.add(rank)
         self.observatory.worker(rank, "failed", reason)
 
+    def finish(self, exit_code: int = 0) -> None:
+        """All ranks leave one after the other, each half a second after it has said its last words."""
+        for rank in range(self.size):
+            self.now += 0.1
+            self.observatory.observe(self.host(rank), msgspec.structs.replace(self._sample(rank), doing="ended"))
+        for rank in range(self.size):
+            self.now += 0.5
+            self.observatory.worker(rank, "ended")
+            self.observatory.tick()
+        self.now += 3.0
+        self.observatory.ended(exit_code)
+
     def shrink(self) -> None:
         """The job goes on without the lost ranks, as an elastic job does: those that are left get new numbers."""
         left = [rank for rank in range(self.size) if rank not in self._gone]
@@ -198,7 +210,8 @@ class SimulatedJob:
         """A second of steps, and who was last in each."""
         length = self.step + self.lag
         count = max(1, round(1.0 / length))
-        self._seconds += count * length
+        timed = count if self._seconds else count - 1  # nobody knows when the first one began
+        self._seconds += timed * length
         for _ in range(count):
             self._rounds += 1
             if self.slow is not None and self._random.random() < 0.92:
@@ -214,8 +227,8 @@ class SimulatedJob:
         for rank in range(self.size):
             self._steps[rank] += count
             late = 0.0 if rank == self.slow else self.lag
-            self._waiting[rank] += count * late
-            self._before_first[rank] += count * (
+            self._waiting[rank] += timed * late
+            self._before_first[rank] += timed * (
                 0.01 + (self.lag if rank == self.slow and self.cause == "input" else 0)
             )
             self._cpu[rank] += self._random.uniform(0.9, 1.1)

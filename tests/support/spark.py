@@ -44,6 +44,9 @@ _SETTINGS = {
     "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
 }
 
+DEFAULT_JVM = {"spark.driver.extraJavaOptions": "", "spark.executor.extraJavaOptions": ""}
+"""Settings for sessions in which something is measured: the JVM compiles as it does for everybody."""
+
 
 def missing() -> str:
     """What Spark needs and is not here; empty if nothing."""

@@ -141,6 +141,21 @@ def test_what_is_too_long_is_not_passed_on(host: Host) -> None:
     assert [len(data) for data in host.observed] == [LIMIT]
 
 
+def test_what_is_empty_is_not_passed_on_and_tiny_ones_are_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observing, "_MOST", 10_000)
+    host.order(Observe(host=False))
+    host.stream.pending = 2 * 1024 * 1024
+    for _ in range(5):
+        for _ in range(100):
+            host.report(b"")
+            host.report(b"x")
+            host.turn()
+    host.stream.pending = 0
+    host.turn(1.0)
+    assert set(host.observed) == {b"x"}
+    assert 50 < len(host.observed) < 200
+
+
 def test_a_slow_stream_costs_bounded_memory(host: Host) -> None:
     host.order(Observe(host=False))
     host.stream.pending = 2 * 1024 * 1024

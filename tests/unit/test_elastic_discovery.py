@@ -122,9 +122,14 @@ class TestAScript:
         discovery = HostDiscoveryScript(script(f"sleep 1000 & echo $$ $! >{pids}.new; mv {pids}.new {pids}; wait"))
         asking = Task(discovery.find_available_hosts_and_slots)
         until(pids.exists, "the script to have started")
-        discovery.interrupt()
+
+        def ended() -> bool:
+            discovery.interrupt()  # as long as it takes, as the driver does: at first it may only just be known
+            return not asking.thread.is_alive()
+
+        until(ended, "the script to be ended")
         with pytest.raises(DiscoveryError, match="killed by signal 9"):
-            asking.result(5)
+            asking.result()
         for pid in map(int, pids.read_text().split()):
             until(lambda pid=pid: not alive(pid), "the script and its child to be ended")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hvdgloo._engine.handle import Handle
+from hvdgloo._observe.counters import Counters
 from hvdgloo.errors import PeerLostError, WaitTimeoutError
 from hvdgloo.types import Buffer
 
@@ -147,3 +148,25 @@ def test_no_callback_is_lost_or_called_twice_in_a_race() -> None:
         handle.resolve()
         join_all(threads)
         assert sorted(calls) == list(range(20))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_time_of_a_result_that_comes_with_the_order_is_spent_waiting(known: bool) -> None:
+    """No clock is read for it again. Where the order was noted before the wait began, the clock is."""
+    counters, handle = Counters(), Handle("allreduce.x")
+    handle.counters = counters
+    began = time.monotonic()
+
+    def lend(handle: Handle) -> None:
+        handle.ordered = handle.ended = began + 100.0 if known else began - 1.0
+        handle.resolve()
+
+    handle.lend = lend
+    handle.wait()
+    assert counters.blocked_in is None
+    if known:
+        assert 10.0 < counters.waiting <= 100.0
+        assert counters.communicating == 0.0
+    else:
+        assert counters.waiting == 0.0
+        assert 0.0 <= counters.communicating < 100.0

@@ -167,7 +167,7 @@ class Job:
         self.execute(rank, message)
 
     def execute(self, rank: int, message: Execute) -> None:
-        for response, operation in self.members[rank].accept(message):
+        for response, operation in self.members[rank].accept(message, 0.0):
             request = response.request
             # Numbers of sets come again, so the ranks stand for the set.
             ranks = self.members[rank].sets[request.process_set]

@@ -468,11 +468,13 @@ def test_a_note_of_several_lines_is_an_event_with_more_to_it() -> None:
     observatory.observe("h", sample(0))
     observatory.observe("h", Note(0, 1000.0, "stall", "ranks 1 are late\n  rank 1: in forward\n  rank 1: in sleep"))
     observatory.observe("h", Note(0, 1000.0, "no such kind", "hm"))
+    observatory.observe("h", Note(0, 1000.0, "tuning", "autotune: this is faster"))
     observatory.tick()
 
     assert [(event.number, event.kind, event.text, event.more) for event in observatory.snapshot().events] == [
         (1, "stall", "ranks 1 are late", "  rank 1: in forward\n  rank 1: in sleep"),
         (2, "warning", "hm", ""),
+        (3, "tuning", "autotune: this is faster", ""),
     ]
 
 
@@ -745,3 +747,69 @@ def test_a_thousand_ranks_take_a_bounded_amount_of_memory() -> None:
     assert first < 100 * MIB
     assert sum(sizes) < 32 * MIB
     assert len(view.encode(seen)) < 2 * MIB
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_curves_end_where_the_job_ends_and_do_not_fall_before(exit_code: int) -> None:
+    job = SimulatedJob()
+    job.advance(20)
+    before = job.observatory.snapshot().series
+    job.finish(exit_code)
+    after = job.observatory.snapshot().series
+    assert after == before
+    assert min(value for value in after.steps_per_second if value is not None) > 5
+    assert state(job.observatory.snapshot(), 2) == "ended"
+
+
+def test_a_second_without_a_tick_makes_no_hole_in_the_curves() -> None:
+    clock = Clock()
+    seen = watched(clock)
+    for number, passed in enumerate((0.9, 1.95, 2.99, 4.01, 5.05, 6.1)):
+        clock.now = 1000.0 + passed
+        steps = Steps(count=10 * number + 10, seconds=number + 0.9)
+        seen.observe("h1", sample(0, size=1, at=clock.now, steps=steps))
+        seen.tick()
+    series = seen.snapshot().series
+    assert series.at == [1000.0 + second for second in range(7)]
+    assert None not in series.steps_per_second
+    assert None not in series.memory
+    assert None not in seen.series(0).steps_per_second
+
+
+def test_curves_end_with_the_first_rank_that_fails_unless_the_job_is_elastic() -> None:
+    for least, ends in ((None, True), (1, False)):
+        clock = Clock()
+        seen = watched(clock, least=least)
+        seen.placed(0, [(0, "h1", 0, 7), (1, "h1", 1, 8)])
+        for second in range(5):
+            clock.now += 1
+            for rank in range(2):
+                steps = Steps(count=10 * second + 10, seconds=second + 0.9)
+                seen.observe("h1", sample(rank, at=clock.now, pid=7 + rank, steps=steps))
+            seen.tick()
+        seen.worker(1, "failed", "exited with status 1")
+        length = len(seen.snapshot().series.at)
+        for _ in range(6):
+            clock.now += 1
+            seen.observe("h1", sample(0, at=clock.now, pid=7, steps=Steps(count=50, seconds=4.9), doing="waiting"))
+            seen.tick()
+        curve = seen.snapshot().series.steps_per_second
+        assert (len(curve) == length) == ends
+        assert (curve[-1] == 0.0) == (not ends)
+
+
+def test_of_a_job_of_a_second_there_are_still_its_steps_and_their_time() -> None:
+    clock = Clock()
+    seen = watched(clock)
+    seen.placed(0, [(0, "h1", 0, 7), (1, "h1", 1, 8)])
+    clock.now += 1.2
+    for rank in range(2):
+        steps = Steps(count=41, seconds=0.8, waiting=0.2)
+        seen.observe("h1", sample(rank, at=clock.now, pid=7 + rank, steps=steps, doing="ended"))
+        seen.worker(rank, "ended")
+    seen.ended(0)
+    found = seen.snapshot()
+    assert (found.job.steps, found.job.step_seconds, found.job.waiting) == (41, 0.02, 0.25)
+    assert found.job.steps_per_second == 50
+    assert found.ranks.step_seconds == [0.02, 0.02]
+    assert found.series.at == []

@@ -21,7 +21,7 @@ from hvdgloo._observe import samples
 from hvdgloo._observe.counters import Counters
 from hvdgloo._observe.outlets import AgentOutlet, ServerOutlet
 from hvdgloo._observe.reporter import Place, Reporter, Sampler
-from hvdgloo._observe.tracing import STEPLESS_SECONDS, StepTracer
+from hvdgloo._observe.tracing import LONGEST_SECONDS, PATIENCE, STEPLESS_SECONDS, StepTracer
 from hvdgloo.errors import ConfigError, RendezvousError
 
 DEADLINE = 30.0
@@ -232,9 +232,9 @@ def test_nobody_who_looks_costs_no_sample_and_whoever_looks_later_is_told_everyt
     made: list[float] = []
     plain = Sampler.sample
 
-    def counted(self: Sampler, now: float, *, settings: bool) -> samples.Sample:
+    def counted(self: Sampler, now: float, **more: bool) -> samples.Sample:
         made.append(now)
-        return plain(self, now, settings=settings)
+        return plain(self, now, **more)
 
     monkeypatch.setattr(Sampler, "sample", counted)
     counters = Counters()
@@ -352,12 +352,30 @@ class TestTraces:
     def tracer(self, counters: Counters, rank: Rank) -> StepTracer:
         return StepTracer(counters, 1, rank.start_trace, rank.stop_trace, lambda: None)
 
-    def test_without_steps_it_takes_a_while(self, tmp_path: Path) -> None:
-        rank = Rank(1)
-        tracer = self.tracer(Counters(), rank)
+    def test_without_steps_it_is_of_a_few_seconds_and_rank_0_says_so(self, tmp_path: Path) -> None:
+        for number in (0, 1):
+            counters, rank = Counters(), Rank(number)
+            tracer = StepTracer(counters, number, rank.start_trace, rank.stop_trace, lambda: None)
+            tracer.order(samples.TraceOrder(1, 10, str(tmp_path)), 100.0)
+            assert tracer.advance(100.0) == 100.0 + STEPLESS_SECONDS
+            assert tracer.advance(100.0 + STEPLESS_SECONDS) is None
+            assert (tmp_path / f"trace.1.{number}.json").exists()
+            said = [text for _, _, text in counters.notes]
+            assert said == ["rank 0 ends no steps, so trace 1 is of 3 s and not of 10 steps"][number:]
+
+    @pytest.mark.parametrize(("last_step", "patience"), [(0.1, PATIENCE), (5.0, 15.0), (100.0, LONGEST_SECONDS)])
+    def test_a_job_that_has_stopped_making_steps_is_not_waited_for(
+        self, last_step: float, patience: float, tmp_path: Path
+    ) -> None:
+        """Such as one whose rank 0 writes a checkpoint; how long a step may last depends on the last one."""
+        counters = Counters()
+        counters.steps, counters.last_step = 7, last_step
+        tracer = self.tracer(counters, Rank(1))
         tracer.order(samples.TraceOrder(1, 10, str(tmp_path)), 100.0)
-        assert tracer.advance(100.0) == 100.0 + STEPLESS_SECONDS
-        assert tracer.advance(100.0 + STEPLESS_SECONDS) is None
+        begins = 100.0 + patience
+        assert tracer.advance(100.0) == begins
+        assert tracer.advance(begins) == begins + STEPLESS_SECONDS
+        assert tracer.advance(begins + STEPLESS_SECONDS) is None
         assert (tmp_path / "trace.1.1.json").exists()
 
     def test_a_rank_whose_part_ends_hands_over_what_it_has(self, tmp_path: Path) -> None:
@@ -386,7 +404,7 @@ class TestTraces:
         tracer.order(samples.TraceOrder(4, 10, str(tmp_path)), 100.0)
         assert [text for _, _, text in counters.notes] == [
             "rank 1 cannot write trace 1: the disk is full",
-            "rank 1 cannot write trace 2: it writes a timeline already",
+            "rank 1 cannot write trace 2: its part of the job has ended",
             "rank 1 has not finished trace 3 yet",
         ]
 
@@ -444,3 +462,38 @@ def test_a_tracer_that_ends_leaves_the_next_one_its_steps(tmp_path: Path) -> Non
     assert counters.on_step == second._stepped
     second.close()
     assert counters.on_step is None
+
+
+def test_a_rank_that_fails_does_not_wait_long_for_a_server_that_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others wait for its failure; one that ends as it should gives its last words more time."""
+    monkeypatch.setattr("hvdgloo._job.reporting._JOIN_SECONDS", 1.0)
+    monkeypatch.setattr("hvdgloo._job.reporting._FAILING_SECONDS", 0.1)
+    released = threading.Event()
+    begun = threading.Event()
+
+    def never(data: bytes) -> bool:
+        begun.set()
+        released.wait(DEADLINE)
+        return True
+
+    def closing(*, failing: bool, at_once: bool) -> float:
+        begun.clear()
+        counters = Counters()
+        work(counters)
+        reporting = Reporting(
+            lambda wake_up: Reporter(counters, Rank(1), ServerOutlet(never), 3600.0, wake_up),
+            0.0,
+            lambda: True,
+            at_once=at_once,
+        )
+        assert begun.wait(DEADLINE)
+        started = time.monotonic()
+        reporting.close(failing=failing)
+        return time.monotonic() - started
+
+    try:
+        orderly = closing(failing=False, at_once=False)
+        assert closing(failing=True, at_once=False) < orderly / 2
+        assert closing(failing=True, at_once=True) > orderly / 2, "what an agent takes, it takes at once"
+    finally:
+        released.set()

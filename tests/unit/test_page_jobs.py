@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,32 @@ def test_what_a_killed_launcher_has_left_behind_is_removed(tmp_path: Path) -> No
     assert len(list(tmp_path.iterdir())) == 2
     assert jobs(str(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_is_found_in_its_own_process_and_stays_locked(tmp_path: Path) -> None:
+    with published(JOB, str(tmp_path)):
+        assert jobs(str(tmp_path)) == [JOB]
+        look = "import sys; from hvdgloo.rendezvous._page.jobs import jobs; print(len(jobs(sys.argv[1])))"
+        seen = subprocess.run(
+            [sys.executable, "-c", look, str(tmp_path)], stdout=subprocess.PIPE, text=True, check=True
+        )
+        assert seen.stdout == "1\n"
+
+
+def test_two_who_look_at_once_do_not_take_each_other_for_a_launcher(tmp_path: Path) -> None:
+    with launcher(tmp_path, "a" * 32, 1.0) as process:
+        process.kill()
+    (left,) = tmp_path.iterdir()
+    with open(left, "rb") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert jobs(str(tmp_path)) == []
+
+
+def test_the_next_launcher_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    with launcher(tmp_path, "a" * 32, 1.0) as process:
+        process.kill()
+    with published(JOB, str(tmp_path)):
+        assert [path.name for path in tmp_path.iterdir()] == ["0123456789ab.job"]
 
 
 def test_the_file_is_for_this_user_alone_and_goes_away(tmp_path: Path) -> None:

@@ -58,13 +58,16 @@ def snapshot(shown: Shown) -> Snapshot:
 def fixed(*workers: tuple[int, str, bool], state: str = "complete") -> dict[str, Any]:
     """The status of a server with these workers: rank, host, connected."""
     shown = [{"rank": rank, "host": host, "pid": 100 + rank, "connected": there} for rank, host, there in workers]
-    return {"epochs": [{"epoch": 0, "state": state, "workers": shown}]}
+    summary = f"{len(workers)} of 3 workers are in"
+    return {"epochs": [{"epoch": 0, "state": state, "workers": shown, "summary": summary}]}
 
 
 def test_workers_appear_with_their_hosts_once_all_have_come(shown: Shown) -> None:
     shown.look(fixed((1, "h1", True), state="gathering"))
     shown.observed(sample(1))
-    assert snapshot(shown).ranks.rank == []
+    seen = snapshot(shown)
+    assert seen.ranks.rank == []
+    assert (seen.job.state, seen.job.message) == ("starting", "1 of 3 workers are in")
     shown.look(fixed((2, "h2", True), (0, "h1", True), (1, "h1", True)))
     seen = snapshot(shown)
     assert [host.name for host in seen.hosts] == ["h1", "h2"]
@@ -73,6 +76,7 @@ def test_workers_appear_with_their_hosts_once_all_have_come(shown: Shown) -> Non
     shown.observed(sample(1, count=7))
     shown.observed(HostSample(time.time(), 4, 0.5))
     seen = snapshot(shown)
+    assert (seen.job.state, seen.job.message) == ("running", "")
     assert seen.ranks.steps == [0, 7, 0]
     assert [host.cores for host in seen.hosts] == [0, 0], "only agents measure hosts"
 
@@ -86,8 +90,10 @@ def test_who_is_not_connected_any_more_has_ended(shown: Shown) -> None:
 def test_an_elastic_jobs_epochs_are_followed(shown: Shown) -> None:
     def look(epoch: int, *workers: tuple[int, str, int]) -> None:
         there = [{"rank": r, "host": host, "local_rank": local, "connected": True} for r, host, local in workers]
-        shown.look({"elastic": {"epoch": epoch, "workers": there}, "epochs": []})
+        shown.look({"elastic": {"epoch": epoch, "workers": there, "phase": "training"}, "epochs": []})
 
+    shown.look({"elastic": {"epoch": 0, "workers": [], "phase": "waiting", "waiting_for": "2 workers"}, "epochs": []})
+    assert snapshot(shown).job.message == "waiting for 2 workers"
     look(0, (0, "h1", 0), (1, "h2", 0))
     look(1, (0, "h2", 0), (1, "h2", 1), (2, "h3", 0))
     shown.tell("rank 0 on host h1 was lost")

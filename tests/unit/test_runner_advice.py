@@ -55,3 +55,23 @@ def test_it_ends_the_summary() -> None:
     in_sight = Report(outcome, (), ("last",), "do this", in_sight=True)
     assert in_sight.summary(whole=False).splitlines() == [head, "do this"]
     assert str(in_sight.error()).splitlines() == whole, "an exception may be shown elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "end"),
+    [
+        (1, "exited with status 1", "exited with status 1: ValueError: bad\\x1b[0m data"),
+        (-9, "was killed by signal 9 (SIGKILL)", "was killed by signal 9 (SIGKILL)"),
+    ],
+    ids=["an exception", "a signal, after an exception that was survived"],
+)
+def test_the_exception_stands_in_the_first_line(status: int, reason: str, end: str) -> None:
+    report = Report(
+        JobOutcome(Failure(2, "h1", status, reason)),
+        (),
+        ("ValueError: bad",),
+        exception="ValueError: bad\x1b[0m data",
+        why_over="fewer than 2 workers are left",
+    )
+    assert report.headline() == f"the job failed: rank 2 on host h1 {end}; fewer than 2 workers are left"
+    assert report.summary().splitlines()[0] == report.headline()

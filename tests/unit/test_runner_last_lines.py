@@ -33,7 +33,7 @@ class TestLastLines:
     def test_a_traceback_at_the_end(self) -> None:
         found = last_lines("epoch 1", *TRACE)
         assert found.lines == ("epoch 1", *TRACE)
-        assert found.cause == "ValueError: bad data"
+        assert found.cause == found.exception == "ValueError: bad data"
         assert found.first_position == 0
 
     @pytest.mark.parametrize("after", [1, KEPT - 1, KEPT, 30])
@@ -50,6 +50,7 @@ class TestLastLines:
     def test_a_traceback_long_ago_was_survived(self) -> None:
         found = last_lines(*TRACE, *(f"epoch {i}" for i in range(200)))
         assert found.cause == "epoch 199"
+        assert found.exception == ""
         assert len(found.lines) == KEPT
 
     def test_the_last_of_several_counts(self) -> None:

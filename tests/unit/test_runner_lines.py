@@ -152,15 +152,21 @@ class TestWriter:
         assert target.data == b"".join(pieces) + b"last"
         writer.close()
 
-    def test_a_target_that_fails_is_given_up_and_reported_once(self) -> None:
-        from hvdgloo.runner.console.writer import Writer
+    @pytest.mark.parametrize("stream", ["a pipe that was closed", "of bytes", "without flush()"])
+    def test_a_target_that_fails_is_given_up_and_reported_once(self, stream: str) -> None:
+        import io
+        from typing import Any
+
+        from hvdgloo.runner.console.writer import TextTarget, Writer
 
         class Broken:
-            def write(self, data: bytes) -> None:
-                raise BrokenPipeError(32, "Broken pipe")
+            def write(self, data: str) -> None:
+                if stream == "a pipe that was closed":
+                    raise BrokenPipeError(32, "Broken pipe")
 
+        broken: Any = io.BytesIO() if stream == "of bytes" else Broken()
         failures: list[tuple[int, Exception]] = []
-        writer = Writer("test", [Broken()], lambda index, error: failures.append((index, error)))
+        writer = Writer("test", [TextTarget(broken)], lambda index, error: failures.append((index, error)))
         for _ in range(5):
             writer.put(0, b"x")
         assert writer.wait_until_written(5)

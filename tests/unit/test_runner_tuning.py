@@ -291,6 +291,26 @@ class TestCampaign:
             assert str(caught.value) == "the job failed: rank 0 on host localhost exited with status 1"
             assert (caught.value.exit_code, stderr.getvalue()) == (1, "no memory\n")
 
+    @pytest.mark.parametrize("variable", ["HVDGLOO_AUTOTUNE", "HOROVOD_AUTOTUNE"])
+    @pytest.mark.parametrize("program", [(), ("train.py",)])
+    def test_nothing_is_tuned_while_settings_are_measured(
+        self, program: Sequence[str], variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A file for --config-file may ask for it, for the jobs that are started otherwise."""
+        started = []
+
+        def launched(job: LaunchSpec, **_: Any) -> Report:
+            started.append((Config.from_env(job.environ).autotune, job.autotune_log))
+            return Report(JobOutcome(Failure(0, "localhost", 1, "is no part of this test")), (), in_sight=True)
+
+        monkeypatch.setattr(campaign, "launch", launched)
+        spec = replace(SPEC, environ={variable: "1"}, autotune_log=str(tmp_path / "log.csv"))
+        said: list[str] = []
+        with pytest.raises(JobFailedError):
+            campaign.run(spec, program=program, seconds=60, stderr=io.StringIO(), say=said.append)
+        assert started == [(False, None)]
+        assert said[0] == "--autotune tries nothing while settings are measured"
+
     @pytest.mark.parametrize("program", [["./train.sh"], ["python"], ["-m"]])
     def test_only_python_s_programs_can_be_recorded(self, monkeypatch: pytest.MonkeyPatch, program: list[str]) -> None:
         with pytest.raises(ConfigError, match="it is no Python file, nor -m and a module"):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hvdgloo._platform.runtime import LONGEST_SOCKET, ROOM, agent_folder, runtime_folder
+from hvdgloo._platform.runtime import LONGEST_SOCKET, ROOM, agent_folder, remove_stale, runtime_folder
 from hvdgloo.errors import ConfigError
 
 
@@ -73,3 +75,56 @@ def test_agents_of_one_machine_have_folders_of_their_own(temporary: Path) -> Non
     assert os.path.basename(second) == "0123456789ab.1234"
     assert len(os.path.basename(second)) + len("/4194304") <= ROOM
     assert not os.path.exists(first)
+
+
+def test_what_killed_processes_have_left_is_removed_and_nothing_else(temporary: Path) -> None:
+    hour_ago = time.time() - 3600
+    sockets = []
+
+    def listener(path: Path, kind: socket.SocketKind) -> None:
+        sockets.append(socket.socket(socket.AF_UNIX, kind))
+        sockets[-1].bind(str(path))
+        if kind == socket.SOCK_STREAM:
+            sockets[-1].listen(1)
+
+    def agent(name: str) -> Path:
+        (temporary / name).mkdir()
+        return temporary / name
+
+    # Of the living: an agent, a launcher that publishes nothing, agents and files that have just been begun.
+    listener(agent("aa.0") / "agent", socket.SOCK_DGRAM)
+    listener(temporary / "bb.sock", socket.SOCK_STREAM)
+    agent("cc.1")
+    (temporary / "dd.job.new").touch()
+    # What a launcher that died has published belongs to whoever can read its lock.
+    listener(temporary / "ee.sock", socket.SOCK_STREAM)
+    sockets.pop().close()
+    (temporary / "ee.job").touch()
+    # Not ours.
+    (temporary / "notes.txt").touch()
+    os.utime(temporary / "notes.txt", (hour_ago, hour_ago))
+    living = sorted(path.name for path in temporary.iterdir())
+
+    dead = agent("a1.0")
+    listener(dead / "agent", socket.SOCK_DGRAM)
+    (dead / "trace.1.0.part").touch()
+    listener(temporary / "b1.sock", socket.SOCK_STREAM)
+    for gone in sockets[-2:]:
+        gone.close()
+    for old in (agent("c1.1"), temporary / "d1.job.new"):
+        if old.suffix == ".new":
+            old.touch()
+        os.utime(old, (hour_ago, hour_ago))
+    assert len(list(temporary.iterdir())) == len(living) + 4
+
+    remove_stale(str(temporary))
+    assert sorted(path.name for path in temporary.iterdir()) == living
+    sockets[1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        sockets[1].accept()  # nobody has connected
+    for each in sockets:
+        each.close()
+
+
+def test_where_there_is_no_folder_nothing_is_stale(temporary: Path) -> None:
+    remove_stale(str(temporary / "nowhere"))

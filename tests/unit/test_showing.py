@@ -166,6 +166,28 @@ def test_top_wakes_it_and_sees_what_has_happened_before(stage: Stage) -> None:
         assert line["text"] == "a line that is written now"
 
 
+def test_the_supervisor_goes_on_while_what_is_shown_is_imported(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, went_on = threading.Event(), threading.Event()
+    in_time: list[bool] = []
+
+    def versions() -> dict[str, str]:
+        begun.set()
+        in_time.append(went_on.wait(20))
+        return {}
+
+    monkeypatch.setattr("hvdgloo.runner.show.showing._versions", versions)
+    with stage.show() as showing:
+        stage.start(showing)
+        asking = threading.Thread(target=stage.ask, args=("/v1/job",))
+        asking.start()
+        assert begun.wait(60)
+        showing.host("h2", "lost")
+        went_on.set()
+        asking.join()
+        assert in_time == [True]
+        assert [host.state for host in snapshot(showing).hosts] == ["up", "lost"]
+
+
 def test_what_agents_pass_on_is_seen_and_nonsense_is_passed_over(stage: Stage) -> None:
     with stage.show(page=("127.0.0.1", 0)) as showing:
         assert showing.observe == Observe(host=True)

@@ -47,6 +47,18 @@ def test_the_job_in_one_look() -> None:
     assert re.search(r"Rank 3 \(h2\) was last in \d+ % of the last", text)
 
 
+def test_a_straggler_is_named_once() -> None:
+    job = SimulatedJob(ranks=4, slow=3)
+    job.advance(60)
+    job.observatory.event("warning", "it is hot")
+    job.advance(1)
+    snapshot = job.observatory.snapshot()
+    assert [event.kind for event in snapshot.events] == ["straggler", "warning"]
+    text = "\n".join(shown(snapshot))
+    assert text.count("Rank 3 (h2) was last in") == 1
+    assert "it is hot" in text
+
+
 def test_ranks_that_need_attention_come_first() -> None:
     job = simulated(ranks=8, slow=3)
     job.lose(5)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
+import os
+import socket
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -17,6 +20,10 @@ def are_possible() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
+_NUMBERS = itertools.count()
+"""So that two files of one second have different names."""
+
+
 class ScalarLogs:
     """Numbers of each epoch, in a folder that ``tensorboard --logdir`` shows. A context manager.
 
@@ -25,9 +32,17 @@ class ScalarLogs:
     """
 
     def __init__(self, folder: str) -> None:
-        self._writer = importlib.import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(folder)
+        # Not TensorBoard's EventFileWriter, which imports TensorFlow where that is installed: it takes seconds, and
+        # hundreds of megabytes.
+        records = importlib.import_module("tensorboard.summary.writer.record_writer")
         self._event = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
         self._summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
+        os.makedirs(folder, exist_ok=True)
+        now = time.time()
+        # By "tfevents" TensorBoard knows such files.
+        name = f"events.out.tfevents.{int(now):010}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        self._writer = records.RecordWriter(open(os.path.join(folder, name), "xb"))  # noqa: SIM115 - closed by __exit__
+        self._add(self._event(wall_time=now, file_version="brain.Event:2"))
 
     def __enter__(self) -> ScalarLogs:
         return self
@@ -41,5 +56,8 @@ class ScalarLogs:
         """Add the numbers among ``values`` under their names, and bring the file up to date."""
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         made = [self._summary.Value(tag=name, simple_value=float(value)) for name, value in numbers.items()]
-        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=made)))
+        self._add(self._event(step=step, wall_time=time.time(), summary=self._summary(value=made)))
+
+    def _add(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
         self._writer.flush()

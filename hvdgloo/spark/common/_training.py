@@ -51,7 +51,7 @@ class Batch:
 
     Attributes:
         features, labels: arrays of shape (rows,) or (rows, ...), in the order of the columns, with the columns' own
-            dtypes; binary values are arrays of objects. They are the receiver's, to write to.
+            dtypes or that of the reader; binary values are arrays of objects. They are the receiver's, to write to.
         weights: of shape (rows,), or None without a column for them.
     """
 
@@ -117,9 +117,13 @@ class Training:
     gradient_compression: Any
     signature: _checkpoints.Signature | None = None
 
-    def batches(self, rank: int, size: int, *, validation: bool = False) -> Reader:
-        """A reader of this rank's part of the data; all ranks' have the same number of batches in an epoch."""
-        return Reader(self, rank, size, validation)
+    def batches(self, rank: int, size: int, *, validation: bool = False, dtype: Any = None) -> Reader:
+        """A reader of this rank's part of the data; all ranks' have the same number of batches in an epoch.
+
+        Args:
+            dtype: of all numbers; by default the columns' own. What a ``data_module`` reads is as it reads it.
+        """
+        return Reader(self, rank, size, validation, dtype)
 
     def resume(self, signature: _checkpoints.Signature | None = None) -> Checkpoint | None:
         """The last whole epoch of this run; None if there is none, or the store keeps no runs.
@@ -154,8 +158,9 @@ class Training:
 class Reader:
     """Batches of one rank, epoch by epoch; a context manager that ends what reads them."""
 
-    def __init__(self, training: Training, rank: int, size: int, validation: bool) -> None:
+    def __init__(self, training: Training, rank: int, size: int, validation: bool, dtype: Any = None) -> None:
         self._training = training
+        self._dtype = dtype
         self._rank = rank
         self._size = size
         self._validation = validation
@@ -195,6 +200,7 @@ class Reader:
             removed_fields=reading.removed_fields,
             # 0 workers meant none beside the loop; one thread reads ahead in any case.
             num_workers=max(1, reading.validation_workers if self._validation else reading.train_workers),
+            dtype=self._dtype,
         )
 
     def _module(self, kind: type[Any], columns: list[str]) -> Any:

@@ -57,6 +57,9 @@ class Backend(ABC):
     def num_processes(self) -> int:
         """How many processes ``run`` calls the function in."""
 
+    def check(self) -> None:  # noqa: B027 - a backend need not know anything beforehand
+        """Called before data are written for ``run``: an error here costs nobody the time for that."""
+
 
 class LocalBackend(Backend):
     """Trains in processes of this host, the driver's: Spark only prepares the data.
@@ -120,3 +123,12 @@ class SparkBackend(Backend):
 
     def num_processes(self) -> int:
         return self._num_proc
+
+    def check(self) -> None:
+        """Raises:
+        ConfigError: Spark has fewer task slots than there are processes.
+        LaunchError: there is no active SparkContext.
+        """
+        from hvdgloo.spark._run import check_room
+
+        check_room(self._num_proc, **self._kwargs)

@@ -233,7 +233,7 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
             training = self._training(remote, run_id, train_rows, validation_rows)
             training.resume()  # a checkpoint of another model is found before ranks start
             task = functools.partial(on_rank, training.store, self.getMpStartMethod(), self._trainer(training))
-            with _naming(run_id):
+            with _naming(training):
                 results = _run(backend, task, self._backend_env())
         result = next((each for each in results if each is not None), None)
         if result is None:
@@ -280,7 +280,11 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
         return self.getRandomSeed() or 0
 
     def _backend(self) -> Backend:
-        return self.getBackend() or SparkBackend(self.getNumProc())
+        """What trains, once it has been found able to."""
+        backend: Backend = self.getBackend() or SparkBackend(self.getNumProc())
+        if isinstance(backend, Backend):  # and not only something that has its methods
+            backend.check()
+        return backend
 
     # What a framework's estimator fills in.
 
@@ -365,12 +369,20 @@ def _with_outputs(
 
 
 @contextmanager
-def _naming(run_id: str) -> Iterator[None]:
-    """Tell whoever reads of a failure by which name the run can go on."""
+def _naming(training: Training) -> Iterator[None]:
+    """Tell whoever reads of a failure, or of Ctrl-C, by which name the run can go on, if there is an epoch to go on
+    after."""
     try:
         yield
-    except Exception as error:
-        note = f"run_id={run_id!r}: fit() with this run_id goes on after the last whole epoch"
+    except (Exception, KeyboardInterrupt) as error:
+        try:
+            reached = training.resume()
+        except Exception:  # noqa: BLE001 - whatever is wrong with the store by now, it is not what failed first
+            reached = None
+        if reached is None:
+            raise
+        epochs = f"{reached.epoch} of {training.epochs} epochs are done"
+        note = f"run_id={training.run_id!r}: {epochs}; fit() with this run_id goes on after the last whole one"
         if hasattr(error, "add_note"):
             error.add_note(note)
         elif error.args and str(error) == error.args[0]:  # Python 3.10
@@ -412,8 +424,9 @@ class HorovodModel(Model, ModelParams, HorovodWritable, HorovodReadable):
             that name is replaced.
 
         Raises:
-            ConfigError: (a ValueError) a column of features is missing, or there is another number of ``outputCols``
-                than of labels.
+            ConfigError: (a ValueError) ``df`` is no DataFrame of Spark's, a column of features is missing, or there is
+                another number of ``outputCols`` than of labels.
+            DataError: (a ValueError) a column of features holds strings, or something else that is no number.
         """
         return super().transform(df, params)
 
@@ -422,6 +435,7 @@ class HorovodModel(Model, ModelParams, HorovodWritable, HorovodReadable):
         return self._value("outputCols") or util.get_output_cols(self.getLabelColumns() or [])
 
     def _transform(self, df: DataFrame) -> DataFrame:
+        util.check_dataframe(df, "transform")
         features, labels = self.getFeatureColumns() or [], self.getLabelColumns() or []
         outputs = self.getOutputCols()
         if len(outputs) != len(labels):
@@ -429,6 +443,7 @@ class HorovodModel(Model, ModelParams, HorovodWritable, HorovodReadable):
         missing = [name for name in features if name not in df.columns]
         if missing:
             raise ConfigError(f"the DataFrame has no column {missing[0]!r}, which the model needs; it has {df.columns}")
+        util.check_types(df, features)
         schema: StructType = util.get_spark_df_output_schema(df.schema, labels, outputs, self._described())
         kept = [name for name in df.columns if name not in outputs]
         # One broadcast however many tasks there are.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,6 +62,16 @@ def _text(name: str) -> Callable[[Any], str]:
         if not isinstance(value, str) or not value:
             raise ConfigError(f"{name}={value!r}: it is a text that is not empty")
         return value
+
+    return convert
+
+
+def _run_name(name: str) -> Callable[[Any], str]:
+    def convert(value: Any) -> str:
+        text = _text(name)(value)
+        if not {"", ".", ".."}.isdisjoint(text.split("/")):
+            raise ConfigError(f"{name}={value!r}: it names a folder below the store's runs")
+        return text
 
     return convert
 
@@ -145,6 +156,42 @@ def _a_pool(name: str) -> Callable[[Any], str]:
     return convert
 
 
+def _a_backend(name: str) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if isinstance(value, type) or not all(
+            callable(getattr(value, each, None)) for each in ("run", "num_processes")
+        ):
+            raise ConfigError(
+                f"{name}={value!r}: it is a SparkBackend(num_proc), a LocalBackend(num_proc), or an object of a class "
+                "with run() and num_processes()"
+            )
+        return value
+
+    return convert
+
+
+def _a_store(name: str) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        from hvdgloo.spark.common.store import Store
+
+        if isinstance(value, (str, os.PathLike)):
+            raise ConfigError(f"{name}={value!r}: make a store of the path: Store.create({os.fspath(value)!r})")
+        if not isinstance(value, Store):
+            raise ConfigError(f"{name}={value!r}: it is what Store.create(path) returns")
+        return value
+
+    return convert
+
+
+def _a_compression(name: str) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if not all(callable(getattr(value, each, None)) for each in ("compress", "decompress")):
+            raise ConfigError(f"{name}={value!r}: it is one of the framework's hvd.Compression, hvd.Compression.fp16")
+        return value
+
+    return convert
+
+
 def parameter(name: str, doc: str, convert: Callable[[str], Callable[[Any], T]] | None = None) -> Any:
     """A Param of the class in whose body this is called; ``convert(name)`` checks what it is set to."""
     if convert is None:
@@ -171,8 +218,8 @@ class EstimatorParams(_Values):
 
     num_proc = parameter("num_proc", "number of ranks; by default as many as Spark runs tasks at once", _at_least(1))
     model = parameter("model", "the model to train")
-    backend = parameter("backend", "what runs the ranks; by default SparkBackend(num_proc)")
-    store = parameter("store", "where data, checkpoints and logs are")
+    backend = parameter("backend", "what runs the ranks; by default SparkBackend(num_proc)", _a_backend)
+    store = parameter("store", "where data, checkpoints and logs are", _a_store)
     optimizer = parameter(
         "optimizer",
         "the optimizer; its learning rate is multiplied by the number of ranks while it trains",
@@ -184,6 +231,7 @@ class EstimatorParams(_Values):
     gradient_compression = parameter(
         "gradient_compression",
         "how gradients are sent: hvd.Compression.fp16, for example",
+        _a_compression,
     )
     compress_sparse_cols = parameter("compress_sparse_cols", "store columns of sparse vectors compressed", _a_bool)
     feature_cols = parameter("feature_cols", "columns that the model is given, in this order", _names)
@@ -220,7 +268,7 @@ class EstimatorParams(_Values):
     run_id = parameter(
         "run_id",
         "names the run in the store; the same again goes on after its last whole epoch",
-        _text,
+        _run_name,
     )
     transformation_fn = parameter(
         "transformation_fn",

@@ -110,9 +110,16 @@ class Store:
     """A place for a training's data and results. ``Store.create`` finds the class for a path."""
 
     @staticmethod
-    def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
+    def create(prefix_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Store:
         """The store for this path: DBFSLocalStore for DBFS on Databricks, HDFSStore for ``hdfs://``, else a
-        FilesystemStore."""
+        FilesystemStore.
+
+        Raises:
+            ConfigError: it is no path.
+        """
+        if not isinstance(prefix_path, (str, os.PathLike)) or not os.fspath(prefix_path):
+            raise ConfigError(f"Store.create({prefix_path!r}): give a path or a URL, such as '/shared/me'")
+        prefix_path = os.fspath(prefix_path)
         if is_databricks() and DBFSLocalStore.matches_dbfs(prefix_path):
             return DBFSLocalStore(prefix_path, *args, **kwargs)
         if HDFSStore.matches(prefix_path):
@@ -312,6 +319,8 @@ class Store:
             if not any(path.startswith(f"{folder}/") for folder in folders):
                 folders.add(path.rstrip("/").rpartition("/")[0])
         token = secrets.token_hex(8)
+        for folder in sorted(folders):
+            self.files.open(folder)  # what cannot be opened at all is said of the folder, and not of a file in it
         # Of this call alone: two estimators may train on one store at once.
         probes = {f"{folder}/.hvdgloo-probe-{token}": token for folder in sorted(folders)}
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdgloo.errors import ConfigError, DataError, StoreError
 from hvdgloo.rendezvous import host_identity
+from hvdgloo.spark import _session
 from hvdgloo.spark.common import _claims as claims
 from hvdgloo.spark.common import _metadata, _writing
 from hvdgloo.spark.common._claims import Release
@@ -82,16 +83,19 @@ def prepare_data(
     Raises:
         DataError: the data cannot be trained on: unknown columns, strings, nulls, rows of different lengths, fewer rows
             than ranks, nothing to validate on.
-        ConfigError: ``validation`` is of the wrong kind.
+        ConfigError: ``validation`` is of the wrong kind, or ``df`` is no DataFrame of Spark's.
+        LaunchError: its session has ended.
         StoreError: the store cannot be written, or the driver does not see what executors have written.
     """
     if not label_columns:
         raise ConfigError("label_cols is empty: name the columns that the model is to predict")
     if not feature_columns:
         raise ConfigError("feature_cols is empty: name the columns that the model is given")
+    check_dataframe(df, "fit")
     validation = check_validation(validation, df)
     columns = _columns(label_columns, feature_columns, sample_weight_col)
-    _check_columns(df, columns)
+    _check_names(df, columns)
+    check_types(df, columns)
     with store.probed():
         pass
     train, val = (store.get_full_path(path()) for path in (store.get_train_data_path, store.get_val_data_path))
@@ -400,12 +404,29 @@ def _check_names(df: DataFrame, columns: Sequence[str]) -> None:
         raise DataError(f"the DataFrame has no column {', '.join(map(repr, unknown))}; it has {', '.join(df.columns)}")
 
 
-def _check_columns(df: DataFrame, columns: Sequence[str]) -> None:
-    """What can be told from a DataFrame's schema."""
+def check_dataframe(df: DataFrame, method: str) -> None:
+    """Raises:
+    ConfigError: what a method was given is no DataFrame of Spark's, or one of Spark Connect.
+    LaunchError: its session has ended.
+    """
+    from pyspark.sql import DataFrame
+
+    if not isinstance(df, DataFrame) and not type(df).__module__.startswith("pyspark.sql.connect"):
+        kind = f"{type(df).__module__.partition('.')[0]}.{type(df).__qualname__}"
+        hint = "; spark.createDataFrame(df) makes one of it" if kind == "pandas.DataFrame" else ""
+        raise ConfigError(f"{method}(df): give a DataFrame of Spark, not {kind.removeprefix('builtins.')}{hint}")
+    _session.active(df.sparkSession)
+
+
+def check_types(df: DataFrame, columns: Sequence[str]) -> None:
+    """What can be told from a DataFrame's schema.
+
+    Raises:
+        DataError: a model cannot be given what is in a column.
+    """
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql.types import ArrayType, BinaryType, BooleanType, NumericType, StringType
 
-    _check_names(df, columns)
     for name in columns:
         kind = df.schema[name].dataType
         if isinstance(kind, (VectorUDT, BinaryType)):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from hvdgloo.errors import ConfigError, MissingDependencyError
+from hvdgloo.errors import ConfigError, MissingDependencyError, StoreError
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -48,7 +48,8 @@ def open_filesystem(url: str, options: Options | None = None) -> tuple[FileSyste
 
     Raises:
         ConfigError: no file system is known for this scheme.
-        MissingDependencyError: the package that fsspec needs for it is not installed.
+        MissingDependencyError: the package that fsspec needs for it is not installed, or libhdfs.
+        StoreError: HDFS does not answer.
     """
     from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
@@ -78,4 +79,12 @@ def _hdfs(url: str, options: Options) -> tuple[FileSystem, str]:
     settings = {key: options[key] for key in ("user", "kerb_ticket", "extra_conf") if options.get(key)}
     host = options.get("host") or parts.hostname or "default"
     port = options.get("port") or parts.port or (0 if host == "default" else 8020)
-    return HadoopFileSystem(host, port=port, **settings), parts.path
+    try:
+        return HadoopFileSystem(host, port=port, **settings), parts.path
+    except OSError as error:
+        if any(name in str(error) for name in ("libhdfs", "libjvm")):
+            raise MissingDependencyError(
+                f"{url} cannot be opened: {error}. Arrow reads HDFS by libhdfs, which HADOOP_HOME, JAVA_HOME and "
+                "CLASSPATH (`hadoop classpath --glob`) lead to, on all hosts"
+            ) from error
+        raise StoreError(f"{url} cannot be opened: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import numpy as np
 
 from hvdgloo._platform.machine import memory_limit
 from hvdgloo.errors import ConfigError, DataError
-from hvdgloo.spark.data._columns import CSR, Array, Column, Dense, Sparse, check_type, convert
+from hvdgloo.spark.data._columns import CSR, Array, Column, Dense, Indices, Sparse, check_type, convert
 from hvdgloo.spark.data._dataset import Dataset
 from hvdgloo.spark.data._filesystems import Options
 from hvdgloo.spark.data._plan import Piece, batch_sizes, bounds, order_of_groups, pieces, windows
@@ -47,11 +48,14 @@ class ParquetBatches:
 
     An array in a batch has the batch's rows as its first dimension, and belongs to the caller. Scalars have no
     further dimension, arrays and vectors (dense, sparse and mixed; float64) have one, binary values are ``bytes`` in an
-    array of objects. dtypes are the file's: nothing is cast, save decimal numbers, to float64.
+    array of objects. dtypes are the file's, unless ``dtype`` is given; decimal numbers are float64.
 
     With ``shuffle``, the order is a function of ``seed`` and epoch: row groups are read in a random order, the same for
     all ranks, and rows are drawn at random from a window of those that come next. A thread fills the next window while
     batches are drawn from this one: memory is two windows and what is being decoded, however large the data set is.
+
+    Row groups of a data set that is no larger than one window stay in memory once they have been read, for the epochs
+    that follow; not if there is a ``transformation_fn``, which may be random.
 
     Args:
         path: a folder or file: a local path, or a URL (``filesystem`` given: a path within it).
@@ -73,6 +77,7 @@ class ParquetBatches:
             whether it may be null.
         removed_fields: names that transformation_fn needs and batches do not.
         num_workers: with more than one, columns are decoded by several threads.
+        dtype: of all numbers in batches. Windows hold them so, and half of float64's memory is enough for float32.
         filesystem: of ``pyarrow.fs``.
         storage_options: for fsspec, with a URL.
 
@@ -105,6 +110,7 @@ class ParquetBatches:
         edit_fields: Sequence[EditField] | None = None,
         removed_fields: Sequence[str] | None = None,
         num_workers: int = 2,
+        dtype: Any = None,
         filesystem: FileSystem | None = None,
         storage_options: Options | None = None,
     ) -> None:
@@ -121,8 +127,10 @@ class ParquetBatches:
         self._keep = inmemory_cache_all
         self._threads = num_workers > 1
         self._transformation = Transformation(transformation_fn, edit_fields or (), removed_fields or ())
+        self._dtype = None if dtype is None else np.dtype(dtype)
         self._epoch = 0
         self._all: Window | None = None
+        self._held: _Held | None = None
 
         self.total_rows = self._dataset.total_rows
         self._sizes = batch_sizes(self.total_rows, rank, size, batch_size)
@@ -140,6 +148,7 @@ class ParquetBatches:
         }
         self._chunk = max(_SAMPLE, min(_CHUNK // row_bytes, 1 << 16))
         self._window = self._rows_of_a_window(shuffle_buffer_size, row_bytes)
+        self._fits = self.total_rows <= self._window and transformation_fn is None
 
     def __len__(self) -> int:
         """Batches in an epoch: the same number on every rank."""
@@ -159,8 +168,8 @@ class ParquetBatches:
         return itertools.islice(batches, self._steps)
 
     def close(self) -> None:
-        """Frees what ``inmemory_cache_all`` keeps. Iterations end their threads themselves."""
-        self._all = None
+        """Frees the rows that are kept. Iterations end their threads themselves."""
+        self._all = self._held = None
 
     def __enter__(self) -> ParquetBatches:
         return self
@@ -175,6 +184,8 @@ class ParquetBatches:
         sample = self._transformation(self._dataset.sample(self._columns, _SAMPLE))
         if not sample:
             raise DataError(f"no column of {self._dataset.url} is left to read")
+        if self._dtype is not None:
+            sample = {name: _cast(values, self._dtype) for name, values in sample.items()}
         rows = len(next(iter(sample.values())))
         row_bytes = -(-sum(_nbytes(values) for values in sample.values()) // rows)
         return sample, max(row_bytes, 1)
@@ -192,8 +203,12 @@ class ParquetBatches:
         if self._keep:
             yield from self._draw(self._kept(), self._sizes, number, 0)
             return
-        divided = windows(self._sizes, self._window)
         order = order_of_groups(len(self._dataset.groups), self._seed, number, shuffle=self._shuffle)
+        if self._fits:
+            window, places = self._looked_up(pieces(self._dataset.rows, order, self._rank, self._size))
+            yield from self._draw(window, self._sizes, number, 0, places)
+            return
+        divided = windows(self._sizes, self._window)
         with (
             contextlib.closing(self._fill(order, [sum(sizes) for sizes in divided])) as filled,
             ThreadPoolExecutor(1, "hvdgloo-reader") as thread,
@@ -213,14 +228,41 @@ class ParquetBatches:
             self._all = next(self._fill(order, [self.rows]))
         return self._all
 
-    def _draw(self, window: Window, sizes: Sequence[int], number: int, index: int) -> Iterator[Batch]:
-        """Cuts a window into batches."""
+    def _looked_up(self, cut: Sequence[Piece]) -> tuple[Window, Indices]:
+        """All row groups that have been read, those of this cut among them, and where in them the cut's rows are."""
+        held = self._held = self._held or _Held(self._room(self.total_rows))
+        try:
+            for piece in cut:
+                if piece.group not in held.begins:
+                    whole = Piece(piece.group, 0, int(self._dataset.rows[piece.group]))
+                    for chunk in self._chunks([whole]):
+                        for name, column in held.window.items():
+                            column.put(chunk[name])
+                    held.begins[piece.group] = held.rows
+                    held.rows += len(whole)
+        except BaseException:
+            self._held = None  # it may have a part of a row group
+            raise
+        begins = held.begins
+        return held.window, np.concatenate(
+            [np.arange(begins[piece.group] + piece.start, begins[piece.group] + piece.stop) for piece in cut]
+        )
+
+    def _draw(
+        self, window: Window, sizes: Sequence[int], number: int, index: int, places: Indices | None = None
+    ) -> Iterator[Batch]:
+        """Cuts a window into batches.
+
+        Args:
+            places: where in the window their rows are, if there are others in it.
+        """
         rows = sum(sizes)
         if self._shuffle:
             order = np.random.default_rng([self._seed, number, self._rank, index]).permutation(rows)
+            places = order if places is None else places[order]
         begin = 0
         for size in sizes:
-            chosen = order[begin : begin + size] if self._shuffle else slice(begin, begin + size)
+            chosen = slice(begin, begin + size) if places is None else places[begin : begin + size]
             yield {name: column.take(chosen) for name, column in window.items()}
             begin += size
 
@@ -230,10 +272,7 @@ class ParquetBatches:
         rest: dict[str, Array | CSR] = {}
         held = 0
         for rows in sizes:
-            window: Window = {
-                name: Sparse(name, rows, dtype, *shape) if name in self._sparse else Dense(name, rows, dtype, shape)
-                for name, (dtype, shape) in self.schema.items()
-            }
+            window = self._room(rows)
             filled = 0
             while filled < rows:
                 if not held:
@@ -246,6 +285,13 @@ class ParquetBatches:
                 held -= taken
                 filled += taken
             yield window
+
+    def _room(self, rows: int) -> Window:
+        """An empty window."""
+        return {
+            name: Sparse(name, rows, dtype, *shape) if name in self._sparse else Dense(name, rows, dtype, shape)
+            for name, (dtype, shape) in self.schema.items()
+        }
 
     def _chunks(self, cut: Sequence[Piece]) -> Iterator[dict[str, Array | CSR]]:
         """The rows of these pieces as arrays, after the transformation, some thousands at a time."""
@@ -267,6 +313,28 @@ class ParquetBatches:
                         yield chunk
                     if position >= piece.stop:
                         break
+
+
+@dataclasses.dataclass
+class _Held:
+    """Row groups in memory.
+
+    Attributes:
+        window: their rows, in the order in which they were read.
+        begins: where in it each row group begins.
+        rows: how many there are.
+    """
+
+    window: Window
+    begins: dict[int, int] = dataclasses.field(default_factory=dict)
+    rows: int = 0
+
+
+def _cast(values: Array | CSR, dtype: np.dtype[Any]) -> Array | CSR:
+    """Numbers in this type; binary values and strings as they are."""
+    if isinstance(values, CSR):
+        return dataclasses.replace(values, values=values.values.astype(dtype))
+    return values if values.dtype == object else values.astype(dtype)
 
 
 def _nbytes(values: Array | CSR) -> int:

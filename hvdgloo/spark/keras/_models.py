@@ -30,6 +30,9 @@ _NUMBERED = re.compile(r"_\d+(?=/|$)")
 _KEPT = ("jit_compile", "run_eagerly", "steps_per_execution", "weighted_metrics")
 """What a compiled model keeps when it is given another optimizer, loss or metrics."""
 
+_OF_COMPILE = ("accuracy", "acc", "crossentropy", "ce")
+"""Names of metrics that only compile() knows: what they are depends on the model's output and loss."""
+
 
 # Models.
 
@@ -97,9 +100,16 @@ def _loaded(library: Library, data: bytes, custom_objects: Mapping[str, Any], *,
             )
         except (TypeError, ValueError, OSError) as error:
             raise ConfigError(
-                f"this is not a model that {library.title} can load: {error}; if it has classes or functions of its "
-                "own, name them in custom_objects="
+                f"this is not a model that {library.title} can load: {_reason(error)}; if it has classes or functions "
+                "of its own, name them in custom_objects="
             ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What the library met first, without the model's whole configuration, which it adds at every level."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return str(error).partition(" Full object config:")[0]
 
 
 def build(model: Any, sizes: Sequence[int | None]) -> None:
@@ -212,6 +222,19 @@ def registered_objects(library: Library) -> dict[str, Any]:
     }
 
 
+def register(library: Library, names: Mapping[str, Any]) -> None:
+    """Register here what the program has registered, of what ``registered_objects`` found there.
+
+    A class of the program's main module, or of a notebook, comes without having been imported, so that nothing has
+    registered it; and a model with it would be saved under a name that the program does not know.
+    """
+    known = library.module.saving.get_custom_objects()
+    for name, value in names.items():
+        package, separator, short = name.partition(">")
+        if separator and known.get(name) is not value:
+            library.module.saving.register_keras_serializable(package, short)(value)
+
+
 # What they are compiled with.
 
 
@@ -234,11 +257,20 @@ def is_part(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> Any:
-    """A structure of losses or metrics with ``Part`` in place of the library's objects; names and functions stay."""
+    """A structure of losses or metrics with ``Part`` in place of the library's objects; names and functions stay.
+
+    Raises:
+        ConfigError: (a ValueError) a class, which stands for an object of it, takes arguments.
+    """
     if isinstance(value, Mapping):
         return {name: parts_of(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [parts_of(each) for each in value]
+    if isinstance(value, type):
+        try:
+            value = value()
+        except TypeError as error:
+            raise ConfigError(f"{value.__name__} is a class: give an object of it. {error}") from error
     if is_part(value):
         return Part(type(value), value.get_config())
     return value
@@ -337,6 +369,28 @@ def compilation_of(
         metrics=parts_of(metrics) if metrics else _plain(library, own.get("metrics")),
         options=options,
     )
+
+
+def check_names(library: Library, what: str, given: Any, custom_objects: Mapping[str, Any]) -> None:
+    """Find names that the library does not know, in a structure of losses or metrics.
+
+    Args:
+        what: ``loss`` or ``metrics``.
+
+    Raises:
+        ConfigError: (a ValueError) there is one; the text has it.
+    """
+    if isinstance(given, (list, tuple, dict)):
+        if "class_name" not in given:  # else it is a configuration
+            for each in given.values() if isinstance(given, dict) else given:
+                check_names(library, what, each, custom_objects)
+    elif isinstance(given, str) and not (what == "metrics" and given.lower() in _OF_COMPILE):
+        known = library.module.metrics if what == "metrics" else library.module.losses
+        with library.module.saving.custom_object_scope(dict(custom_objects)):
+            try:
+                known.get(given)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{what}: {given!r} is none that {library.title} knows: {error}") from error
 
 
 def variables_of(optimizer: Any) -> list[Any]:

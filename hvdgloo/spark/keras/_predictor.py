@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hvdgloo.spark.keras._layout import Layout
 from hvdgloo.spark.keras._library import Library
-from hvdgloo.spark.keras._models import model_of
+from hvdgloo.spark.keras._models import model_of, register
 
 Array = NDArray[Any]
 
@@ -40,6 +40,7 @@ class KerasPredictor:
         """
         self.library.use()
         custom_objects, layout = cloudpickle.loads(self.packed)
+        register(self.library, custom_objects)
         return applying(model_of(self.library, self.archive, custom_objects), layout)
 
 

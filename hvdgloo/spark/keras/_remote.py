@@ -29,6 +29,7 @@ from hvdgloo.spark.keras._models import (
     load_weights,
     model_of,
     rate_of,
+    register,
     set_rate,
 )
 from hvdgloo.spark.keras._run_files import RunFiles
@@ -80,6 +81,7 @@ def train(library: Library, packed: bytes, training: Training) -> TrainingResult
             _choose_gpu(training.use_gpu, hvdgloo.numpy.local_rank())
         library.use()
         job: Job = cloudpickle.loads(packed)
+        register(library, job.custom_objects)
         library.module.backend.set_floatx(job.layout.floatx)
         return _Rank(library, job, training).train()
     finally:

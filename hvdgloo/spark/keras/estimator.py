@@ -22,6 +22,7 @@ from hvdgloo.spark.keras._models import (
     Compilation,
     archive_of,
     build,
+    check_names,
     compilation_of,
     load_state,
     model_of,
@@ -172,7 +173,14 @@ class KerasEstimator(HorovodEstimator):
         super()._check_settings()
         library = self._library()
         self._compilation()  # says what is absent
-        for callback in [*self.getCallbacks(), *filter(None, [self.getCheckpointCallback()])]:
+        for what, given in (("loss", self.getLoss()), ("metrics", self.getMetrics())):
+            check_names(library, what, given, self.getCustomObjects())
+        callbacks = [("callbacks", each) for each in self.getCallbacks()]
+        if self.getCheckpointCallback() is not None:
+            callbacks.append(("checkpoint_callback", self.getCheckpointCallback()))
+        for what, callback in callbacks:
+            if isinstance(callback, type) or not callable(getattr(callback, "on_epoch_end", None)):
+                raise ConfigError(f"{what}: {callback!r} is no object of a callback's class")
             owner = library_of(callback)
             # Those of hvdgloo, and the user's that derive from Keras 3's, serve both.
             if library.name == "keras" and owner is not None and owner.name != "keras":

@@ -24,7 +24,7 @@ def for_each_label(name: str, given: Any, labels: Sequence[str]) -> list[Any]:
     """One thing for all labels, or a list with one for each, as a list with one for each.
 
     Raises:
-        ConfigError: the list is of another length, or something in it is not callable.
+        ConfigError: the list is of another length, or something in it is not callable, or a class of losses.
     """
     values = as_list(given)
     if len(values) == 1:
@@ -34,6 +34,8 @@ def for_each_label(name: str, given: Any, labels: Sequence[str]) -> list[Any]:
     for value in values:
         if not callable(value):
             raise ConfigError(f"{name}={given!r}: {value!r} is not a function")
+        if name != "loss_constructors" and isinstance(value, type) and issubclass(value, torch.nn.Module):
+            raise ConfigError(f"{name}: {value.__name__} is a class: give an object of it, {value.__name__}()")
     return values
 
 
@@ -105,13 +107,15 @@ class TotalLoss:
         Returns:
             a scalar.
         """
-        total: Tensor | float = 0.0
+        total: Tensor | None = None
         for loss, weight, output, label in zip(self._losses, self._weights, outputs, labels, strict=True):
             value = loss(output, label)
             if sample_weights is not None:
                 rows = sample_weights.reshape(-1, *[1] * (value.dim() - 1))
                 value = (value * rows).mean()
-            total = total + weight * value
+            # A product with 1 and a sum with 0 would be computed all the same, and differentiated.
+            value = value if weight == 1 else weight * value
+            total = value if total is None else total + value
         assert isinstance(total, Tensor)
         return total
 

@@ -37,21 +37,21 @@ class TorchPredictor:
 
 
 def shapes_of_outputs(
-    model: torch.nn.Module, columns: dict[str, Array], input_shapes: Sequence[Sequence[int]] | None
+    model: torch.nn.Module, columns: Sequence[tuple[str, Array]], input_shapes: Sequence[Sequence[int]] | None
 ) -> list[tuple[int, ...]]:
     """What a model makes of some rows: the shape of each output, without the batch.
 
     Args:
         model: runs in evaluation mode, and is changed: pass a copy.
-        columns: its features, by name.
+        columns: its features, each with its name. A column may be several.
 
     Raises:
         ConfigError: the model does not take columns of these shapes.
     """
     try:
-        outputs = TorchPredictor(model, input_shapes).apply()(list(columns.values()))
+        outputs = TorchPredictor(model, input_shapes).apply()([values for _, values in columns])
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        given = ", ".join(f"{name!r} of {_size(values)}" for name, values in columns.items())
+        given = ", ".join(f"{name!r} of {_size(values)}" for name, values in columns)
         shaped = "" if input_shapes is None else f", in input_shapes={[list(shape) for shape in input_shapes]}"
         raise ConfigError(f"the model does not take features of these shapes: {given}{shaped}: {error}") from error
     return [output.shape[1:] for output in outputs]

@@ -119,9 +119,10 @@ class _Loop:
         training, rank, size = self._training, hvd.rank(), hvd.size()
         validation: Any = nullcontext()
         if training.validation_rows:
-            validation = training.batches(rank, size, validation=True)
+            validation = training.batches(rank, size, validation=True, dtype=np.float32)
         with ExitStack() as stack:
-            batches = stack.enter_context(training.batches(rank, size))
+            # Numbers are what ``tensor`` makes of them: made so while they are read, they need no work in the loop.
+            batches = stack.enter_context(training.batches(rank, size, dtype=np.float32))
             validation_batches = stack.enter_context(validation)
             logs = stack.enter_context(_Logs(training)) if rank == 0 and training.store.saving_runs else None
             stack.enter_context(_own_random_numbers(self._device))
@@ -175,11 +176,13 @@ class _Loop:
         return self._averaged(total)
 
     def _count(self, total: _Total, rows: int, outputs: Any, labels: Sequence[Tensor], loss: Tensor) -> None:
-        with torch.no_grad():
-            outputs, reshaped = self._transform(outputs, labels)
-            if not self._outputs:
-                self._outputs = tuple(tuple(output.shape[1:]) for output in outputs)
-            total.add(rows, [loss.detach().to(torch.float64), *self._metrics.values(outputs, reshaped)])
+        measured: list[Tensor] = []
+        if len(self._metrics) or not self._outputs:
+            with torch.no_grad():
+                outputs, reshaped = self._transform(outputs, labels)
+                self._outputs = self._outputs or tuple(tuple(output.shape[1:]) for output in outputs)
+                measured = self._metrics.values(outputs, reshaped)
+        total.add(rows, [loss.detach(), *measured])
 
     def _averaged(self, total: _Total) -> dict[str, Any]:
         """Means over the rows of all ranks."""
@@ -261,17 +264,38 @@ class _Logs:
         self._store.sync(self._folder)
 
 
+_TOGETHER = 256
+"""Batches whose values are added up at once: the operations that this takes are as many as those of a small step."""
+
+
 class _Total:
     """Sums over batches, weighted by their rows. They stay on the device until the epoch's end."""
 
     def __init__(self, metrics: int, device: torch.device) -> None:
         self._sums = torch.zeros(2 + metrics, dtype=torch.float64, device=device)
+        self._rows: list[int] = []
+        self._values: list[Sequence[Tensor]] = []
 
     def add(self, rows: int, values: Sequence[Tensor]) -> None:
-        self._sums[0] += rows
-        self._sums[1:] += rows * torch.stack([value.to(self._sums.device) for value in values])
+        """Args:
+        values: scalars, the loss and then the metrics.
+        """
+        self._rows.append(rows)
+        self._values.append(values)
+        if len(self._rows) == _TOGETHER:
+            self._fold()
+
+    def _fold(self) -> None:
+        device = self._sums.device
+        rows = torch.tensor(self._rows, dtype=torch.float64, device=device)
+        values = [torch.stack([value.to(device) for value in of_one]) for of_one in zip(*self._values, strict=True)]
+        self._sums[0] += rows.sum()
+        self._sums[1:] += torch.stack([of_one.to(torch.float64) @ rows for of_one in values])
+        self._rows, self._values = [], []
 
     def mean(self) -> list[float]:
+        if self._rows:
+            self._fold()
         rows, *sums = hvd.allreduce(self._sums, op=hvd.Sum, name="estimator.mean").tolist()
         return [each / rows for each in sums]
 
@@ -292,7 +316,8 @@ def train_minibatch(
         optimizer.zero_grad()
     outputs, labels = transform_outputs(model(*inputs), labels)
     loss = loss_fn(outputs, labels, sample_weights)
-    (loss / backward_passes_per_step).backward()  # type: ignore[no-untyped-call]
+    scaled = loss if backward_passes_per_step == 1 else loss / backward_passes_per_step
+    scaled.backward()  # type: ignore[no-untyped-call]
     if (batch_idx + 1) % backward_passes_per_step == 0:
         optimizer.step()
     return outputs, loss

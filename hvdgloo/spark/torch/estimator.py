@@ -226,9 +226,10 @@ class TorchEstimator(HorovodEstimator):
     def _check_model(self, data: DataShapes) -> None:
         if self.getTransformationFn() is not None:
             return  # what the model is given is known when the data are read
+        features = self.getFeatureCols() or []  # a column may be there twice
         util.check_shape_compatibility(
             data.metadata,
-            list(data.features),
+            features,
             list(data.labels),
             input_shapes=self.getInputShapes(),
             label_shapes=self.getLabelShapes(),
@@ -238,7 +239,7 @@ class TorchEstimator(HorovodEstimator):
                 raise ConfigError(f"column {name!r} is binary: a transformation_fn has to make numbers of it")
         if _needs_gpu(self.getModel()):
             return
-        zeros = {name: _zeros(2, column) for name, column in data.features.items()}
+        zeros = [(name, _zeros(2, data.features[name])) for name in features]
         outputs = shapes_of_outputs(copy.deepcopy(self.getModel()), zeros, self.getInputShapes())
         labels = self.getLabelCols() or []
         if len(outputs) != len(labels):
@@ -365,12 +366,13 @@ class TorchModel(HorovodModel):
 
     def _outputs(self) -> Sequence[tuple[int, ...]]:
         metadata, shapes = self._get_metadata() or {}, self.getInputShapes()
-        zeros = {}
+        zeros = []
         for number, name in enumerate(self.getFeatureColumns() or []):
             if shapes is not None:
-                zeros[name] = np.zeros((2, math.prod(size for size in shapes[number] if size != -1)), np.float32)
+                numbers = math.prod(size for size in shapes[number] if size != -1)
+                zeros.append((name, np.zeros((2, numbers), np.float32)))
             elif name in metadata:
-                zeros[name] = _zeros(2, DataShapes.of(metadata, [name], []).features[name])
+                zeros.append((name, _zeros(2, DataShapes.of(metadata, [name], []).features[name])))
             else:
                 raise ConfigError("the shapes of the model's outputs are not known: set input_shapes")
         return shapes_of_outputs(copy.deepcopy(self.getModel()), zeros, shapes)

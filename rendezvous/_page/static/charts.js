@@ -214,6 +214,9 @@ function stack(curves) {
   });
 }
 
+/** How many values there are. */
+const known = (values) => values.filter((value) => value !== null).length;
+
 class Chart {
   constructor(kind, view) {
     this._kind = kind;
@@ -238,13 +241,14 @@ class Chart {
     }).observe(this._area);
   }
 
-  render(series) {
+  render(series, job) {
     const curves = this._kind.curves(series);
     this._at = series.at;
     this._curves = this._kind.stacked ? stack(curves) : curves.map((curve) => ({ ...curve, drawn: curve.values }));
-    const steps = series.cpu.some((value) => value !== null) && this._kind.ofSteps;
-    dom.setText(this._nothing, steps ? "no steps are counted" : "nothing yet");
-    this._nothing.hidden = this._curves.some(({ values }) => values.some((value) => value !== null));
+    const points = Math.max(0, ...curves.map(({ values }) => known(values)));
+    dom.setText(this._nothing, this._lack(series, job));
+    // A single point is no line; while the job runs, others follow.
+    this._nothing.hidden = points > (RUNNING.has(job.state) ? 0 : 1);
     // What is on top of a stack is drawn first, so that what is below covers it.
     const drawn = this._kind.stacked ? [...this._curves].reverse() : this._curves;
     const data = [series.at, ...drawn.map((curve) => curve.drawn)];
@@ -256,6 +260,12 @@ class Chart {
     this._setLegend();
     const last = this._curves.map((curve) => `${curve.name} ${this._value(curve, this._lastOf(curve))}`).join(", ");
     dom.setAttribute(this._area, "aria-label", `${this._kind.title}; now ${last || "nothing"}`);
+  }
+
+  /** Why there is no curve. */
+  _lack(series, job) {
+    if (this._kind.ofSteps && !job.steps && known(series.memory)) return "no steps are counted";
+    return job.steps && !RUNNING.has(job.state) ? tooShort(job) : nothing(job);
   }
 
   /** Draw with the present colours and the present view. */
@@ -272,7 +282,7 @@ class Chart {
     this.destroy();
     const options = plotOptions(this._view, this._area);
     options.scales.y = { range: (_plot, _min, max) => [0, max > 0 ? max * 1.08 : 1] };
-    options.axes[1].values = (_plot, splits) => splits.map((value) => this._kind.text(value));
+    options.axes[1].values = (_plot, splits) => splits.map((value) => (this._nothing.hidden ? this._kind.text(value) : ""));
     options.series = [
       {},
       ...drawn.map(({ colour: name, dash, filled }) => ({
@@ -310,13 +320,24 @@ class Chart {
 
   _value({ values }, place) {
     const value = values[place];
-    return value === null || value === undefined ? "–" : this._kind.text(value);
+    return value === null || value === undefined ? UNKNOWN : this._kind.text(value);
   }
 
   _say(place) {
     const values = this._curves.map((curve) => `${curve.name} ${this._value(curve, place)}`).join(", ");
     return `${format.clock(this._at[place])}: ${values}`;
   }
+}
+
+/** With fewer no chart is worth its place: a point is a second, or more. */
+const LEAST_POINTS = 3;
+
+/** What there is to say of a job that has ended so soon. */
+function tooShort(job) {
+  const whole = Math.max(0, job.now - job.started);
+  if (!job.steps) return `Too short for charts: it took ${format.seconds(whole)}.`;
+  const training = job.steps * job.step_seconds;
+  return `Too short for charts: ${format.plural(job.steps, "step")} in ${format.seconds(training || whole)}.`;
 }
 
 /** All charts, of all ranks together or of one. */
@@ -327,8 +348,12 @@ class Charts {
     dom.byId("plots").append(...this._charts.map(({ figure }) => figure));
   }
 
-  render(series) {
-    for (const chart of this._charts) chart.render(series);
+  render(series, job) {
+    const short = !RUNNING.has(job.state) && known(series.memory) < LEAST_POINTS;
+    dom.byId("too-short").hidden = !short;
+    dom.byId("plots").hidden = dom.byId("spans").hidden = short;
+    if (short) dom.setText(dom.byId("too-short"), tooShort(job));
+    else for (const chart of this._charts) chart.render(series, job);
   }
 
   redraw() {

@@ -4,15 +4,21 @@
 
 class Details {
   constructor() {
-    this._planes = makeTable("Data planes in use, and why", ["plane", "for", "why", "ranks", "operations", "data", "now"]);
+    this._planes = makeTable("Data planes in use, and why", ["plane", "for", "why", "ranks", "operations", "data", "rate"]);
     this._hosts = makeTable("Hosts", [
-      "host", "state", "cores", "busy", "stolen", "throttled", "memory", "pressure", "received", "sent", "GPUs",
+      "host", "state", "cores", "busy", "stolen", "throttled", "memory", "pressure", "received", "sent", "read", "written", "GPUs",
     ]);
-    dom.byId("plane-list").append(this._planes.table);
+    this._noPlanes = dom.make("p", { class: "nobody" });
+    dom.byId("plane-list").append(this._planes.table, this._noPlanes);
     dom.byId("host-list").append(this._hosts.table);
   }
 
-  renderPlanes({ planes }) {
+  renderPlanes({ planes, job }) {
+    // Of a job that is over, rates are means.
+    dom.setText(this._planes.table.querySelector("th:last-child"), RUNNING.has(job.state) ? "now" : "on average");
+    dom.setText(this._noPlanes, RUNNING.has(job.state) ? "None is open yet." : "None was open.");
+    this._planes.table.hidden = !planes.length;
+    this._noPlanes.hidden = Boolean(planes.length);
     this._planes.setRows(
       planes.map((plane) => [
         plane.name,
@@ -24,26 +30,26 @@ class Details {
         format.bytes(plane.bytes_per_second) + "/s",
       ]),
     );
-    this._planes.table.classList.toggle("empty", !planes.length);
   }
 
   renderHosts({ hosts }) {
     const rate = (value) => format.bytes(value) + "/s";
-    this._hosts.setRows(
-      hosts.map((host) => [
-        host.name,
-        host.state,
-        format.count(host.cores),
-        format.share(host.cpu),
-        format.share(host.stolen),
-        format.share(host.throttled),
-        `${format.bytes(host.memory)} of ${format.bytes(host.memory_total)}`,
-        format.share(host.memory_pressure),
-        rate(host.received),
-        rate(host.sent),
-        host.gpus.map((gpu) => `${gpu.index}: ${format.share(gpu.use)}`).join(", "),
-      ]),
-    );
+    const measured = (host) => [
+      format.count(host.cores),
+      format.share(host.cpu),
+      format.share(host.stolen),
+      format.share(host.throttled),
+      `${format.bytes(host.memory)} of ${format.bytes(host.memory_total)}`,
+      format.share(host.memory_pressure),
+      rate(host.received),
+      rate(host.sent),
+      rate(host.read),
+      rate(host.written),
+      host.gpus.map((gpu) => `${gpu.index}: ${format.share(gpu.use)}, ${format.bytes(gpu.memory)}`).join("; ") || UNKNOWN,
+    ];
+    // Its agent has measured nothing yet, or there is none.
+    const unmeasured = Array(11).fill(UNKNOWN);
+    this._hosts.setRows(hosts.map((host) => [host.name, host.state, ...(host.cores ? measured(host) : unmeasured)]));
   }
 
   renderSettings({ settings, job }) {

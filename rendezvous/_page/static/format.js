@@ -1,6 +1,10 @@
 "use strict";
 
 /* Numbers, sizes and times as people read them. Numbers and their units stay together in one line. */
+
+/** Instead of a value that nobody knows. */
+const UNKNOWN = "–";
+
 const format = (() => {
   const SPACE = "\u00a0";
 

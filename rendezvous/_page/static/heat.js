@@ -17,9 +17,9 @@ class Stragglers {
     });
   }
 
-  render({ stragglers, waits, heat }) {
+  render({ stragglers, waits, heat, job }) {
     this._renderList(stragglers);
-    this._renderWaits(waits);
+    this._renderWaits(waits, capital(nothing(job)) + ".");
     this._heat.render(heat);
   }
 
@@ -54,7 +54,7 @@ class Stragglers {
   }
 
   /** How many rounds had waits of each length, as bars; lengths that never occur at either end are left out. */
-  _renderWaits(waits) {
+  _renderWaits(waits, none) {
     const first = waits.findIndex((count) => count);
     const last = waits.findLastIndex((count) => count);
     const shown = first < 0 ? [] : waits.slice(first, last + 1);
@@ -68,7 +68,7 @@ class Stragglers {
       );
     }
     if (!shown.length) {
-      this._waits.firstElementChild.replaceChildren(dom.make("span", { class: "nobody", text: "Nothing yet." }), dom.make("b"), dom.make("b"));
+      this._waits.firstElementChild.replaceChildren(dom.make("span", { class: "nobody", text: none }), dom.make("b"), dom.make("b"));
       return;
     }
     shown.forEach((count, i) => {

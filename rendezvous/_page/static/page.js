@@ -96,7 +96,7 @@ class Page {
       ["stragglers", ["stragglers", "waits", "heat", "view"], (store, changed) => this._drawStragglers(store, changed)],
       ["events", ["events"], ({ events }) => this._events.render(events)],
       ["output", ["output"], ({ output }) => this._output.render(output)],
-      ["planes", ["planes"], (store) => this._details.renderPlanes(store)],
+      ["planes", ["planes", "job"], (store) => this._details.renderPlanes(store)],
       ["trace", ["events", "job"], (store) => this._traces.render(store)],
       ["hosts", ["hosts"], (store) => this._details.renderHosts(store)],
       ["details", ["settings", "job"], (store) => this._details.renderSettings(store)],
@@ -137,7 +137,8 @@ class Page {
   }
 
   _drawCharts(store, changed) {
-    if (changed.has("series")) this._charts.render(this._chosen === null ? store.series : (this._ownSeries ?? EMPTY_SERIES));
+    const series = this._chosen === null ? store.series : (this._ownSeries ?? EMPTY_SERIES);
+    if (changed.has("series")) this._charts.render(series, store.job);
     else this._charts.redraw();
   }
 

@@ -27,6 +27,9 @@ function makeSplit(bar) {
 /** States of a job that is not over. */
 const RUNNING = new Set(["starting", "running"]);
 
+/** What stands where there is nothing to say, of this job not yet, or not any more. */
+const nothing = (job) => (RUNNING.has(job.state) ? "nothing yet" : "nothing");
+
 /** With process sets there may be many; all are in a table below. */
 const MOST_PLANES = 3;
 
@@ -53,7 +56,7 @@ class Summary {
     // Of a job that is over, there is nothing to say about the moment: its rates are means.
     dom.setText(dom.byId("rate"), format.number(job.steps_per_second));
     dom.setText(dom.byId("rate-label"), over ? "steps per second, on average" : "steps per second");
-    dom.setText(dom.byId("step-time"), format.seconds(job.step_seconds));
+    dom.setText(dom.byId("step-time"), job.step_seconds ? format.seconds(job.step_seconds) : UNKNOWN);
     const bytes = over ? format.bytes(sum(store.ranks.map((row) => row.bytes))) : format.bytes(job.bytes_per_second) + "/s";
     dom.setText(dom.byId("traffic"), bytes);
     dom.setText(dom.byId("steps"), format.count(job.steps));
@@ -66,7 +69,7 @@ class Summary {
     dom.setAttribute(dom.byId("elapsed"), "title", "since " + format.moment(job.started));
     this._setSplit(job);
     PARTS.forEach(({ name }, i) => {
-      dom.setText(dom.byId("split-legend").children[i].querySelector("b"), format.share(job[name]));
+      dom.setText(dom.byId("split-legend").children[i].querySelector("b"), job.step_seconds ? format.share(job[name]) : UNKNOWN);
     });
     this.tick(store);
     this._renderPlanes(store);
@@ -141,7 +144,7 @@ class Summary {
     const stall = this._stall(events);
     if (stall) return ["bad", [stall.text]];
     if (stragglers.length) return ["late", [stragglers[0].text]];
-    if (job.state === "starting") return ["plain", ["Waiting for the first collective operation."]];
+    if (job.state === "starting") return ["plain", [job.message || "Waiting for the first collective operation."]];
     return ["good", ["No rank makes the others wait noticeably."]];
   }
 }

@@ -4,8 +4,8 @@ To import torch takes more processor time than all that most tests of collective
 its own, in a session of its own, with the arguments, environment, working directory, descriptors 0 to 2 and namespaces
 that it was asked to have, and it ends as an interpreter does. What is *not* as in a fresh interpreter: everything is
 imported already, ``OMP_NUM_THREADS`` is applied by torch.set_num_threads, /proc shows the server's command line and
-environment, its parent is not who asked for it, and descriptors beyond 2 are not inherited. So nothing here is of use
-where start-up, sessions, orphans, sweeps, signals from outside or the environment itself are tested.
+environment, and its parent is not who asked for it. So nothing here is of use where start-up, sessions, orphans,
+sweeps, signals from outside or the environment itself are tested.
 
     Process(["-c", code], env=..., stdout=file, ...)       # instead of subprocess.Popen([sys.executable, "-c", code])
     python()                                               # a command that stands in for sys.executable

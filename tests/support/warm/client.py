@@ -9,20 +9,29 @@ import sys
 
 
 def main():
+    inherited = []  # before this opens any itself
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if fd > 2 and os.get_inheritable(fd):
+                inherited.append(fd)
+        except OSError:  # that of the folder itself
+            pass
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     try:
         connection.connect(SOCKET)  # noqa: F821
     except OSError:  # a host that does not see it
         os.execv(PYTHON, [PYTHON, *sys.argv[1:]])  # noqa: F821
     paths = [".", *(f"/proc/self/ns/{name}" for name in ("mnt", "uts", "ipc", "net", "pid"))]
-    fds = [0, 1, 2, *(os.open(path, os.O_RDONLY) for path in paths)]
+    fds = [0, 1, 2, *(os.open(path, os.O_RDONLY) for path in paths), *inherited]
     packed = b"".join(fd.to_bytes(4, sys.byteorder) for fd in fds)
-    data = marshal.dumps({"arguments": sys.argv[1:], "environ": dict(os.environ)})
+    data = marshal.dumps({"arguments": sys.argv[1:], "environ": dict(os.environ), "inherited": inherited})
     data = len(data).to_bytes(8, "big") + data
     for number in (_signal.SIGHUP, _signal.SIGINT, _signal.SIGQUIT, _signal.SIGTERM, _signal.SIGUSR1, _signal.SIGUSR2):
         _signal.signal(number, lambda number, frame: connection.send(bytes([number])))
     sent = connection.sendmsg([data], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
     connection.sendall(data[sent:])
+    for fd in fds[3:]:
+        os.close(fd)
     connection.recv(4, _socket.MSG_WAITALL)
     code = int.from_bytes(connection.recv(4, _socket.MSG_WAITALL) or b"\0\0\0\xff", "big", signed=True)
     if code < 0:

@@ -1,7 +1,8 @@
 """The process that has imported everything, and becomes workers by forking: ``python server.py FOLDER MODULES...``.
 
-For each connection it forks twice. The first child enters the requester's namespaces and stands between: it passes
-signals on, kills the program when the requester goes, and says how it ended. The second one is the program.
+What it forks is the program itself. It passes signals on, kills a program when its requester goes, and says how it
+ended. Only what wants other namespaces has one more process between, which enters them: to fork is what costs most,
+since torch has so many pages.
 It ends, and the folder goes, when its standard input does, that is: when all processes of tests that used it have
 ended. See the package for the rest.
 """
@@ -19,12 +20,16 @@ import marshal
 import os
 import runpy
 import select
+import selectors
 import shutil
 import signal
 import socket
 import sys
 import threading
 import types
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -33,7 +38,13 @@ LENGTH = 8
 """Bytes of the number of bytes of a request."""
 
 FDS = 9
-"""Standard input, output and error, the working directory, and five namespaces."""
+"""Standard input, output and error, the working directory, and five namespaces. What else is inherited follows."""
+
+MOST_FDS = 64
+"""That come with one request."""
+
+NAMESPACES = {os.stat(f"/proc/self/ns/{name}").st_ino for name in ("mnt", "uts", "ipc", "net", "pid")}
+"""This process's own."""
 
 
 def main() -> None:
@@ -44,102 +55,185 @@ def main() -> None:
     listener.bind(f"{folder}/coming")
     listener.listen(64)
     os.rename(f"{folder}/coming", f"{folder}/socket")
-    while True:
-        ready = select.select([listener, sys.stdin], [], [])[0]
-        reap()
-        if listener not in ready:
-            lock = os.open(folder, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if select.select([sys.stdin], [], [], 0)[0]:  # else one more has come while this waited for the lock
-                shutil.rmtree(folder)
-                break
-            os.close(lock)
-            continue
-        connection, _ = listener.accept()
-        if os.fork() == 0:
-            listener.close()
-            request, fds = stand_between(connection)
-            be(request, fds)
-        connection.close()
-    reap()
-
-
-def reap() -> None:
-    """Collect those that stood between and have ended, so that their processor time counts as this process's."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ, lambda: Requester(listener.accept()[0], selector))
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is sys.stdin:
+                    lock = os.open(folder, os.O_RDONLY)
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    # Otherwise one more has come while this waited for the lock.
+                    if select.select([sys.stdin], [], [], 0)[0]:
+                        shutil.rmtree(folder)
+                        return
+                    os.close(lock)
+                elif selector.get_map().get(key.fd) is key:  # else what came before has closed it
+                    try:
+                        key.data()
+                    except OSError as error:  # one requester's matter, and not that of all others
+                        os.write(2, f"warm server: {error!r}\n".encode())
 
 
 def preload(modules: list[str]) -> None:
     """Import what most workers import. What a package does at its import may depend on nothing that a test sets."""
     for name in ("numpy.random", "hvdgloo._job.join", "hvdgloo.numpy", *modules):
         importlib.import_module(name)
+    # At an interpreter's end torch takes each library of operators down: 30 ms of every program, and no test's matter.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """One request, and the descriptors that came with it."""
-    data, ancillary, _, _ = connection.recvmsg(1 << 16, socket.CMSG_SPACE(FDS * array.array("i").itemsize))
-    fds = array.array("i")
-    for _, _, content in ancillary:
-        fds.frombytes(content)
-    while len(data) < LENGTH or len(data) < LENGTH + int.from_bytes(data[:LENGTH], "big"):
-        more = connection.recv(1 << 16)
-        if not more:
-            os._exit(1)
-        data += more
-    request: dict[str, Any] = marshal.loads(data[LENGTH:])
-    return request, list(fds)
+class Requester:
+    """Who asks for a program, until either has ended."""
 
+    def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
+        self._connection, self._selector = connection, selector
+        self._data, self._fds = b"", array.array("i")
+        self._child = 0
+        selector.register(connection, selectors.EVENT_READ, self._receive)
 
-def stand_between(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork the program, and serve its requester until one of both has ended. Returns in the program only."""
-    try:
-        request, fds = receive(connection)
-        own = {os.stat(f"/proc/self/ns/{name}").st_ino for name in ("mnt", "uts", "ipc", "net", "pid")}
-        for fd in fds[4:]:
-            if os.stat(fd).st_ino not in own and LIBC.setns(fd, 0) != 0:
-                raise OSError(ctypes.get_errno(), "setns")
-        os.fchdir(fds[3])
-        session, begun = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            for fd in (session, begun):
+    def _receive(self) -> None:
+        """Take what is there of the request; once it is whole, start the program."""
+        try:
+            data, ancillary, _, _ = self._connection.recvmsg(1 << 16, socket.CMSG_SPACE(MOST_FDS * self._fds.itemsize))
+        except ConnectionResetError:
+            data, ancillary = b"", []
+        for _, _, content in ancillary:
+            self._fds.frombytes(content)
+        self._data += data
+        length = int.from_bytes(self._data[:LENGTH], "big")
+        if data and (len(self._data) < LENGTH or len(self._data) < LENGTH + length):
+            return
+        self._selector.unregister(self._connection)
+        try:
+            if data:
+                self._start(marshal.loads(self._data[LENGTH:]), list(self._fds))
+            else:
+                self._connection.close()
+        except OSError:
+            self._connection.close()  # or the requester would wait for ever
+            raise
+        finally:
+            for fd in self._fds:
                 os.close(fd)
-            connection.close()
-            return request, fds
+
+    def _start(self, request: dict[str, Any], fds: list[int]) -> None:
+        elsewhere = any(os.stat(fd).st_ino not in NAMESPACES for fd in fds[4:FDS])
+        self._child = os.fork() if elsewhere else fork()
+        if self._child == 0:
+            in_child(lambda: self._become(request, fds, elsewhere))
+        ended = os.pidfd_open(self._child)
+        self._selector.register(ended, selectors.EVENT_READ, lambda: self._ended(ended))
+        if elsewhere:
+            self._connection.close()
+        else:
+            tell(self._connection, self._child)
+            self._selector.register(self._connection, selectors.EVENT_READ, self._hear)
+
+    def _become(self, request: dict[str, Any], fds: list[int], elsewhere: bool) -> None:
+        """Keep nothing of the server's, and turn into the program, or into who stands between."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+            elif key.fileobj is not sys.stdin:
+                os.close(key.fd)
+        self._selector.close()
+        if elsewhere:
+            stand_between(self._connection, request, fds)
+        self._connection.close()
+        be(request, fds)
+
+    def _hear(self) -> None:
+        if not pass_on(self._connection, self._child):
+            self._selector.unregister(self._connection)
+            self._connection.close()
+
+    def _ended(self, ended: int) -> None:
+        """Collect the child, so that its processor time counts as this process's, and say how it ended."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+        self._selector.unregister(ended)
+        os.close(ended)
+        if self._connection.fileno() != -1:
+            self._selector.unregister(self._connection)
+            tell(self._connection, code)
+            self._connection.close()
+
+
+def fork() -> int:
+    """Fork; nobody hears of the child before it leads a session of its own."""
+    session, begun = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
         os.close(begun)
-        os.read(session, 1)  # nobody hears of it before it leads a session of its own
-        for fd in fds:
-            os.close(fd)
-        connection.sendall(child.to_bytes(4, "big"))
-        ended = os.pidfd_open(child)
-        while ended not in (ready := select.select([connection, ended], [], [])[0]):
-            assert ready
-            wanted = connection.recv(1)
-            os.killpg(child, wanted[0] if wanted else signal.SIGKILL)
-            if not wanted:
-                os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        connection.sendall(code.to_bytes(4, "big", signed=True))
-    except BrokenPipeError:
-        pass
-    except BaseException as error:  # a forked process must not go on with its parent's code
+    else:
+        os.close(begun)
+        os.read(session, 1)
+    os.close(session)
+    return child
+
+
+def in_child(body: Callable[[], None]) -> NoReturn:
+    """A forked process must not go on with its parent's code, whatever happens."""
+    try:
+        body()
+    except BaseException as error:
         os.write(2, f"warm server: {error!r}\n".encode())
+    finally:
         os._exit(1)
+
+
+def tell(connection: socket.socket, number: int) -> None:
+    """Send the program's process id, or how it ended; that the requester has gone is heard elsewhere."""
+    with suppress(BrokenPipeError, ConnectionResetError):
+        connection.sendall(number.to_bytes(4, "big", signed=True))
+
+
+def pass_on(connection: socket.socket, child: int) -> bool:
+    """Pass on the signal that the requester has sent, and if it has gone, SIGKILL; whether it is still there."""
+    try:
+        wanted = connection.recv(1)
+    except ConnectionResetError:
+        wanted = b""
+    with suppress(ProcessLookupError, PermissionError):  # it may lead no group any more
+        os.killpg(child, wanted[0] if wanted else signal.SIGKILL)
+    return bool(wanted)
+
+
+def stand_between(connection: socket.socket, request: dict[str, Any], fds: list[int]) -> NoReturn:
+    """Fork the program in its requester's namespaces, and serve the requester until one of both has ended."""
+    for fd in fds[4:FDS]:
+        if os.stat(fd).st_ino not in NAMESPACES and LIBC.setns(fd, 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+    child = fork()
+    if child == 0:
+        connection.close()
+        be(request, fds)
+    for fd in fds:
+        os.close(fd)
+    tell(connection, child)
+    ended = os.pidfd_open(child)
+    while ended not in select.select([connection, ended], [], [])[0]:
+        if not pass_on(connection, child):
+            os._exit(0)
+    tell(connection, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     os._exit(0)
 
 
 def be(request: dict[str, Any], fds: list[int]) -> NoReturn:
     """Turn into the program."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.fchdir(fds[3])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
+    # None may be where another belongs.
+    inherited = [fcntl.fcntl(fd, fcntl.F_DUPFD, 512) for fd in fds[FDS:]]
     for fd in fds:
+        os.close(fd)
+    for number, fd in zip(request.get("inherited", ()), inherited, strict=True):
+        os.dup2(fd, number)
         os.close(fd)
     os.environ.clear()
     os.environ.update(request["environ"])
