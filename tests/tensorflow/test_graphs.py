@@ -405,12 +405,16 @@ def test_a_stall_report_tells_that_all_of_tensorflows_threads_wait(
     """Functions that several Python threads call: rank 0's hold all threads, and rank 1's do not get one."""
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     submitted = threading.Semaphore(0)
+    held = threading.Barrier(threads)
 
     def rank_body(context: Context) -> None:
         frontend = frontend_of(context)
         start = frontend.start
 
         def started(*args: Any, **kwargs: Any) -> Any:
+            # The time until the report begins with the first submission, so none is made before every thread is held.
+            if context.rank == 0:
+                held.wait(timeout=30)
             pending = start(*args, **kwargs)
             submitted.release()
             return pending
@@ -423,7 +427,7 @@ def test_a_stall_report_tells_that_all_of_tensorflows_threads_wait(
 
         if context.rank == 1:
             for _ in range(threads):
-                assert submitted.acquire(timeout=10)
+                assert submitted.acquire(timeout=30)
         callers = [threading.Thread(target=call, args=(number,)) for number in range(threads)]
         for caller in callers:
             caller.start()
