@@ -204,7 +204,7 @@ def on_hosts(layout: str, rate: str, arguments: Sequence[str], env: dict[str, st
         result = Path(folder) / "grid.json"
         command = [sys.executable, "-m", "hvdgloo.runner", "-H", where, sys.executable, __file__, "worker"]
         command += [*arguments, "--result", str(result)]
-        done = host.run(command, env={"OMP_NUM_THREADS": "1", **env}, timeout=110)
+        done = host.run(command, env={"OMP_NUM_THREADS": "1", **env}, timeout=400)
         if done.returncode != 0:
             raise SystemExit(done.stderr)
         found: dict[str, Any] = json.loads(result.read_text())

@@ -26,8 +26,15 @@ def main():
     packed = b"".join(fd.to_bytes(4, sys.byteorder) for fd in fds)
     data = marshal.dumps({"arguments": sys.argv[1:], "environ": dict(os.environ), "inherited": inherited})
     data = len(data).to_bytes(8, "big") + data
+
+    def pass_on(number, frame):
+        try:
+            connection.send(bytes([number]))
+        except BrokenPipeError:  # it has just ended; its code is there to be received
+            pass
+
     for number in (_signal.SIGHUP, _signal.SIGINT, _signal.SIGQUIT, _signal.SIGTERM, _signal.SIGUSR1, _signal.SIGUSR2):
-        _signal.signal(number, lambda number, frame: connection.send(bytes([number])))
+        _signal.signal(number, pass_on)
     sent = connection.sendmsg([data], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
     connection.sendall(data[sent:])
     for fd in fds[3:]:
