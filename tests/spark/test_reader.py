@@ -373,6 +373,14 @@ def test_what_is_no_data_set_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": pa.array([1.0])}), tmp_path / "z.parquet")
     with pytest.raises(DataError, match=r"'id' is int64 in .*part-000\.parquet, double in .*z\.parquet"):
         ParquetBatches(path)
+    path = written(tmp_path, [[3], [500, 500]])
+    damaged = tmp_path / "part-001.parquet"
+    content = bytearray(damaged.read_bytes())
+    begin = pq.read_metadata(damaged).row_group(1).column(0).dictionary_page_offset
+    content[begin : begin + 64] = b"\xff" * 64
+    damaged.write_bytes(content)
+    with pytest.raises(DataError, match=r"row group 1 of .*part-001\.parquet cannot be read: "):
+        list(ParquetBatches(path))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hvdgloo.errors import ConfigError
-from hvdgloo.spark.common._predicting import _Map, as_arrow
+from hvdgloo.errors import ConfigError, DataError
+from hvdgloo.spark.common._predicting import Apply, _Map, as_arrow
 from hvdgloo.spark.common.serialization import Refused
 from hvdgloo.spark.torch._codecs import ModuleCodec, OptimizerCodec
 from hvdgloo.spark.torch._losses import TotalLoss, constructed
@@ -207,8 +207,25 @@ def test_a_model_is_not_given_a_whole_arrow_batch_at_once() -> None:
             return lambda columns: [2 * columns[0], np.full(len(columns[0]), len(columns[0]))]
 
     model = SimpleNamespace(value=cloudpickle.dumps(Doubling()))
-    doubling = _Map("a test's", model, ("x",), ("x",), ("p", "rows"), ("double", "long"))
+    doubling = _Map("a test's", model, (("x", 1),), ("x",), ("p", "rows"), ("double", "long"))
     batch = pa.record_batch({"x": pa.array(np.arange(2500.0))})
     (result,) = doubling(iter([batch]))
     assert result.column("p").to_pylist() == (2 * np.arange(2500.0)).tolist()
     assert result.column("rows").to_pylist() == [1024] * 2048 + [452] * 452
+
+
+def test_rows_that_a_model_was_not_trained_with_are_named_where_it_fails() -> None:
+    class Strict:
+        def load(self) -> Apply:
+            return lambda columns: [columns[0] @ np.ones(2)]
+
+    model = SimpleNamespace(value=cloudpickle.dumps(Strict()))
+    batch = pa.record_batch({"x": pa.array([[1.0, 2.0, 3.0]] * 4)})
+    for size, error, message in [
+        (2, DataError, r"'x' has 3 numbers in a row, and had 2 when the model was trained \(matmul"),
+        (3, ValueError, "matmul"),
+        (None, ValueError, "matmul"),
+    ]:
+        strict = _Map(f"of {size}", model, (("x", size),), (), ("p",), ("double",))
+        with pytest.raises(error, match=message):
+            list(strict(iter([batch])))

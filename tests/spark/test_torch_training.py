@@ -301,6 +301,23 @@ def test_a_data_module_that_does_not_give_what_it_should_is_told(store: Store) -
         none.batches(0, 1, validation=True)
 
 
+class Unlabelled(Endless):
+    def train_data(self) -> Any:
+        return itertools.repeat({"features": np.ones((4, 6))})
+
+
+def test_a_column_that_the_user_s_code_leaves_out_is_named(store: Store) -> None:
+    for reading, who in [
+        (Reading(transformation_fn=lambda frame: frame.drop(columns="label")), "transformation_fn"),
+        (Reading(data_module=Unlabelled), "data_module"),
+    ]:
+        with (
+            estimators.training(store, ROWS, reading=reading).batches(0, 1) as reader,
+            pytest.raises(ConfigError, match=f"no column 'label' in what is read: {who} gives features"),
+        ):
+            next(reader.epoch(0))
+
+
 def test_inputs_and_labels_get_the_shapes_that_were_asked_for(store: Store) -> None:
     shapes = []
 

@@ -15,7 +15,7 @@ import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdgloo.errors import ConfigError
+from hvdgloo.errors import ConfigError, DataError
 from hvdgloo.spark.data._columns import CSR, convert
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 Apply = Callable[[list[Array]], list[Array]]
+Feature = tuple[str, int | None]
+"""A column, and how many numbers a row of it had when the model was trained, if that is known."""
 
 _LOADED: OrderedDict[str, Apply] = OrderedDict()
 """The models that this process has loaded, the one used last at the end."""
@@ -49,13 +51,13 @@ class Predictor(Protocol):
 
 
 def predicting(
-    spark: Any, predictor: Predictor, features: Sequence[str], kept: Sequence[str], schema: Any
+    spark: Any, predictor: Predictor, features: Sequence[Feature], kept: Sequence[str], schema: Any
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """The function for ``DataFrame.mapInArrow``.
 
     Args:
         spark: the session; the model is broadcast with it.
-        features: names of the columns that the model is given.
+        features: the columns that the model is given.
         kept: names of the columns that are passed on; the outputs follow them.
         schema: Spark's, of the result.
     """
@@ -70,7 +72,7 @@ class _Map:
         self,
         key: str,
         model: Any,
-        features: tuple[str, ...],
+        features: tuple[Feature, ...],
         kept: tuple[str, ...],
         outputs: tuple[str, ...],
         kinds: tuple[str, ...],
@@ -104,7 +106,18 @@ class _Map:
         parts = []
         for begin in range(0, batch.num_rows, _ROWS):
             rows = batch.slice(begin, _ROWS)
-            parts.append(apply([_feature(name, rows.column(name)) for name in self._features]))
+            arrays = [_feature(name, rows.column(name)) for name, _ in self._features]
+            try:
+                parts.append(apply(arrays))
+            except Exception as error:
+                # Other sizes need not be a mistake: a transformation_fn may have changed those that were trained with.
+                for (name, size), array in zip(self._features, arrays, strict=True):
+                    if size is not None and array.size != size * len(array):
+                        raise DataError(
+                            f"the model cannot be applied: column {name!r} has {array.size // len(array)} numbers in a "
+                            f"row, and had {size} when the model was trained ({error})"
+                        ) from error
+                raise
         return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
 
 

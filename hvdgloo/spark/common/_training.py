@@ -171,7 +171,7 @@ class Reader:
         columns = [*training.feature_cols, *training.label_cols]
         if training.sample_weight_col is not None:
             columns.append(training.sample_weight_col)
-        columns = list(dict.fromkeys(columns))
+        columns = self._columns = list(dict.fromkeys(columns))
         if training.reading.data_module is None:
             self._batches: Any = self._resources.enter_context(self._parquet(columns))
         else:
@@ -246,7 +246,8 @@ class Reader:
         """The batches of an epoch, whose order depends on its number (from 0) and the seed.
 
         Raises:
-            ConfigError: a ``data_module`` gives fewer than the steps that were asked for.
+            ConfigError: a ``data_module`` gives fewer than the steps that were asked for, or it or a
+                ``transformation_fn`` leaves out a column that is needed.
         """
         if hasattr(self._batches, "set_epoch"):
             self._batches.set_epoch(number)
@@ -261,6 +262,13 @@ class Reader:
 
     def _batch(self, columns: Mapping[str, Any]) -> Batch:
         training = self._training
+        for name in self._columns:
+            if name not in columns:
+                raise ConfigError(
+                    f"there is no column {name!r} in what is read: "
+                    f"{'transformation_fn' if training.reading.data_module is None else 'data_module'} gives "
+                    f"{', '.join(columns)}. Return {name!r}, too, or leave it out of the estimator's columns"
+                )
         return Batch(
             [np.asarray(columns[name]) for name in training.feature_cols],
             [np.asarray(columns[name]) for name in training.label_cols],

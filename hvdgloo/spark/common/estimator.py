@@ -446,8 +446,10 @@ class HorovodModel(Model, ModelParams, HorovodWritable, HorovodReadable):
         util.check_types(df, features)
         schema: StructType = util.get_spark_df_output_schema(df.schema, labels, outputs, self._described())
         kept = [name for name in df.columns if name not in outputs]
+        known = self._get_metadata() or {}
+        sized = [(name, known.get(name, {}).get("shape")) for name in features]
         # One broadcast however many tasks there are.
-        predict = predicting(df.sparkSession, self._predictor(), features, kept, schema)
+        predict = predicting(df.sparkSession, self._predictor(), sized, kept, schema)
         return df.mapInArrow(predict, schema)
 
     def _described(self) -> dict[str, dict[str, Any]]:

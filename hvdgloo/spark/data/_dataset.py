@@ -147,14 +147,18 @@ class Dataset:
 
         Raises:
             StoreError: its file is no longer there.
+            DataError: the file is damaged behind a footer that is whole.
         """
         from pyarrow.parquet import ParquetFile
 
         with self._opened(group.path) as file:
-            parquet = ParquetFile(
-                file, metadata=self.footers[group.path], buffer_size=_BUFFER if group.nbytes > _LARGE else 0
-            )
-            yield from parquet.iter_batches(chunk, [group.index], columns=list(columns), use_threads=use_threads)
+            try:
+                parquet = ParquetFile(
+                    file, metadata=self.footers[group.path], buffer_size=_BUFFER if group.nbytes > _LARGE else 0
+                )
+                yield from parquet.iter_batches(chunk, [group.index], columns=list(columns), use_threads=use_threads)
+            except (OSError, ValueError) as error:  # pyarrow's own errors are both
+                raise DataError(f"row group {group.index} of {group.path} cannot be read: {error}") from error
 
     def _opened(self, path: str) -> Any:
         try:
