@@ -62,14 +62,14 @@ class Found:
     """What suits one workload.
 
     Attributes:
-        in_buckets: see ``Workload``.
-        part: the share of its bytes that was sent.
+        sent: what was sent in each step: the workload, or the first part of it where a whole step takes too long.
+        part: the share of its bytes that this is.
         start, start_seconds: settings of the beginning, and a step's median time with them.
         best, best_seconds: those that are to be used, and the time with them.
         tried: every setup with its median time, in the order of the first measurement.
     """
 
-    in_buckets: bool
+    sent: Workload
     part: float
     start: Setup
     start_seconds: float
@@ -126,8 +126,8 @@ def measure(workloads: Sequence[Workload], seconds: float, bucket: int, *, searc
                 bench.sample(start)
             middle = {setup: statistics.median(times) for setup, times in bench.times.items()}
             before = middle[start]
-            part = bench.nbytes / workload.nbytes
-            found.append(Found(workload.in_buckets, part, start, before, best, before / gain, tuple(middle.items())))
+            part = bench.sent.nbytes / workload.nbytes
+            found.append(Found(bench.sent, part, start, before, best, before / gain, tuple(middle.items())))
         if hvd.rank() != 0:
             return None
         direct = bool(getattr(backend, "is_direct", False))
@@ -180,9 +180,9 @@ class _Bench:
         self.times: dict[Setup, list[float]] = {}
 
     @property
-    def nbytes(self) -> int:
-        """The size of all gradients that are sent."""
-        return self._workload.nbytes
+    def sent(self) -> Workload:
+        """What a step sends."""
+        return self._workload
 
     def settle(self, start: Setup, seconds: float) -> None:
         """See how long steps take. Where it is not known when gradients become ready, they do evenly, in as much time

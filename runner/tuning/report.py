@@ -184,7 +184,7 @@ def _planes(campaign: Campaign) -> list[tuple[str, Measured]]:
 
 def _first_axis(found: Found) -> tuple[str, list[tuple[Any, float]]]:
     """The setting that was varied first, and the times with its values; that of the best is the choice's."""
-    name = "gradient_bucket" if found.in_buckets else "fusion_threshold"
+    name = "gradient_bucket" if found.sent.in_buckets else "fusion_threshold"
     values: dict[Any, float] = {}
     for setup, seconds in found.tried:
         values.setdefault(getattr(setup, name), seconds)
@@ -197,7 +197,7 @@ def _first_axis(found: Found) -> tuple[str, list[tuple[Any, float]]]:
 
 def _found_values(found: Found) -> dict[str, Any]:
     return {
-        "in_buckets": found.in_buckets,
+        "in_buckets": found.sent.in_buckets,
         "part": found.part,
         "start": asdict(found.start),
         "start_seconds": found.start_seconds,
@@ -234,7 +234,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _way(found: Found) -> str:
-    return "in buckets, as PyTorch's DistributedOptimizer sends them" if found.in_buckets else "one by one"
+    return "in buckets, as PyTorch's DistributedOptimizer sends them" if found.sent.in_buckets else "one by one"
 
 
 def _count(number: int, what: str) -> str:

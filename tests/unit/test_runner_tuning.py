@@ -160,7 +160,8 @@ def request(name: str, count: int) -> PersistentRequest:
 
 def found(in_buckets: bool, best: Setup, start_seconds: float, best_seconds: float) -> Found:
     tried = ((START, start_seconds), (best, best_seconds)) if best != START else ((START, start_seconds),)
-    return Found(in_buckets, 1.0, START, start_seconds, best, best_seconds, tried)
+    sent = Workload((400, 1200), (0.0, start_seconds), in_buckets)
+    return Found(sent, 1.0, START, start_seconds, best, best_seconds, tried)
 
 
 def measured(plane: str, *each: Found, direct: bool = False) -> Measured:
@@ -186,6 +187,7 @@ class Hosts:
             return [Workload((400, 1200), (0.0, 0.1))] * 2
         if kwargs["searching"]:
             return [self.main, None]
+        assert args[0] == [self.main.found[0].sent]  # what was sent when the job's own planes were measured
         seconds = self.seconds(settings)
         return [measured(self.main.plane, found(True, START, seconds, seconds)), None]
 
@@ -360,7 +362,7 @@ class TestReport:
         other = replace(BEST, hierarchical_threshold=START.hierarchical_threshold)
         tried = ((START, 0.2), (luck, 0.1), (other, 0.19), (BEST, 0.16))
         for best, seconds in ((BEST, 0.15), (START, 0.2)):
-            one = Found(True, 1.0, START, 0.2, best, seconds, tried)
+            one = Found(Workload((400,)), 1.0, START, 0.2, best, seconds, tried)
             text = report._found(one)
             rows = {line.split()[0]: line.split("#")[-1].split() for line in text.splitlines() if "#" in line}
             assert rows["4"] == ["100.00", "ms"]
