@@ -140,7 +140,7 @@ def test_an_agent_imports_what_every_host_needs(launcher: Launcher) -> None:
     )
     # What comes after the script's name, the usual command line, is not looked at.
     template = f"env PYTHONPATH={os.pathsep.join(sys.path)} {sys.executable} {agent} {{command}}"
-    done = launcher.run("--agent-command", template, "-H", "elsewhere:2", "true")
+    done = launcher.run("--agent-command", template, "-H", "elsewhere:2", "true", fresh=True)
     assert done.returncode == 0, done.stderr
     lines = launcher.file("modules").read_text().splitlines()
     assert len(lines) == 2
@@ -162,7 +162,7 @@ def test_a_numpy_worker_has_in_the_end_what_it_has_used(launcher: Launcher) -> N
             json.dump([sorted(imported), sorted(set(sys.modules) - before)], file)
         """
     )
-    done = launcher.run("-np", "2", script)
+    done = launcher.run("-np", "2", script, fresh=True)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         imported, used = map(set, json.loads(launcher.file(f"modules{rank}").read_text()))
@@ -222,7 +222,7 @@ def test_the_command_forks_its_agent_with_nothing_of_its_own(launcher: Launcher)
         print([s.name for s in signal.valid_signals() if signal.getsignal(s) == signal.SIG_IGN])
         """
     )
-    done = launcher.run("-np", "1", script)
+    done = launcher.run("-np", "1", script, fresh=True)
     assert done.returncode == 0, done.stderr
     lines = [line.partition(":")[2] for line in done.stdout.splitlines()]
     assert lines[0] == "hvdgloo-agent ['-m', 'hvdgloo.runner']"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -23,9 +24,9 @@ print(json.dumps([sys.argv, os.getcwd(), os.environ.get("MARK"), os.getpid() == 
 """
 
 
-def run(*arguments: str, text: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, text: str = "", cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
     command = [warm.python(), *arguments]
-    env = {"MARK": "set", "PATH": os.defpath}
+    env = {"MARK": "set", "PATH": os.defpath, **more}
     return subprocess.run(
         command, input=text, cwd=cwd, env=env, capture_output=True, text=True, timeout=20, check=False
     )
@@ -106,6 +107,18 @@ def test_a_process_of_the_test_s_own() -> None:
     process.kill()
     assert process.wait(10) == -signal.SIGKILL
     assert process.poll() == -signal.SIGKILL
+
+
+def test_others_see_its_environment_too() -> None:
+    """Whoever looks for the processes of a job, or of a test, reads it in /proc."""
+    code = "import os\nprint(open(f'/proc/{os.getpid()}/environ').read().rstrip('\\0').split('\\0'))"
+    fork = "import os\nif os.fork():\n    os.wait()\nelse:\n    "
+    for program in (code, fork + code.replace("\n", "\n    ")):
+        done = run("-c", program)
+        assert done.returncode == 0, done.stderr
+        shown = ast.literal_eval(done.stdout)
+        assert [each for each in shown if not each.startswith("LC_CTYPE=")] == ["MARK=set", f"PATH={os.defpath}"]
+    assert run("-c", "import os; print(len(open('/proc/self/environ').read()))", MORE="x" * 90_000).returncode == 0
 
 
 def test_it_is_on_the_host_that_asked_for_it(bed: Bed) -> None:

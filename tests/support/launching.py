@@ -16,6 +16,8 @@ from typing import IO, TypeVar
 
 import psutil
 
+from tests.support import warm
+
 T = TypeVar("T")
 
 _MARK = "HVDGLOO_TEST_MARK"
@@ -68,10 +70,11 @@ class Launcher:
         stderr: int | IO[bytes] = subprocess.PIPE,
         new_session: bool = True,
         wrapper: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> subprocess.Popen[bytes]:
         """Launch; ``wrapper`` is a command that runs the one that follows it."""
         process = subprocess.Popen(
-            [*wrapper, sys.executable, "-m", "hvdgloo.runner", *arguments],
+            [*wrapper, python, "-m", "hvdgloo.runner", *arguments],
             cwd=self.folder,
             env={**clean_environment(), _MARK: self.mark, **(env or {})},
             stdin=stdin,
@@ -89,10 +92,16 @@ class Launcher:
         input: bytes | None = None,
         timeout: float = 30.0,
         wrapper: Sequence[str] = (),
+        fresh: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Launch and wait for the end; output as text, with carriage returns kept."""
+        """Launch and wait for the end; output as text, with carriage returns kept.
+
+        To import what a launcher is made of takes more processor time than most jobs of tests, so this is a warm one,
+        unless it is to be ``fresh``, or has a wrapper.
+        """
         stdin = subprocess.DEVNULL if input is None else subprocess.PIPE
-        process = self.start(*arguments, env=env, stdin=stdin, wrapper=wrapper)
+        python = sys.executable if fresh or wrapper else warm.python(*warm.LAUNCHER)
+        process = self.start(*arguments, env=env, stdin=stdin, wrapper=wrapper, python=python)
         out, err = process.communicate(input, timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out.decode(), err.decode())
 

@@ -3,14 +3,15 @@
 To import torch takes more processor time than all that most tests of collectives do. What starts here is a process of
 its own, in a session of its own, with the arguments, environment, working directory, descriptors 0 to 2 and namespaces
 that it was asked to have, and it ends as an interpreter does. What is *not* as in a fresh interpreter: everything is
-imported already, ``OMP_NUM_THREADS`` is applied by torch.set_num_threads, /proc shows the server's command line and
-environment, and its parent is not who asked for it. So nothing here is of use where start-up, sessions, orphans,
-sweeps, signals from outside or the environment itself are tested.
+imported already, ``OMP_NUM_THREADS`` is applied by torch.set_num_threads, /proc shows the server's command line, and
+its parent is not who asked for it. So nothing here is of use where start-up, sessions, orphans, or signals from outside
+are tested.
 
     Process(["-c", code], env=..., stdout=file, ...)       # instead of subprocess.Popen([sys.executable, "-c", code])
     python()                                               # a command that stands in for sys.executable
     python("hvdgloo.tensorflow")                           # one that has imported this instead of torch
     python(*NUMPY)                                         # one for workers of one host that use numpy only
+    python(*LAUNCHER)                                      # one for ``-m hvdgloo.runner``, and for nothing else
 """
 
 from __future__ import annotations
@@ -49,6 +50,21 @@ NUMPY = ("hvdgloo.elastic",)
 """What a worker imports that uses numpy on one host. A fork of this small process takes half of what one with torch
 does; but where hosts exchange data, each would have to import torch for its Gloo."""
 
+LAUNCHER = (
+    "hvdgloo._commands",
+    "hvdgloo.runner.cli.main",
+    "hvdgloo.runner.launch",
+    "hvdgloo.runner.elastic_launch",
+    "hvdgloo.runner.agent.agent",
+)
+"""What a launcher imports, and the agent that it forks. It has no numpy."""
+
+_WORKER = ("numpy.random", "hvdgloo._job.join", "hvdgloo.numpy")
+"""What all others import."""
+
+_ROOM = 32 * 1024
+"""Bytes in which /proc shows the environments of programs, beside those of the server's."""
+
 
 def _usual() -> tuple[str, ...]:
     if not importlib.util.find_spec("torch"):
@@ -73,7 +89,7 @@ def _folder(*modules: str, **environ: str) -> Path:
             # The server ends when nobody has this open any more.
             used = os.open(path / "users", os.O_WRONLY | os.O_NONBLOCK)
         except FileNotFoundError:
-            used, server = _start(path, modules or _usual(), environ)
+            used, server = _start(path, modules if modules == LAUNCHER else (*_WORKER, *(modules or _usual())), environ)
             atexit.register(server.wait)
         atexit.register(os.close, used)  # what is registered last is called first
     return path
@@ -105,7 +121,7 @@ def _start(path: Path, modules: Sequence[str], environ: Mapping[str, str]) -> tu
         [sys.executable, str(_SERVER), str(path), *modules],
         stdin=users,
         cwd="/",
-        env={**environment, "PYTHONPATH": str(_CHECKOUT), "OMP_NUM_THREADS": "1", **environ},
+        env={**environment, "PYTHONPATH": str(_CHECKOUT), "OMP_NUM_THREADS": "1", "ROOM": " " * _ROOM, **environ},
         start_new_session=True,
     )
     os.close(users)

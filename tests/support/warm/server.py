@@ -76,8 +76,8 @@ def main() -> None:
 
 
 def preload(modules: list[str]) -> None:
-    """Import what most workers import. What a package does at its import may depend on nothing that a test sets."""
-    for name in ("numpy.random", "hvdgloo._job.join", "hvdgloo.numpy", *modules):
+    """Import them. What a package does at its import may depend on nothing that a test sets."""
+    for name in modules:
         importlib.import_module(name)
     # At an interpreter's end torch takes each library of operators down: 30 ms of every program, and no test's matter.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
@@ -237,6 +237,7 @@ def be(request: dict[str, Any], fds: list[int]) -> NoReturn:
         os.close(fd)
     os.environ.clear()
     os.environ.update(request["environ"])
+    show_environment(request["environ"])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     arguments = list(request["arguments"])
@@ -249,7 +250,8 @@ def be(request: dict[str, Any], fds: list[int]) -> NoReturn:
     if "torch" in sys.modules:
         threads = os.environ.get("OMP_NUM_THREADS", "")
         sys.modules["torch"].set_num_threads(int(threads) if threads.isdecimal() else os.cpu_count() or 1)
-    sys.modules["numpy"].random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
     status = _status_of(arguments)
     # What an interpreter does at its end, but for one thing: to take all modules down costs more than most programs.
     threading._shutdown()  # type: ignore[attr-defined]
@@ -257,6 +259,18 @@ def be(request: dict[str, Any], fds: list[int]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def show_environment(environ: dict[str, str]) -> None:
+    """Let /proc show it, as far as there is room: by what is written there, processes of a job or a test are found.
+
+    The system shows the memory in which this process's first environment was. Nothing else is there any more.
+    """
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        start, end = map(int, file.read().rpartition(")")[2].split()[47:49])
+    room = end - start
+    whole = b"".join(os.fsencode(f"{key}={value}") + b"\0" for key, value in environ.items())
+    ctypes.memmove(start, whole[: whole.rfind(b"\0", 0, room) + 1].ljust(room, b"\0"), room)
 
 
 def _status_of(arguments: list[str]) -> int:
