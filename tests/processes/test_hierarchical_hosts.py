@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -61,7 +60,7 @@ def test_each_byte_crosses_a_wire_once(bed: Bed, tmp_path: Path, hosts: str, lea
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     flags = ["-H", hosts, "--hierarchical-threshold", "4096", "--hierarchical-distribution-threshold", "4096"]
-    done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", *flags, warm.python(), str(script)], timeout=50)
+    done = bed["h1"].run([*warm.launcher(), *flags, warm.python(), str(script)], timeout=50)
     assert done.returncode == 0, done.stderr
     found = re.findall(r"FOUND (\w+) ([\d.]+)", done.stdout)
     assert [name for name, _ in found] == ["hierarchical"] * 4, done.stdout
@@ -81,6 +80,6 @@ def test_which_plane_it_is(bed: Bed, tmp_path: Path, hosts: str, flags: list[str
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     where = ["-H", hosts, *flags]
-    done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", *where, warm.python(), str(script)], timeout=50)
+    done = bed["h1"].run([*warm.launcher(), *where, warm.python(), str(script)], timeout=50)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"FOUND (\w+)", done.stdout) == [plane] * 4

@@ -214,7 +214,7 @@ class TestSlurm:
     def launch(
         self, host: Host, folder: Path, env: dict[str, str], *arguments: str
     ) -> subprocess.CompletedProcess[str]:
-        return host.run([*RUN, *arguments], cwd=folder, env=env, timeout=50.0)
+        return host.run([*warm.launcher(), *arguments], cwd=folder, env=env, timeout=50.0)
 
     def test_pain_18_hosts_and_ways_are_slurm_s(self, bed: Bed, tmp_path: Path) -> None:
         (tmp_path / "worker.py").write_text(SUM)

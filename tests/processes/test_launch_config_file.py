@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from tests.support import warm
 from tests.support.hosts import Bed
 from tests.support.launching import launcher_in
 
-RUN = [sys.executable, "-m", "hvdgloo.runner"]
 SHOW = "import os, socket; print(socket.gethostname(), os.environ.get('GIVEN'), os.environ['HVDGLOO_FUSION_THRESHOLD'])"
 
 FILE = """
@@ -24,7 +23,7 @@ output: {filename: logs}
 
 def test_a_job_described_by_a_file(bed: Bed, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(FILE)
-    done = bed["h1"].run([*RUN, "--config-file", "job.yaml", "python", "-c", SHOW], cwd=tmp_path)
+    done = bed["h1"].run([*warm.launcher(), "--config-file", "job.yaml", "python", "-c", SHOW], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         "[0]<stdout>:h1 by the file 3145728",
@@ -38,7 +37,7 @@ def test_flags_win_over_it(bed: Bed, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(FILE)
     (tmp_path / "hosts").write_text("h3 slots=2\n")
     flags = ["--hostfile", "hosts", "-np", "1", "-x", "GIVEN=by a flag", "--fusion-threshold-mb", "1"]
-    done = bed["h1"].run([*RUN, "--config-file", "job.yaml", *flags, "python", "-c", SHOW], cwd=tmp_path)
+    done = bed["h1"].run([*warm.launcher(), "--config-file", "job.yaml", *flags, "python", "-c", SHOW], cwd=tmp_path)
     assert done.stdout == "[0]<stdout>:h3 by a flag 1048576\n", done.stderr
 
 

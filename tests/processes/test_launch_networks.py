@@ -63,7 +63,7 @@ def quick(tmp_path: Path) -> str:
 
 
 def start(host: Host, *arguments: str, timeout: float = 40.0) -> subprocess.CompletedProcess[str]:
-    return host.run([sys.executable, "-m", "hvdgloo.runner", *arguments], timeout=timeout)
+    return host.run([*warm.launcher(), *arguments], timeout=timeout)
 
 
 def found(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:

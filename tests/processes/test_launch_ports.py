@@ -94,7 +94,7 @@ def watch(bed: Bed, job: Any, names: list[str], pause: float = 0.002) -> set[tup
 
 def test_pain_12_on_several_hosts(bed: Bed, launcher: Launcher) -> None:
     arguments = ["--port-range", RANGE, "-H", "h1:1,h2:1", warm.python(), str(launcher.folder / "worker.py")]
-    job = bed["h1"].popen([sys.executable, "-m", "hvdgloo.runner", *arguments])
+    job = bed["h1"].popen([*warm.launcher(), *arguments])
     seen = watch(bed, job, ["h1", "h2"])
     out, err = job.communicate(timeout=30)
     assert job.returncode == 0, err
@@ -110,7 +110,7 @@ def test_pain_12_probes(make_bed: Callable[..., Bed]) -> None:
     """A firewall that swallows packets lets them last long enough to be looked at."""
     bed = make_bed(["h1", "h2"])
     bed.block("h2", "h1")
-    job = bed["h1"].popen([sys.executable, "-m", "hvdgloo.runner", "--port-range", RANGE, "-H", "h1:1,h2:1", "true"])
+    job = bed["h1"].popen([*warm.launcher(), "--port-range", RANGE, "-H", "h1:1,h2:1", "true"])
     wait_for(lambda: bed["h2"].listening(), 10, "the agent's listener")
     seen = watch(bed, job, ["h1", "h2"], pause=0.05)
     _, err = job.communicate(timeout=30)
@@ -121,7 +121,7 @@ def test_pain_12_probes(make_bed: Callable[..., Bed]) -> None:
 
 def test_pain_12_with_the_server_beside_the_agent(bed: Bed, launcher: Launcher) -> None:
     arguments = ["--port-range", RANGE, "-H", "h2:2", warm.python(), str(launcher.folder / "worker.py")]
-    done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", *arguments])
+    done = bed["h1"].run([*warm.launcher(), *arguments])
     assert done.returncode == 0, done.stderr
     assert all(within(port, RANGE) for one in found(done.stdout) for port in one["ours"])
 
@@ -132,7 +132,7 @@ def test_gloo_s_own_listener_follows_the_system_s_range(make_bed: Callable[..., 
     for host in bed:
         host.run(["sysctl", "-qw", "net.ipv4.ip_local_port_range=40000 40199"], check=True)
     arguments = ["--port-range", RANGE, "-H", "h1:1,h2:1", warm.python(), str(launcher.folder / "worker.py")]
-    done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", *arguments])
+    done = bed["h1"].run([*warm.launcher(), *arguments])
     assert done.returncode == 0, done.stderr
     assert all(40000 <= port <= 40199 for one in found(done.stdout) for port in one["gloo"])
 
@@ -160,7 +160,7 @@ def occupy(bed: Bed, name: str, ports: str) -> Any:
 def test_pain_12_a_range_without_a_free_port(bed: Bed, busy: str, hosts: str, text: str) -> None:
     process = occupy(bed, busy, RANGE)
     try:
-        done = bed["h1"].run([sys.executable, "-m", "hvdgloo.runner", "--port-range", RANGE, "-H", hosts, "true"])
+        done = bed["h1"].run([*warm.launcher(), "--port-range", RANGE, "-H", hosts, "true"])
     finally:
         process.kill()
         process.wait()

@@ -117,7 +117,7 @@ def test_between_hosts_nothing_but_tensors_is_seen(bed: Bed, tmp_path: Path, wan
     assert recorder.stdout is not None
     assert recorder.stdin is not None
     assert recorder.stdout.readline() == "ready\n"
-    command = [sys.executable, "-m", "hvdgloo.runner", "--tls", wanted, "-H", "h1:1,h2:1", warm.python(), str(script)]
+    command = [*warm.launcher(), "--tls", wanted, "-H", "h1:1,h2:1", warm.python(), str(script)]
     assert len(found(bed["h1"].run(command, timeout=40))) == 2
     recorder.stdin.close()
     assert recorder.wait(10) == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.hosts import Bed
 
 PROGRAMS = Path(__file__).parents[2] / "benchmarks"
@@ -29,7 +30,7 @@ PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 def test_a_job_finds_what_its_pieces_cost(case: str, ranks: int, finds: set[str], tmp_path: Path) -> None:
     result, plane = tmp_path / "result.json", "gloo" if case == "hosts" else "auto"
     options = ["-np", str(ranks), "--cpu-operations", plane]
-    command = [sys.executable, "-m", "hvdgloo.runner", *options, sys.executable, str(PROGRAMS / "scaling_pieces.py")]
+    command = [*warm.launcher(), *options, warm.python(), str(PROGRAMS / "scaling_pieces.py")]
     done = subprocess.run([*command, case, str(result)], capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())

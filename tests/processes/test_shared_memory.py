@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -271,7 +270,7 @@ def test_pain_27_a_small_dev_shm_is_no_limit(tmp_path: Path) -> None:
         + "check_everything()\n"
         + "big = np.ones(1 << 24)\nassert hvd.allreduce(big, op=hvd.Sum)[-1] == 3\n"
     )
-    run = [sys.executable, "-m", "hvdgloo.runner", "-np", "3", "--cpu-operations", "shm", warm.python(), str(program)]
+    run = [*warm.launcher(), "-np", "3", "--cpu-operations", "shm", warm.python(), str(program)]
     mount = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"'
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", mount, "sh", *run],

@@ -83,7 +83,7 @@ def test_tensors_are_seen_in_the_tunnel_alone(bed: Bed, tmp_path: Path) -> None:
     assert recorder.stdout is not None
     assert recorder.stdin is not None
     assert recorder.stdout.readline() == "ready\n"
-    run = [sys.executable, "-m", "hvdgloo.runner", "--nics", "wg0", "-H", "h1:1,h2:1"]
+    run = [*warm.launcher(), "--nics", "wg0", "-H", "h1:1,h2:1"]
     done = one.run([*run, warm.python(), str(script)], timeout=40)
     recorder.stdin.close()
     assert recorder.wait(10) == 0

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -70,11 +71,11 @@ class Launcher:
         stderr: int | IO[bytes] = subprocess.PIPE,
         new_session: bool = True,
         wrapper: Sequence[str] = (),
-        python: str = sys.executable,
+        command: Sequence[str] = (sys.executable, "-m", "hvdgloo.runner"),
     ) -> subprocess.Popen[bytes]:
         """Launch; ``wrapper`` is a command that runs the one that follows it."""
         process = subprocess.Popen(
-            [*wrapper, python, "-m", "hvdgloo.runner", *arguments],
+            [*wrapper, *command, *arguments],
             cwd=self.folder,
             env={**clean_environment(), _MARK: self.mark, **(env or {})},
             stdin=stdin,
@@ -100,8 +101,8 @@ class Launcher:
         unless it is to be ``fresh``, or has a wrapper.
         """
         stdin = subprocess.DEVNULL if input is None else subprocess.PIPE
-        python = sys.executable if fresh or wrapper else warm.python(*warm.LAUNCHER)
-        process = self.start(*arguments, env=env, stdin=stdin, wrapper=wrapper, python=python)
+        start = self.start if fresh or wrapper else partial(self.start, command=warm.launcher())
+        process = start(*arguments, env=env, stdin=stdin, wrapper=wrapper)
         out, err = process.communicate(input, timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out.decode(), err.decode())
 

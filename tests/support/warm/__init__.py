@@ -11,7 +11,7 @@ are tested.
     python()                                               # a command that stands in for sys.executable
     python("hvdgloo.tensorflow")                           # one that has imported this instead of torch
     python(*NUMPY)                                         # one for workers of one host that use numpy only
-    python(*LAUNCHER)                                      # one for ``-m hvdgloo.runner``, and for nothing else
+    launcher()                                             # a command that stands in for ``hvdgloo-run``
 """
 
 from __future__ import annotations
@@ -147,6 +147,11 @@ def python(*modules: str, **environ: str) -> str:
     It understands ``-u``, ``-c``, ``-m`` and a script, and passes SIGINT, SIGTERM and the like on.
     """
     return str(_folder(*modules, **environ) / "python")
+
+
+def launcher() -> list[str]:
+    """``hvdgloo-run``, as the beginning of a command: for launches that are only waited for."""
+    return [python(*LAUNCHER), "-m", "hvdgloo.runner"]
 
 
 class Process:
