@@ -49,6 +49,7 @@ def environment(*, horovod: bool) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path),
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
+        "JDK_JAVA_OPTIONS": support.JVM_OPTIONS,
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
 

@@ -29,6 +29,9 @@ LOCAL = "local[2]"
 CLUSTER = "local-cluster[2,1,1024]"
 """Two executors that are JVMs of their own, with one core each."""
 
+JVM_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+"""The JVM's compiler threads take from two cores more than they give in so short a life."""
+
 _SETTINGS = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -39,9 +42,8 @@ _SETTINGS = {
     "spark.sql.shuffle.partitions": "2",
     # What Spark would collect at most: results are not to go that way.
     "spark.driver.maxResultSize": "16m",
-    # The JVM's compiler threads take from two cores more than they give in so short a life.
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-    "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.driver.extraJavaOptions": JVM_OPTIONS,
+    "spark.executor.extraJavaOptions": JVM_OPTIONS,
 }
 
 DEFAULT_JVM = {"spark.driver.extraJavaOptions": "", "spark.executor.extraJavaOptions": ""}
@@ -157,7 +159,7 @@ class Standalone:
             "SPARK_LOG_DIR": str(folder / "logs"),
             "SPARK_WORKER_DIR": str(folder / "work"),
             "SPARK_LOCAL_IP": "127.0.0.1",
-            "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+            "SPARK_DAEMON_JAVA_OPTS": JVM_OPTIONS,
         }
         self._environ.pop("SPARK_NO_DAEMONIZE", None)
         gpus = folder / "gpus"
