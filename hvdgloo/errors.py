@@ -208,7 +208,13 @@ class DataError(HvdglooError, ValueError):
 
 
 class AuthenticationError(HvdglooError):
-    """A message's signature is absent or wrong: the peer does not know this job's secret, or bytes were changed."""
+    """A message's signature is absent or wrong: the peer does not know this job's secret, or bytes were changed.
+
+    Attributes:
+        restarted: the rendezvous server says that it is another run than the one that the message was for.
+    """
+
+    restarted: bool = False
 
 
 class RendezvousError(ConnectionError, HvdglooError):

@@ -268,9 +268,12 @@ class Membership:
                 try:
                     self._check_addresses(answer)
                     context = self._connect(answer, listener)
-                except (RendezvousRefusedError, AuthenticationError):
+                except RendezvousRefusedError:
                     raise
-                except (HorovodInternalError, RendezvousError) as error:
+                except (HorovodInternalError, RendezvousError, AuthenticationError) as error:
+                    # What the ranks say to each other while they connect is gone with a server that is restarted.
+                    if isinstance(error, AuthenticationError) and not error.restarted:
+                        raise
                     logger.info("epoch %d has not come about: %s", self._epoch, error)
                     why = _Why.of(error)
                     self._release_port()

@@ -291,9 +291,11 @@ class RendezvousClient:
             answer = self._answer(
                 method, target, body, deadline, patience=patience, repeat=True, patient=patient, outlive=outlive
             )
-            if follow and answer.status == 401 and answer.details.get("restarted") and time.monotonic() < deadline:
+            if follow and answer.status == 401 and answer.details.get("restarted"):
                 with self._hello_lock:
                     self._run = ""
+                if time.monotonic() >= deadline:
+                    raise self._timed_out(path, "it was restarted, and did not answer before the deadline")
                 time.sleep(_FIRST_PAUSE)
                 continue
             if answer.status != pending or time.monotonic() >= deadline - 0.001:
@@ -433,10 +435,11 @@ class RendezvousClient:
         route = target.partition("?")[0]
         where = f"rendezvous server {self.server}, {route}"
         if answer.status == 401:
-            hint = (
-                "" if answer.details.get("restarted") else f" ({self._secret_source} must hold the server's own secret)"
-            )
-            raise AuthenticationError(f"{where}: {answer.reason}{hint}")
+            restarted = bool(answer.details.get("restarted"))
+            hint = "" if restarted else f" ({self._secret_source} must hold the server's own secret)"
+            error = AuthenticationError(f"{where}: {answer.reason}{hint}")
+            error.restarted = restarted
+            raise error
         # What is refused before the signature could be read carries none itself; it can do no more than fail a call.
         if not answer.signed and (answer.status < 400 or answer.status in (allow, 404, 409, 504)):
             raise AuthenticationError(

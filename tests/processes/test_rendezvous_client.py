@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from hvdgloo.errors import (
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer, host_identity
 from hvdgloo.rendezvous import _wire as wire
 from hvdgloo.rendezvous._client.connection import HttpConnection
+from tests.support.launching import wait_for
 from tests.support.rendezvous import SECRET, RawClient, Task, info, unreachable_port
 
 
@@ -287,8 +289,31 @@ class TestRepetition:
             port = int(first.endpoint.rpartition(":")[2])
         with RendezvousServer(secret=SECRET, size=1, port=port) as second:
             assert second.endpoint == first.endpoint
-            with pytest.raises(AuthenticationError, match="it has been restarted since"):
+            with pytest.raises(AuthenticationError, match="it has been restarted since") as raised:
                 client.status()
+            assert raised.value.restarted
+
+    def test_a_server_that_was_started_again_and_a_deadline_that_is_over(
+        self, connect: Callable[[str], RendezvousClient], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Who waits for the server wherever it is may do so anew: nothing is wrong with the secret."""
+        with RendezvousServer(secret=SECRET, size=1) as first:
+            client = connect(first.endpoint)
+            client.status()
+            port = int(first.endpoint.rpartition(":")[2])
+        with RendezvousServer(secret=SECRET, size=1, port=port):
+            answer = client._answer
+
+            def late(*args: Any, **kwargs: Any) -> Any:
+                answered = answer(*args, **kwargs)
+                wait_for(lambda: time.monotonic() >= args[3])
+                return answered
+
+            monkeypatch.setattr(client, "_answer", late)
+            with pytest.raises(RendezvousTimeoutError, match="it was restarted, and did not answer"):
+                client.register(0, info(), timeout=0.5)
+            monkeypatch.undo()
+            assert client.register(0, info(), timeout=5)
 
 
 class TestConnections:
