@@ -11,6 +11,7 @@ import argparse
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -82,7 +83,12 @@ def run(targets: Sequence[str], jobs: int, make: Sequence[str]) -> int:
     finally:
         # Ctrl-C reaches all of them, and they end; what they have said is not lost.
         while running:
-            _show(_wait(running))
+            try:
+                part = _wait(running)
+            except ChildProcessError:  # the interrupt came just after it was collected, so how it ended is not known
+                _, part = running.popitem()
+                part.end(-signal.SIGINT, 0.0)
+            _show(part)
     print(f"{'=' * 20} {time.monotonic() - started:.0f} s")
     for part in sorted(ended, key=lambda part: targets.index(part.target)):
         print(part.line(), flush=True)

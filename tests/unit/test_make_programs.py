@@ -12,10 +12,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from tests.support import pythons
+from tests.support import pythons, side_by_side
 from tests.support.launching import wait_for
 from tests.support.pages import ROOT
 
@@ -179,4 +180,21 @@ class TestSideBySide:
         output, _ = process.communicate(timeout=40)
         assert process.returncode != 0
         assert "long begins" in output
+        assert "never" not in output
+
+    def test_ctrl_c_in_the_moment_in_which_a_target_is_collected(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        wait4 = os.wait4
+
+        def interrupted(*args: int) -> NoReturn:
+            monkeypatch.setattr(os, "wait4", wait4)
+            wait4(*args)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(os, "wait4", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            side_by_side.run(["said", "never"], 1, ["/bin/echo"])
+        output = capsys.readouterr().out
+        assert f"{'=' * 20} said\nsaid\nsaid " in output
         assert "never" not in output
