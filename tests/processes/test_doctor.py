@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import warm
 from tests.support.hosts import Bed, Host, HostSpec
 from tests.support.launching import Launcher, launcher_in, wait_for
 
@@ -81,9 +80,7 @@ class TestThisMachine:
 
 
 def doctor(host: Host, *arguments: str, status: int, cwd: str = "/") -> str:
-    # The stand-in is in a folder of this machine's /tmp.
-    command = RUN if host.plan.spec.private_tmp else warm.launcher()
-    done = host.run([*command, "doctor", *arguments], cwd=cwd)
+    done = host.run([*host.launcher(), "doctor", *arguments], cwd=cwd)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
@@ -179,7 +176,7 @@ class TestHosts:
         (tmp_path / "srun").chmod(0o755)
         path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
         slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "h[2-3]", "PATH": path}
-        done = bed["h1"].run([*warm.launcher(), "doctor"], cwd="/", env=slurm)
+        done = bed["h1"].run([*bed["h1"].launcher(), "doctor"], cwd="/", env=slurm)
         assert done.returncode == 0, done.stdout + done.stderr
         assert list(rows(done.stdout)) == ["host", "h2", "h3"]
 

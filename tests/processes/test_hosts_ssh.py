@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support import warm
 from tests.support.hosts import Bed, Host, HostSpec
 from tests.support.launching import wait_for
 
@@ -23,9 +22,7 @@ BASE_PYTHON = os.path.realpath(sys.executable)
 def launch(
     host: Host, *arguments: str, cwd: Path | str = "/tmp", env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    # The stand-in is in a folder of this machine's /tmp.
-    command = RUN if host.plan.spec.private_tmp else warm.launcher()
-    return host.run([*command, *arguments], cwd=cwd, env=env, timeout=50.0)
+    return host.run([*host.launcher(), *arguments], cwd=cwd, env=env, timeout=50.0)
 
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[str]:

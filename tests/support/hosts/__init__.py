@@ -39,6 +39,7 @@ from typing import IO, Any
 
 import psutil
 
+from tests.support import warm
 from tests.support.hosts.firewall import everything_to, opening_connections_to
 from tests.support.hosts.plan import HostPlan, HostSpec, Nic, Plan, as_data, make_plan
 from tests.support.launching import clean_environment, wait_for
@@ -114,6 +115,12 @@ class Host:
     def addresses(self) -> tuple[str, ...]:
         """All addresses at which some network reaches it."""
         return tuple(address for card in self.plan.cards for address in card.addresses)
+
+    def launcher(self) -> list[str]:
+        """``hvdgloo-run``, as the beginning of a command on this host: a warm one, if the host sees this machine's
+        /tmp, where the stand-in for it is.
+        """
+        return [sys.executable, "-m", "hvdgloo.runner"] if self.plan.spec.private_tmp else warm.launcher()
 
     def mac(self, nic: str) -> str:
         """A card's hardware address."""
