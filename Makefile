@@ -111,11 +111,11 @@ demo: $(READY_DEMO)
 demo-elastic: $(READY_DEMO)
 	$(BIN)/python examples/demo_elastic.py
 
-# A third pytest uses the two cores while ranks wait for each other, programs start and deadlines pass.
+# A third pytest uses the two cores while ranks wait for each other, and a fourth while programs start and deadlines pass.
 # torch meets every data plane here, numpy those that are left in test-pygloo.
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(TESTS_THREADS) -k "not (numpy and (gloo or segment or hierarchical or inline or tree))"
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(TESTS_PROCESSES)
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(TESTS_PROCESSES)
 
 test-all: test
 	$(MAKE) test-others
@@ -283,6 +283,7 @@ $(READY_SPARK): $(READY)
 	    $(SPARK) $(RAY) $(TENSORFLOW)
 	$(INSTALL) $(VENV_SPARK)/bin/python "tf_keras (2 MB to fetch)" --no-deps $(TF_KERAS)
 	$(INSTALL) $(VENV_SPARK)/bin/python "hvdgloo" --editable . --no-deps
+	@if $(HAS_JAVA); then $(VENV_SPARK)/bin/python -m tests.support.spark_archive || echo "Tests do without it."; fi
 	touch $@
 
 $(READY_SPARK35): setup.cfg setup.py Makefile

@@ -225,12 +225,12 @@ def list_slots(folder: Path, slots: int) -> None:
     (folder / "hosts.new").rename(folder / "hosts")
 
 
-def one_trial(number: int, folder: Path, chance: random.Random) -> Trial:
-    """Start a job, have some accidents, and see how it ends."""
+def one_trial(number: int, folder: Path, chance: random.Random, python: str = sys.executable) -> Trial:
+    """Start a job, have some accidents, and see how it ends; ``python`` runs its workers."""
     folder.mkdir(parents=True, exist_ok=True)
     with launcher_in(folder) as launcher:
         training = Training(launcher.folder)
-        process = _start(launcher)
+        process = _start(launcher, python)
         started = time.monotonic()
         accidents = Accidents(training, chance)
         happened = []
@@ -255,11 +255,13 @@ def one_trial(number: int, folder: Path, chance: random.Random) -> Trial:
         return Trial(number, tuple(happened), status, took, problem, _sentence(training))
 
 
-def one_trial_on_hosts(number: int, folder: Path, chance: random.Random, bed: Bed) -> Trial:
+def one_trial_on_hosts(
+    number: int, folder: Path, chance: random.Random, bed: Bed, python: str = sys.executable
+) -> Trial:
     """As ``one_trial``, on the hosts of a bed, whose networks are whole again afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
     training = Training(folder)
-    process = _start_on_hosts(bed, folder)
+    process = _start_on_hosts(bed, folder, python)
     started = time.monotonic()
     accidents, happened = HostAccidents(bed, chance), []
     try:
@@ -289,18 +291,18 @@ def one_trial_on_hosts(number: int, folder: Path, chance: random.Random, bed: Be
     return Trial(number, tuple(happened), status, took, problem, _sentence(training))
 
 
-def _start_on_hosts(bed: Bed, folder: Path) -> HostProcess:
+def _start_on_hosts(bed: Bed, folder: Path, python: str) -> HostProcess:
     (folder / "worker.py").write_text(PROGRAM)
     script = folder / "hosts.sh"
     script.write_text(f"#!/bin/sh\nprintf '%s:1\\n' {' '.join(HOSTS)}\n")
     script.chmod(0o755)
     sizes = ("-np", "1", "--min-np", "1", "--host-discovery-script", str(script))
-    command = [sys.executable, "-m", "hvdgloo.runner", *sizes, *HOSTS_FLAGS, sys.executable, "worker.py"]
+    command = [sys.executable, "-m", "hvdgloo.runner", *sizes, *HOSTS_FLAGS, python, "worker.py"]
     with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
         return bed[HOSTS[0]].popen(command, cwd=folder, env=ENVIRONMENT, stdout=out, stderr=err)
 
 
-def _start(launcher: Launcher) -> subprocess.Popen[bytes]:
+def _start(launcher: Launcher, python: str) -> subprocess.Popen[bytes]:
     folder = launcher.folder
     list_slots(folder, SLOTS)
     script = folder / "hosts.sh"
@@ -310,7 +312,7 @@ def _start(launcher: Launcher) -> subprocess.Popen[bytes]:
     sizes = ("-np", "1", "--min-np", "1", "--max-np", str(SLOTS))
     with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
         flags = ("--host-discovery-script", str(script))
-        return launcher.start(*sizes, *flags, *FLAGS, "worker.py", stdout=out, stderr=err, env=ENVIRONMENT)
+        return launcher.start(*sizes, *flags, *FLAGS, python, "worker.py", stdout=out, stderr=err, env=ENVIRONMENT)
 
 
 def _sentence(training: Training) -> str:

@@ -34,7 +34,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.support.hosts import Bed, Host, available
-from tests.support.hosts_job import STUBBORN, HostsJob, inner_pid, leftovers, occupied
+from tests.support.hosts_job import STUBBORN, STUBBORN_BECOMES, HostsJob, inner_pid, leftovers, occupied
 
 LIMIT, SILENCE_LIMIT = 5.0, 10.0
 SLOTS = 2
@@ -44,13 +44,13 @@ FLAGS = ("--grace-period", "1.5", "--start-timeout", "8")
 
 OFFSPRING = f"""
 import os, signal, subprocess, sys
-program = [sys.executable, "-S", "-c", {STUBBORN!r}]
+program = {STUBBORN!r}
 subprocess.Popen(program)
 subprocess.Popen(program, start_new_session=True)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        os.execv(sys.executable, program)
+        os.execvp(program[0], program)
     os._exit(0)
 os.wait()
 """
@@ -169,7 +169,7 @@ class Accidents:
     def _is_anything(self, process: psutil.Process) -> bool:
         # What happens to a worker's own children is up to the worker.
         command = process.cmdline()
-        return STUBBORN not in command and not (self._unwatched and _LAUNCHER in command)
+        return command not in (STUBBORN, STUBBORN_BECOMES) and not (self._unwatched and _LAUNCHER in command)
 
     def launcher(self) -> str | None:
         assert self._job.process is not None

@@ -13,6 +13,8 @@ collectives are documented where they are defined, once for all frameworks: ``hv
 
 from __future__ import annotations
 
+import atexit
+
 import numpy
 
 from hvdgloo.errors import MissingDependencyError
@@ -32,13 +34,17 @@ from hvdgloo._collectives.names import EAGER, OBJECTS, VALUES, bind
 from hvdgloo._job import process
 from hvdgloo.mxnet import (
     _optimizer,
+    _recording,
     compression,
     elastic,  # noqa: F401 - programs write hvd.elastic.run, and import only hvd
     functions,
     mpi_ops,
 )
 
-process.shut_down_first_at_exit()  # MXNet waits for gradients under way
+# Last in, first out: the job ends, so that no gradient waits for other ranks any more; then those under way end, and
+# then MXNet does.
+atexit.register(_recording.settle)
+process.shut_down_first_at_exit()
 
 __all__ = bind(
     globals(),

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, POINTER, c_int, c_void_p
 from typing import Any
 
-from mxnet.base import _LIB, MXCallbackList, NDArrayHandle, c_handle_array, check_call
-from mxnet.ndarray import NDArray
+from mxnet.base import _LIB, MXCallbackList, MXNetError, NDArrayHandle, c_handle_array, check_call
+from mxnet.ndarray import NDArray, waitall
 
 from hvdgloo.errors import HvdglooError
 from hvdgloo.mxnet._shapes import numpy_shapes
@@ -63,6 +63,22 @@ def record(inputs: Sequence[Any], outputs: Sequence[Any], rule: Rule) -> None:
 def failure_behind(error: Exception) -> HvdglooError | None:
     """What a rule raised, if that is why MXNet raised ``error``. MXNet passes on only that something failed."""
     return _last_failure if _MARK in str(error) else None
+
+
+def settle() -> None:
+    """Wait until MXNet has computed all that the program has asked for, rules among it.
+
+    The program's end is the time for it: MXNet skips what it has not begun when it ends itself, and if that is what
+    would report the end of a rule, it waits for the report forever.
+
+    Raises:
+        MXNetError: something failed that is no rule; what rules raised has been logged.
+    """
+    try:
+        waitall()
+    except MXNetError as error:
+        if failure_behind(error) is None:
+            raise
 
 
 def _on_backward(outputs: int, inputs: int, handles: Any, requests: Any, is_train: int, number: int) -> bool:

@@ -264,7 +264,7 @@ class RendezvousClient:
         self,
         method: str,
         path: str,
-        body: bytes,
+        body: bytes | Callable[[], bytes],
         timeout: float,
         *,
         pending: int,
@@ -275,6 +275,7 @@ class RendezvousClient:
         """A call that the server holds back until there is something to answer.
 
         Args:
+            body: what is sent, or what makes it anew each time.
             follow: once the server has been there, wait for it until the deadline, and repeat the call to another one
                 in its place that has the same secret.
             outlive: also if the server says that it is being stopped.
@@ -314,7 +315,7 @@ class RendezvousClient:
         self,
         method: str,
         target: str,
-        body: bytes,
+        body: bytes | Callable[[], bytes],
         deadline: float,
         *,
         patience: float,
@@ -324,7 +325,8 @@ class RendezvousClient:
     ) -> _Answer:
         def exchange() -> _Answer:
             run = self._run_id(deadline, patient=patient)
-            return self._exchange(method, target, body, run, deadline, patience, patient=patient)
+            content = body() if callable(body) else body
+            return self._exchange(method, target, content, run, deadline, patience, patient=patient)
 
         return self._repeated(exchange, target, deadline, repeat=repeat, outlive=outlive)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -166,17 +166,29 @@ class ElasticClient:
         deadline = time.monotonic() + timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
-            body = elastic.LISTEN.encode(elastic.Listen(self.worker, since, self._place))
-            news = elastic.NEWS.decode(self._wait("/v1/elastic/news", body, left).body)
+            answer = self._wait(
+                "/v1/elastic/news",
+                lambda: elastic.LISTEN.encode(elastic.Listen(self.worker, since, self._place)),
+                left,
+            )
+            news = elastic.NEWS.decode(answer.body)
             if news.number != since or time.monotonic() >= deadline - 0.001:
                 return news
 
     def _report(self, what: What, epoch: int, timeout: float) -> None:
-        body = elastic.REPORT.encode(elastic.Report(self.worker, what, epoch, self._place))
-        self._wait("/v1/elastic/reports", body, timeout)
+        self._wait(
+            "/v1/elastic/reports",
+            lambda: elastic.REPORT.encode(elastic.Report(self.worker, what, epoch, self._place)),
+            timeout,
+        )
 
-    def _wait(self, route: str, body: bytes, timeout: float) -> _Answer:
-        """The answer of the server, or of another that is started in its place."""
+    def _wait(self, route: str, body: bytes | Callable[[], bytes], timeout: float) -> _Answer:
+        """The answer of the server, or of another that is started in its place.
+
+        Args:
+            body: made anew each time if it says where the worker is: another server is to hear where that is now, and
+                not where it was at first.
+        """
         return self._client._wait("POST", route, body, timeout, pending=202, follow=True, outlive=True)
 
 

@@ -98,6 +98,12 @@ class Crew:
         self.seat(worker)
         return True
 
+    def forget(self) -> None:
+        """Know nothing any more of the epoch that a server before this one has formed, nor of its members."""
+        for worker in self.members():
+            del self.workers[worker.id]
+        self.roster, self.is_recalled = NOBODY, False
+
     def is_free(self, rank: int | None) -> bool:
         """Whether nobody has been heard of yet who has this rank."""
         return rank is not None and rank < self.roster.size and self.roster.seats[rank] == UNHEARD

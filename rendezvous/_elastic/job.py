@@ -272,6 +272,7 @@ class ElasticJob:
     # What has happened.
 
     def _registered(self, event: Registered) -> None:
+        self._forget_before(event.after)
         worker = self._crew.workers.get(event.worker)
         if worker is None and self.rules.launched:
             self._out.append(Dismissed(event.worker, Fate.REMOVED, "the job does not know this worker any more"))
@@ -316,6 +317,7 @@ class ElasticJob:
 
     def _recalled(self, event: Recalled) -> None:
         """A worker is in an epoch. If this server does not know, a server before it did."""
+        self._forget_before(event.epoch)
         if self.rules.launched or event.worker in self._crew.workers or not self._crew.recall(event):
             return
         self._has_state = self._has_state or event.synced
@@ -326,6 +328,17 @@ class ElasticJob:
             self._patience = math.inf
             self._go(P.RUNNING)
             self._welcome_arrived()
+
+    def _forget_before(self, epoch: int) -> None:
+        """A worker knows of an epoch. If this server was told of an earlier one, by somebody without whom the others
+        have gone on, that one is over. Who was in it is a newcomer when it comes back.
+        """
+        if self._crew.is_recalled and epoch > self.roster.epoch:
+            self._crew.forget()
+            if self.phase is P.RUNNING:
+                self._go(P.DRAINING)
+            if self.phase is P.DRAINING:
+                self._go(P.WAITING)
 
     def _returned(self, worker: Worker, event: Registered) -> None:
         worker.serial, worker.digest = event.serial, event.digest

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from hvdgloo._platform.imports import collector_paused
@@ -47,7 +47,13 @@ class Module:
 
     name: str
     path: Path
-    tree: ast.Module
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """Parsed when it is first wanted: many rules look at a part of all modules."""
+        with collector_paused():
+            return ast.parse(self.text, str(self.path))
 
     @property
     def place(self) -> str:
@@ -57,17 +63,13 @@ class Module:
 @cache
 def library() -> dict[str, Module]:
     """Every module that is installed, by name."""
-    with collector_paused():
-        return {
-            module.name: module for folder, package in LIBRARY.items() for module in _modules(ROOT / folder, package)
-        }
+    return {module.name: module for folder, package in LIBRARY.items() for module in _modules(ROOT / folder, package)}
 
 
 @cache
 def everything() -> tuple[Module, ...]:
     """Every Python file of the project, tests included."""
-    with collector_paused():
-        others = [module for folder in OTHERS for module in _modules(ROOT / folder, folder)]
+    others = [module for folder in OTHERS for module in _modules(ROOT / folder, folder)]
     return (*library().values(), *others)
 
 
@@ -140,7 +142,7 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 def parse(name: str, text: str) -> Module:
     """A module out of a text, for showing that a rule can be broken."""
-    return Module(name, ROOT / "example.py", ast.parse(text))
+    return Module(name, ROOT / "example.py", text)
 
 
 def _absolute(module: Module, node: ast.ImportFrom) -> str:
@@ -157,7 +159,7 @@ def _modules(folder: Path, package: str) -> Iterator[Module]:
         if path.suffix == ".py":
             inner = path.relative_to(folder).with_suffix("").parts
             name = ".".join((package, *(inner[:-1] if inner[-1] == "__init__" else inner)))
-            yield Module(name, path, ast.parse(path.read_text(encoding="utf-8"), str(path)))
+            yield Module(name, path, path.read_text(encoding="utf-8"))
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -338,7 +338,7 @@ def test_a_message_that_two_modules_compare_is_found() -> None:
     said = sentences([parse("hvdgloo.x", f"raise ValueError(f'{{x}}: {text}\\n{{y}}')")])
     assert said == {f": {text}"}
     one = parse("tests.one", f"assert 'oh: {text}' in x")
-    other = Module("tests.other", ROOT / "other.py", parse("tests.other", f"match(r'{{1}}: {text}')").tree)
+    other = Module("tests.other", ROOT / "other.py", f"match(r'{{1}}: {text}')")
     assert compared(said, [one]) == {f": {text}": {one.place}}
     assert compared(said, [one, other]) == {f": {text}": {one.place, other.place}}
 

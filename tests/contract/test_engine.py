@@ -22,6 +22,7 @@ from hvdgloo.errors import (
     WaitTimeoutError,
 )
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+from tests.support.arrays import assert_close, assert_same
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
@@ -93,8 +94,8 @@ def test_allreduce_combines_elements(world: MakeWorld, size: int, op: ReduceOp) 
 
     def rank(ctx: Context) -> None:
         before = inputs[ctx.rank].copy()
-        np.testing.assert_allclose(result(allreduce(ctx, "x", inputs[ctx.rank], op=op)), expected, rtol=1e-12)
-        np.testing.assert_array_equal(inputs[ctx.rank], before)  # inputs are never written
+        assert_close(result(allreduce(ctx, "x", inputs[ctx.rank], op=op)), expected, rtol=1e-12)
+        assert_same(inputs[ctx.rank], before)  # inputs are never written
 
     world(size).run(rank)
 
@@ -106,7 +107,7 @@ def test_allreduce_takes_every_dtype(world: MakeWorld, dtype: DType, op: ReduceO
         values = np.array([1, 2, 3]) + ctx.rank
         expected = np.array([1, 2, 3]) * SIZE + 3 if op is ReduceOp.SUM else np.array([3, 4, 5])
         out = result(allreduce(ctx, "x", to_memory(values, dtype), dtype=dtype, op=op))
-        np.testing.assert_array_equal(from_memory(out, dtype), expected)
+        assert_same(from_memory(out, dtype), expected)
 
     world(SIZE).run(rank)
 
@@ -123,9 +124,9 @@ def test_unsigned_numbers_are_not_taken_for_negative_ones(
             kind = dtype.numpy_dtype.type
             arrays = [np.tile(np.array([1 + r, ~kind(5 * r)], kind), count // 2) for r in range(SIZE)]
             out = result(allreduce(ctx, f"x{count}", arrays[ctx.rank], op=op))
-            np.testing.assert_array_equal(out, combine.reduce(arrays, dtype=kind))
+            assert_same(out, combine.reduce(arrays, dtype=kind))
             average = result(allreduce(ctx, f"average{count}", arrays[0], op=ReduceOp.MAX, postscale=0.25))
-            np.testing.assert_array_equal(average, arrays[0] // 4)
+            assert_same(average, arrays[0] // 4)
 
     world(SIZE).run(rank)
 
@@ -182,7 +183,7 @@ def test_scale_factors_apply_before_and_after(world: MakeWorld, dtype: DType) ->
     def rank(ctx: Context) -> None:
         values = to_memory(np.array([2.0, 4.0]), dtype)
         out = result(allreduce(ctx, "x", values, dtype=dtype, op=ReduceOp.SUM, prescale=0.5, postscale=3.0))
-        np.testing.assert_array_equal(from_memory(out, dtype), [2 * 0.5 * SIZE * 3, 4 * 0.5 * SIZE * 3])
+        assert_same(from_memory(out, dtype), [2 * 0.5 * SIZE * 3, 4 * 0.5 * SIZE * 3])
 
     world(SIZE).run(rank)
 
@@ -201,9 +202,9 @@ def test_allreduce_in_place(world: MakeWorld) -> None:
 def test_odd_shapes(world: MakeWorld, shape: tuple[int, ...]) -> None:
     def rank(ctx: Context) -> None:
         out = result(allreduce(ctx, "r", np.ones(shape, np.float32)))
-        np.testing.assert_array_equal(out, np.full(shape, SIZE, np.float32))
+        assert_same(out, np.full(shape, SIZE, np.float32))
         out = result(broadcast(ctx, "b", np.full(shape, float(ctx.rank)), 1))
-        np.testing.assert_array_equal(out, np.ones(shape))
+        assert_same(out, np.ones(shape))
 
     world(SIZE).run(rank)
 
@@ -213,7 +214,7 @@ def test_a_group_is_one_operation_of_many_tensors(world: MakeWorld) -> None:
         arrays = [np.full(n, ctx.rank + n, dtype) for n, dtype in ((1, "f4"), (5, "f8"), (0, "f4"), (3, "f4"))]
         handle = allreduce(ctx, "group", *arrays)
         for index, array in enumerate(arrays):
-            np.testing.assert_array_equal(result(handle, index), np.full_like(array, SIZE * array.size + 3))
+            assert_same(result(handle, index), np.full_like(array, SIZE * array.size + 3))
 
     world(SIZE).run(rank)
 
@@ -224,7 +225,7 @@ def test_allgather_concatenates_unequal_rows(world: MakeWorld, rows: tuple[int, 
 
     def rank(ctx: Context) -> None:
         out = result(allgather(ctx, "x", blocks[ctx.rank]))
-        np.testing.assert_array_equal(out, np.concatenate(blocks))
+        assert_same(out, np.concatenate(blocks))
 
     world(SIZE).run(rank)
 
@@ -236,7 +237,7 @@ def test_allgathers_are_fused_and_taken_apart_again(world: MakeWorld) -> None:
     def rank(ctx: Context) -> None:
         handles = [allgather(ctx, f"x{i}", block(ctx.rank, i)) for i in range(12)]
         for i, handle in enumerate(handles):
-            np.testing.assert_array_equal(result(handle), np.concatenate([block(r, i) for r in range(SIZE)]))
+            assert_same(result(handle), np.concatenate([block(r, i) for r in range(SIZE)]))
 
     world(SIZE).run(rank)
 
@@ -246,7 +247,7 @@ def test_allgathers_are_fused_and_taken_apart_again(world: MakeWorld) -> None:
 def test_broadcast_from_every_root(world: MakeWorld, root: int, dtype: DType) -> None:
     def rank(ctx: Context) -> None:
         out = result(broadcast(ctx, "x", np.full(4, ctx.rank, dtype.numpy_dtype), root, dtype))
-        np.testing.assert_array_equal(out, np.full(4, root, dtype.numpy_dtype))
+        assert_same(out, np.full(4, root, dtype.numpy_dtype))
 
     world(SIZE).run(rank)
 
@@ -274,7 +275,7 @@ def test_any_order_of_submission(world: MakeWorld) -> None:
         order = np.random.default_rng(ctx.rank).permutation(len(names))
         handles = {i: allreduce(ctx, names[i], np.full(i + 1, float(i))) for i in order}
         for i, handle in handles.items():
-            np.testing.assert_array_equal(result(handle), np.full(i + 1, float(i * SIZE)))
+            assert_same(result(handle), np.full(i + 1, float(i * SIZE)))
 
     world(SIZE).run(rank)
 
@@ -295,7 +296,7 @@ def test_results_do_not_depend_on_fusion(world: MakeWorld, threshold: int) -> No
     def rank(ctx: Context) -> None:
         handles = [allreduce(ctx, f"t{i}", np.arange(i, dtype=np.float32) + ctx.rank) for i in range(30)]
         for i, handle in enumerate(handles):
-            np.testing.assert_array_equal(result(handle), np.arange(i, dtype=np.float32) * SIZE + 3)
+            assert_same(result(handle), np.arange(i, dtype=np.float32) * SIZE + 3)
 
     world(SIZE, fusion_threshold=threshold).run(rank)
 

@@ -15,6 +15,7 @@ from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+from tests.support.arrays import assert_close
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
@@ -191,7 +192,7 @@ class TestJoin:
             if ctx.rank > 0:
                 for _ in range(3):
                     output = result(allreduce(ctx, "x", np.full(count, ctx.rank + 1.0), op=op))
-                    np.testing.assert_allclose(output, expected)
+                    assert_close(output, expected)
                 ctx.engine.submit(Request("barrier", Collective.BARRIER)).wait(10)
             joined = ctx.engine.submit(Request("join", Collective.JOIN))
             joined.wait(10)
@@ -328,7 +329,7 @@ class TestAdasum:
 
         def rank(ctx: Context) -> None:
             output = result(allreduce(ctx, "x", inputs[ctx.rank].copy(), op=ReduceOp.ADASUM))
-            np.testing.assert_allclose(output, expected, rtol=1e-10, atol=1e-12)
+            assert_close(output, expected, rtol=1e-10, atol=1e-12)
 
         world(size).run(rank)
 
@@ -342,7 +343,7 @@ class TestAdasum:
             request = Request("g", Collective.ALLREDUCE, specs, op=ReduceOp.ADASUM)
             handle = ctx.engine.submit(request, buffers, outputs)
             for i in range(4):
-                np.testing.assert_allclose(result(handle, i), self.reference([inputs[r][i] for r in range(SIZE)]))
+                assert_close(result(handle, i), self.reference([inputs[r][i] for r in range(SIZE)]))
 
         world(SIZE).run(rank)
 
@@ -352,9 +353,9 @@ class TestAdasum:
             axis = np.zeros(8)
             axis[ctx.rank] = 2.0
             added = result(allreduce(ctx, "orthogonal", axis, op=ReduceOp.ADASUM))
-            np.testing.assert_allclose(added, [2.0] * size + [0.0] * (8 - size))
+            assert_close(added, [2.0] * size + [0.0] * (8 - size))
             same = np.arange(8.0)
-            np.testing.assert_allclose(result(allreduce(ctx, "parallel", same, op=ReduceOp.ADASUM)), same)
+            assert_close(result(allreduce(ctx, "parallel", same, op=ReduceOp.ADASUM)), same)
             zeros = result(allreduce(ctx, "zero", np.zeros(3), op=ReduceOp.ADASUM))
             assert zeros.tolist() == [0.0, 0.0, 0.0]
 
@@ -371,7 +372,7 @@ class TestAdasum:
             output = result(allreduce(ctx, "x", array, dtype, op=ReduceOp.ADASUM))
             output = widen_bfloat16(output) if bfloat16 else output
             tolerance = {DType.FLOAT32: 1e-6, DType.FLOAT16: 5e-3, DType.BFLOAT16: 4e-2}[dtype]
-            np.testing.assert_allclose(output, expected, rtol=tolerance, atol=tolerance)
+            assert_close(output, expected, rtol=tolerance, atol=tolerance)
 
         world(SIZE).run(rank)
 

@@ -23,6 +23,7 @@ from hvdgloo.errors import (
     NotInitializedError,
 )
 from hvdgloo.types import DType, ReduceOp, TensorSpec
+from tests.support.arrays import assert_close
 from tests.support.frameworks import Framework
 from tests.support.world import World
 
@@ -55,7 +56,7 @@ def same(framework: Framework, tensor: Any, expected: Any, dtype: DType) -> None
     actual = framework.array(tensor)
     assert actual.shape == np.shape(expected)
     tolerance = {DType.FLOAT16: 1e-3, DType.BFLOAT16: 1e-2}.get(dtype, 1e-6)
-    np.testing.assert_allclose(actual.astype(np.float64), expected, rtol=tolerance)
+    assert_close(actual.astype(np.float64), expected, rtol=tolerance)
 
 
 # allreduce ------------------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ def test_allreduce_combines_elements(world: MakeWorld, framework: Framework, op:
 def test_allreduce_averages_by_default(world: MakeWorld, framework: Framework) -> None:
     def rank_body(context: Context) -> None:
         result = framework.frontend(context).allreduce(framework.float64([context.rank, 3.0]))
-        np.testing.assert_allclose(framework.array(result), [(SIZE - 1) / 2, 3.0])
+        assert_close(framework.array(result), [(SIZE - 1) / 2, 3.0])
 
     world(SIZE).run(rank_body)
 

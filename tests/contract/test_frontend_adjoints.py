@@ -17,6 +17,7 @@ from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import Collective, ReduceOp
+from tests.support.arrays import assert_close
 from tests.support.frameworks import Framework
 from tests.support.world import World
 
@@ -92,7 +93,7 @@ def test_allreduce(world: MakeWorld, framework: Framework, op: ReduceOp) -> None
         operation = CollectiveSpec(Collective.ALLREDUCE, op)
         rank = context.rank
         (result,) = gradients_of(framework, context, operation, [INPUTS[rank]], [GRADIENTS[rank]])
-        np.testing.assert_allclose(result, EXPECTED[op](rank))
+        assert_close(result, EXPECTED[op](rank))
 
     world(SIZE).run(rank_body)
 
@@ -105,7 +106,7 @@ def test_factors_are_part_of_the_gradient(world: MakeWorld, framework: Framework
         operation = CollectiveSpec(Collective.ALLREDUCE, op, prescale=0.5, postscale=3.0)
         rank = context.rank
         (result,) = gradients_of(framework, context, operation, [INPUTS[rank]], [GRADIENTS[rank]])
-        np.testing.assert_allclose(result, EXPECTED[op](rank) * factor)
+        assert_close(result, EXPECTED[op](rank) * factor)
 
     world(SIZE).run(rank_body)
 
@@ -127,8 +128,8 @@ def test_groups(world: MakeWorld, framework: Framework, op: ReduceOp) -> None:
         inputs = [INPUTS[rank], INPUTS[rank][:2].reshape(2, 1)]
         gradients = [GRADIENTS[rank], GRADIENTS[rank][:2].reshape(2, 1)]
         first, second = gradients_of(framework, context, operation, inputs, gradients)
-        np.testing.assert_allclose(first, EXPECTED[op](rank))
-        np.testing.assert_allclose(second, EXPECTED[op](rank)[:2].reshape(2, 1))
+        assert_close(first, EXPECTED[op](rank))
+        assert_close(second, EXPECTED[op](rank)[:2].reshape(2, 1))
 
     world(SIZE).run(rank_body)
 
@@ -145,7 +146,7 @@ def test_allgather_averages_and_takes_its_own_rows(
         own = np.ones((rows[context.rank], 2))
         operation = CollectiveSpec(Collective.ALLGATHER)
         (result,) = gradients_of(framework, context, operation, [own], [by_rank[context.rank]])
-        np.testing.assert_allclose(result, by_rank.mean(axis=0)[first : first + rows[context.rank]])
+        assert_close(result, by_rank.mean(axis=0)[first : first + rows[context.rank]])
 
     world(SIZE).run(rank_body)
 
@@ -159,6 +160,6 @@ def test_broadcast_averages_to_the_root(world: MakeWorld, framework: Framework, 
         (result,) = gradients_of(framework, context, operation, [INPUTS[context.rank]], [gradient])
         expected = GRADIENTS.mean(axis=0) if context.rank == root else np.zeros(4)
         expected[0] = np.inf if context.rank == root else 0.0
-        np.testing.assert_allclose(result, expected)
+        assert_close(result, expected)
 
     world(SIZE).run(rank_body)

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hvdgloo._job.context import Context
 from hvdgloo._training.reducer import GradientReducer
 from hvdgloo.errors import GradientsInFlightError, HorovodInternalError, InvalidArgumentError
 from hvdgloo.types import DType, ReduceOp
+from tests.support.arrays import assert_close
 from tests.support.frameworks import Framework
 from tests.support.world import World
 
@@ -127,7 +127,7 @@ def test_predivision_keeps_float16_sums_finite(world: MakeWorld, framework: Fram
         # Three times 40,000 overflows float16; divided by 4 before the sum, it does not.
         reducer = GradientReducer(frontend, predivide_factor=4.0)
         reducer.ready("w", framework.writable(framework.tensor([40_000.0, 8.0], DType.FLOAT16)))
-        np.testing.assert_allclose(framework.array(reducer.wait()["w"]), [40_000, 8], rtol=1e-3)
+        assert_close(framework.array(reducer.wait()["w"]), [40_000, 8], rtol=1e-3)
 
     world(SIZE).run(rank_body)
 

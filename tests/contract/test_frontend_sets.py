@@ -15,6 +15,7 @@ from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.types import DType, ReduceOp
+from tests.support.arrays import assert_close, assert_same
 from tests.support.frameworks import Framework
 from tests.support.world import World
 
@@ -115,7 +116,7 @@ class TestAlltoall:
             received = framework.frontend(context).alltoall(tensor)
             own = np.arange(6.0)[2 * context.rank : 2 * context.rank + 2]
             expected = np.concatenate([own + 10 * source for source in range(SIZE)]).reshape(-1, 1)
-            np.testing.assert_array_equal(framework.array(received), expected)
+            assert_same(framework.array(received), expected)
 
         world(SIZE).run(rank_body)
 
@@ -127,7 +128,7 @@ class TestAlltoall:
             received = framework.frontend(context).alltoall(framework.tensor(np.arange(SIZE) + context.rank, dtype))
             assert framework.adapter.describe(received).dtype is dtype
             expected = (np.arange(SIZE) + context.rank).astype(bool if dtype is DType.BOOL else float)
-            np.testing.assert_array_equal(framework.array(received), expected)
+            assert_same(framework.array(received), expected)
 
         world(SIZE).run(rank_body)
 
@@ -147,13 +148,13 @@ class TestAlltoall:
                 rows = np.arange(7.0) + 10 * source
                 shares = {0: rows[:source], 1: rows[:0], 2: rows[source : source + 2]}
                 pieces.append(shares[context.rank])
-            np.testing.assert_array_equal(framework.array(received), np.concatenate(pieces))
+            assert_same(framework.array(received), np.concatenate(pieces))
             assert framework.adapter.describe(counts).dtype is DType.INT32
             assert framework.array(counts).tolist() == [len(piece) for piece in pieces]
             pair = frontend.synchronize(frontend.alltoall_async(tensor, splits=splits))
             assert isinstance(pair, tuple)
             again, numbers = pair
-            np.testing.assert_array_equal(framework.array(again), np.concatenate(pieces))
+            assert_same(framework.array(again), np.concatenate(pieces))
             assert framework.array(numbers).tolist() == [len(piece) for piece in pieces]
 
         world(SIZE).run(rank_body)
@@ -197,7 +198,7 @@ class TestReducescatter:
                 result = framework.frontend(context).reducescatter(tensor, op=op)
                 assert framework.adapter.describe(result).dtype is dtype
                 expected = np.array_split((np.arange(SIZE + 1) + (SIZE - 1) / 2) * factor, SIZE)[context.rank]
-                np.testing.assert_array_equal(framework.array(result).astype(float), expected)
+                assert_same(framework.array(result).astype(float), expected)
 
         world(SIZE).run(rank_body)
 
@@ -211,14 +212,14 @@ class TestReducescatter:
             frontend = framework.frontend(context)
             tensor = framework.float64(np.arange(2.0 * rows).reshape(rows, 2) + context.rank)
             result = frontend.reducescatter(tensor, op=op)
-            np.testing.assert_allclose(framework.array(result), expected[context.rank])
+            assert_close(framework.array(result), expected[context.rank])
             later = frontend.synchronize(frontend.reducescatter_async(tensor, op=op, prescale_factor=2.0))
-            np.testing.assert_allclose(framework.array(later), 2 * expected[context.rank])
+            assert_close(framework.array(later), 2 * expected[context.rank])
             group = frontend.grouped_reducescatter([tensor, tensor], op=op, postscale_factor=0.5)
             for member in group:
-                np.testing.assert_allclose(framework.array(member), expected[context.rank] / 2)
+                assert_close(framework.array(member), expected[context.rank] / 2)
             group = frontend.synchronize(frontend.grouped_reducescatter_async([tensor], op=op))
-            np.testing.assert_allclose(framework.array(group[0]), expected[context.rank])
+            assert_close(framework.array(group[0]), expected[context.rank])
 
         world(SIZE).run(rank_body)
 
@@ -260,7 +261,7 @@ def test_adasum_is_an_op_of_allreduce(world: MakeWorld, framework: Framework) ->
         axis = np.zeros(4)
         axis[context.rank] = 1.0
         result = frontend.allreduce(framework.float64(axis), op=ReduceOp.ADASUM)
-        np.testing.assert_allclose(framework.array(result), [1.0, 1.0, 1.0, 0.0])
+        assert_close(framework.array(result), [1.0, 1.0, 1.0, 0.0])
         with pytest.raises(InvalidArgumentError, match="Adasum is defined for floating-point tensors"):
             frontend.allreduce(framework.tensor([1, 2], DType.INT64), op=ReduceOp.ADASUM)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support import warm
 from tests.support.elastic_launch import Job
 from tests.support.elastic_program import DEADLINE, TRAIN, Said
 from tests.support.launching import launcher_in, wait_for
@@ -55,7 +56,7 @@ PROGRAM = (
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     with launcher_in(tmp_path) as launcher:
-        yield Job(launcher)
+        yield Job(launcher, warm.python(*warm.NUMPY))
 
 
 def together(job: Job, dead: int) -> list[Said]:

@@ -299,11 +299,14 @@ def test_another_pod_of_the_same_name_has_a_clean_record(job: Job) -> None:
     pod.write_text("first")
     agent = f"unshare --uts sh -c 'hostname $(cat {pod})-$0; exec {{shell}}' {{host}}"
     flags = ["-H", "a:1,b:1", "--agent-command", agent, "--blacklist-cooldown-range", "1", "60"]
-    job.start("-np", "2", "--min-np", "1", *flags, fresh=True)  # the parent of b's worker is b's agent
+    # Workers of different hosts use Gloo, which is torch's.
+    launcher = psutil.Process(job.start("-np", "2", "--min-np", "1", *flags, warm.python(), fresh=True).pid)
     for number, name in enumerate(["first", "second", "third"], 1):
         there = {member.worker.partition("/")[0]: member for member in job.members(number, 2)}
         pod.write_text(name)
-        psutil.Process(there["b"].pid).parent().kill()
+        # The only two agents that there are: a's is the older one.
+        agents = [child for child in launcher.children() if child.status() != psutil.STATUS_ZOMBIE]
+        max(agents, key=lambda agent: (agent.create_time(), agent.pid)).kill()
         (alone,) = job.members(number, 1)
         assert alone.pid == there["a"].pid
     job.finish()

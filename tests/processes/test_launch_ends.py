@@ -29,7 +29,8 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 STAY = """
 import os, signal, sys, time
-open(f"ready{os.environ['RANK']}", "w").write(str(os.getpid()))
+with open(f"ready{os.environ['RANK']}", "w") as file:  # a handler's SystemExit is lost where nobody closes the file
+    file.write(str(os.getpid()))
 time.sleep(120)
 """
 
@@ -38,15 +39,14 @@ time.sleep(120)
 FERTILE = """
 import os, subprocess, sys, time
 rank = os.environ["RANK"]
-stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
-sleep = [sys.executable, "-S", "-c", stubborn]
+sleep = ["sh", "-c", "trap '' TERM; exec sleep 120"]
 subprocess.Popen(sleep)
 subprocess.Popen(sleep, start_new_session=True)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         mark = {k: v for k, v in os.environ.items() if k == "HVDGLOO_TEST_MARK"}
-        os.execve(sys.executable, sleep, mark)
+        os.execvpe(sleep[0], sleep, mark)
     os._exit(0)
 os.wait()
 open(f"ready{rank}", "w").write("1")
@@ -162,7 +162,8 @@ def test_workers_get_the_grace_period_after_a_failure_and_no_more(launcher: Laun
         def save(*_):
             time.sleep(0.5); open(f"saved{rank}", "w").write("1"); sys.exit(0)
         signal.signal(signal.SIGTERM, save if rank == "1" else signal.SIG_IGN)
-        open(f"ready{rank}", "w").write("1")
+        with open(f"ready{rank}", "w") as file:
+            file.write("1")
         if rank == "0":
             while not (os.path.exists("ready1") and os.path.exists("ready2")): time.sleep(0.01)
             sys.exit(3)
@@ -180,7 +181,8 @@ CHECKPOINT = """
 import os, signal, sys, time
 rank = os.environ["RANK"]
 try:
-    open(f"ready{rank}", "w").write("1")
+    with open(f"ready{rank}", "w") as file:
+        file.write("1")
     while True: time.sleep(0.1)
 except KeyboardInterrupt:
     with open(f"interrupts{rank}", "a") as f: f.write("i")

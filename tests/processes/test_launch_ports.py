@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import sys
 import time
@@ -47,8 +48,9 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 @pytest.fixture
 def free_range() -> str:
-    """Three ports of this machine that are free now."""
-    for first in range(21000, 29000, 7):
+    """Three ports of this machine that are free now, and hardly those that another process of pytest has found."""
+    firsts = range(21000, 29000, 7)
+    for first in random.sample(firsts, len(firsts)):
         try:
             for port in range(first, first + 3):
                 socket.create_server(("127.0.0.1", port)).close()

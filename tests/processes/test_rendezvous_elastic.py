@@ -38,6 +38,20 @@ def workers(server: RendezvousServer) -> Iterator[Workers]:
         yield Workers(server.endpoint, stack)
 
 
+@pytest.fixture
+def port() -> int:
+    """Where a server can be, and another one after it."""
+    with hold_free_port() as hold:
+        return hold.port
+
+
+def listen(server: RendezvousServer, workers: Workers, *ids: str) -> list[Task[elastic.News]]:
+    """They wait for news, of which there has been none."""
+    tasks = [Task(lambda id=id: workers[id].news(0, timeout=60)) for id in ids]
+    until(lambda: server.status()["store"]["waiting_requests"] == len(ids), "all to listen")
+    return tasks
+
+
 def test_workers_come_go_and_return(workers: Workers) -> None:
     first = workers.place("a", "b")
     assert sorted(placement.rank for placement in first) == [0, 1]
@@ -103,9 +117,7 @@ def test_who_comes_back_after_another_has_finished_is_told_so(workers: Workers) 
     assert (error.fate, "has finished its training" in str(error)) == ("over", True)
 
 
-def test_a_server_that_is_restarted_while_they_train() -> None:
-    with hold_free_port() as hold:
-        port = hold.port
+def test_a_server_that_is_restarted_while_they_train(port: int) -> None:
     with ExitStack() as stack:
         with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES), port=port) as server:
             workers = Workers(server.endpoint, stack)
@@ -118,17 +130,14 @@ def test_a_server_that_is_restarted_while_they_train() -> None:
     assert len(first) == 2
 
 
-def test_a_server_that_is_restarted_hears_of_those_in_training_before_it_forms_anything() -> None:
+def test_a_server_that_is_restarted_hears_of_those_in_training_before_it_forms_anything(port: int) -> None:
     """Newcomers that would be enough for a job of their own join the one that there is: no split brain."""
-    with hold_free_port() as hold:
-        port = hold.port
     with ExitStack() as stack:
         with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES), port=port) as server:
             workers = Workers(server.endpoint, stack)
             workers.place("a", "b")
             workers.train("a", "b", epoch=0)
-            listening = {id: Task(lambda id=id: workers[id].news(0, timeout=60)) for id in ("a", "b")}
-            until(lambda: server.status()["store"]["waiting_requests"] == 2, "both to listen")
+            listening = listen(server, workers, "a", "b")
         epochs = ElasticEpochs(RULES, hold=20.0)
         with RendezvousServer(secret=SECRET, elastic=epochs, port=port) as server:
             newcomers = [workers.ask(id, ready=False) for id in ("c", "d")]
@@ -137,16 +146,28 @@ def test_a_server_that_is_restarted_hears_of_those_in_training_before_it_forms_a
             assert server.status()["elastic"]["phase"] == "running"
             assert {row["host"] for row in server.status()["elastic"]["workers"]} == {"pod-a", "pod-b"}
             ready = [workers.ask(id) for id in ("c", "d")]
-            assert all(task.result(15).update == 2 for task in listening.values())
+            assert all(task.result(15).update == 2 for task in listening)
             back = [workers.ask(id, 0, serial=3) for id in ("a", "b")]
             placements = [placed(task) for task in (*back, *ready)]
             assert {(p.topology.epoch, p.topology.size) for p in placements} == {(1, 4)}
 
 
-def test_what_is_reported_survives_a_restart() -> None:
+def test_a_server_that_is_restarted_hears_of_the_epoch_that_has_just_been_formed(port: int) -> None:
+    """Those who train listened while the last one was under way, and nothing was new since."""
+    with ExitStack() as stack:
+        with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES), port=port) as server:
+            workers = Workers(server.endpoint, stack)
+            workers.place("a", "b")
+            workers.train("a", "b", epoch=0)
+            listen(server, workers, "a", "b")
+            workers.place("a", "b", after=0, serial=3)
+        with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES, hold=20.0), port=port) as server:
+            until(lambda: len(server.status()["elastic"]["workers"]) == 2, "both to have been heard of")
+            assert server.status()["elastic"]["epoch"] == 1
+
+
+def test_what_is_reported_survives_a_restart(port: int) -> None:
     """A worker whose training ends just then says so to the new server, which knows what that means."""
-    with hold_free_port() as hold:
-        port = hold.port
     with ExitStack() as stack:
         with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES), port=port) as server:
             workers = Workers(server.endpoint, stack)

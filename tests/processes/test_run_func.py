@@ -29,13 +29,18 @@ from hvdgloo.errors import (
     PeerLostError,
     RemoteTraceback,
 )
+from tests.support import warm
 from tests.support.launching import clean_environment, wait_for
+
+_PYTHON = sys.executable
 
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in set(os.environ) - set(clean_environment()):
         monkeypatch.delenv(name)
+    # The interpreter of the workers of those jobs that a test itself launches.
+    monkeypatch.setattr(sys, "executable", warm.python(*warm.NUMPY))
 
 
 class OwnError(Exception):
@@ -298,7 +303,7 @@ def test_the_order_of_arguments_is_horovod_s() -> None:
 def run_program(text: str, folder: Path, *, name: str = "program.py") -> subprocess.CompletedProcess[str]:
     (folder / name).write_text(textwrap.dedent(text))
     return subprocess.run(
-        [sys.executable, name], cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=40
+        [_PYTHON, name], cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=40
     )
 
 
@@ -373,7 +378,7 @@ def test_ctrl_c_reaches_the_workers_and_raises_here(tmp_path: Path) -> None:
         )
     )
     process = subprocess.Popen(
-        [sys.executable, "program.py"], cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE,
+        [_PYTHON, "program.py"], cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     wait_for(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
@@ -411,7 +416,7 @@ def test_pain_30_a_function_is_unpickled_only_after_its_seal_was_checked(tmp_pat
         (tmp_path / "function").write_bytes(payload)
         with open(tmp_path / "function", "rb") as function, open(tmp_path / "outcome", "wb") as outcome:
             done = subprocess.run(
-                [*function_task.command(sys.executable), str(function.fileno()), str(outcome.fileno())],
+                [*function_task.command(_PYTHON), str(function.fileno()), str(outcome.fileno())],
                 pass_fds=(function.fileno(), outcome.fileno()),
                 env={**clean_environment(), "HVDGLOO_SECRET": "ab" * 32, "HVDGLOO_RANK": "0"},
                 capture_output=True,

@@ -239,6 +239,6 @@ def test_processes_belong_to_their_effective_user(
     start: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To /proc, whoever has started them."""
-    process = start("print(flush=True); input()", **{reaper.AGENT_VARIABLE: "of-this-test"})
+    process = start(WAITS, **{reaper.AGENT_VARIABLE: "of-this-test"})
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     assert reaper.processes_of("of-this-test") == {process.pid}

@@ -6,6 +6,7 @@ when the test says so, and the job hears of it later, when the test says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -110,6 +111,8 @@ class Bed:
     told: list[str] = field(default_factory=list)
     rosters: list[Roster] = field(default_factory=list)
     changes: list[Changed] = field(default_factory=list)
+    limit: float = math.inf
+    """Of what was waited for when the last event came."""
 
     def __post_init__(self) -> None:
         self.job = ElasticJob(self.rules, self.now, chance, hold=self.hold)
@@ -120,6 +123,7 @@ class Bed:
 
     def feed(self, event: Event) -> tuple[Action, ...]:
         """The job is told; its actions are checked, and carried out."""
+        self.limit = self.job._limit
         actions = self.job.feed(event, self.now)
         for action in actions:
             self._carry_out(action)
@@ -259,7 +263,7 @@ class Bed:
         """Nobody is killed who is not accused, late, or on a host that is out."""
         host_out = actor.slot >= self.listed.get(actor.host, 0) or self.job._crew.hosts.slots(actor.host, self.now) == 0
         host_out = host_out or actor.was_out  # it was told to leave, had its time, and its slot may be listed again
-        late = self.now >= self.job._limit or actor.accused or actor.epoch == self.voided
+        late = self.now >= self.limit or actor.accused or actor.epoch == self.voided
         assert host_out or late or actor.dismissed, f"{actor} is killed, and has done nothing"
 
     def _formed(self, roster: Roster) -> None:

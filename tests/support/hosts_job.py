@@ -14,19 +14,21 @@ from hvdgloo.runner.agent.agent import PROCESS_NAME
 from tests.support.hosts import Bed, Host, HostProcess
 from tests.support.launching import wait_for
 
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+STUBBORN_BECOMES = ["sleep", "600"]
+STUBBORN = ["sh", "-c", f"trap '' TERM; exec {' '.join(STUBBORN_BECOMES)}"]
+"""A program that SIGTERM does not end, and what its command line is after a moment."""
 
 FERTILE = f"""
 import os, signal, socket, subprocess, sys, time
 rank = os.environ["RANK"]
-program = [sys.executable, "-S", "-c", {STUBBORN!r}]
+program = {STUBBORN!r}
 subprocess.Popen(program)
 subprocess.Popen(program, start_new_session=True)
 subprocess.Popen(program, preexec_fn=lambda: os.setpgid(0, 0))
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        os.execve(sys.executable, program, {{"FORGETFUL": "1"}})
+        os.execvpe(program[0], program, {{"FORGETFUL": "1"}})
     os._exit(0)
 os.wait()
 ready = open(f"ready{{rank}}.new", "w")

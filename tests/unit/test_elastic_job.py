@@ -1084,6 +1084,36 @@ class TestWithoutALauncher:
         assert bed.ended is not None
         assert "all workers that had the state of the training were lost" in bed.ended.text
 
+    def test_the_latest_epoch_of_which_anybody_knows_is_the_one(self) -> None:
+        """The first who finds the server may have been lost by the others before it was restarted."""
+        bed = Bed(self.RULES, (), hold=RETURN_TIME)
+        cut_off = self.recalled(bed, "a", 0, epoch=6)
+        for id, rank in (("b", 0), ("c", 1)):
+            self.recalled(bed, id, rank, size=2, epoch=7)
+        assert bed.job.phase is Phase.RUNNING
+        assert (bed.job.roster.epoch, [seat.worker for seat in bed.job.roster.seats]) == (7, ["b", "c"])
+        bed.ask(cut_off, ready=True, serial=8, host=cut_off.host, rank=0)
+        assert bed.update is Update.ADDED
+
+    def test_nobody_waits_for_the_members_of_an_epoch_that_others_have_outlived(self) -> None:
+        bed = Bed(self.RULES, (), hold=RETURN_TIME)
+        self.recalled(bed, "a", 0, size=4, epoch=6)
+        for id, rank in (("b", 0), ("c", 1)):
+            actor = bed.actors[id] = Actor(id, f"host of {id}", 0, epoch=7, rank=rank, serial=9)
+            bed.ask(actor, ready=True, serial=9, host=actor.host, rank=rank)
+        begin = bed.now
+        bed.wait()
+        assert bed.now - begin == RETURN_TIME
+        assert (bed.rosters[-1].epoch, [seat.worker for seat in bed.rosters[-1].seats]) == (8, ["b", "c"])
+
+    def test_a_member_that_told_of_its_last_epoch_is_one_of_the_next(self) -> None:
+        bed = Bed(self.RULES, (), hold=RETURN_TIME)
+        self.recalled(bed, "a", 0, size=3, epoch=6)
+        a, b = self.recalled(bed, "a", 0, size=2, epoch=7), self.recalled(bed, "b", 1, size=2, epoch=7)
+        for actor in (a, b):
+            bed.come_back(actor)
+        assert (bed.rosters[-1].epoch, [seat.worker for seat in bed.rosters[-1].seats]) == (8, ["a", "b"])
+
     def test_who_recalls_what_is_over_is_a_newcomer(self) -> None:
         bed = Bed(self.RULES, ())
         for actor in (self.come(bed, "a", "pod-1"), self.come(bed, "b", "pod-2")):
@@ -1103,7 +1133,7 @@ class TestWithoutALauncher:
         size = data.draw(st.integers(1, 3))
         unheard = [(f"m{rank}", rank) for rank in range(size)]
         for _ in range(data.draw(st.integers(1, 12))):
-            what = data.draw(st.sampled_from(["recall", "return", "newcomer", "die", "time"]))
+            what = data.draw(st.sampled_from(["recall", "return", "late", "newcomer", "die", "time"]))
             alive = [actor for actor in bed.alive() if actor.asked is None and not actor.dismissed]
             if bed.job.final:
                 break
@@ -1115,6 +1145,8 @@ class TestWithoutALauncher:
                 bed.ask(actor, ready=True, serial=8, host=actor.host, rank=rank)
                 if actor.asked is not None and bed.job._crew.workers[id].fresh:
                     actor.rank, actor.serial = None, NO_STATE
+            elif what == "late":  # the others went on without it
+                self.recalled(bed, f"l{len(bed.actors)}", 0, size=size + 1, epoch=5)
             elif what == "newcomer":
                 id = f"n{len(bed.actors)}"
                 self.come(bed, id, f"host of {id}")

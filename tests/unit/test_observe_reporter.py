@@ -336,9 +336,12 @@ class TestTraces:
         assert rank.traced == []
         counters.step()
         self.wait(lambda: rank.traced == [str(tmp_path / "trace.7.1.part")])
-        counters.step()
-        counters.step()
-        self.wait((tmp_path / "trace.7.1.json").exists)
+
+        def ends() -> bool:
+            counters.step()  # a step that ends while the trace begins is not one of those that are traced
+            return (tmp_path / "trace.7.1.json").exists()
+
+        self.wait(ends)
         assert rank.traced[1:] == ["stopped"]
         assert counters.on_step is None
 
@@ -351,6 +354,22 @@ class TestTraces:
 
     def tracer(self, counters: Counters, rank: Rank) -> StepTracer:
         return StepTracer(counters, 1, rank.start_trace, rank.stop_trace, lambda: None)
+
+    def test_it_has_as_many_steps_as_were_asked_for(self, tmp_path: Path) -> None:
+        counters, rank = Counters(), Rank(1)
+        counters.step()
+        tracer = self.tracer(counters, rank)
+        tracer.order(samples.TraceOrder(7, 2, str(tmp_path)), 100.0)
+        tracer.advance(100.0)
+        assert rank.traced == [], "the trace begins where a step ends"
+        for _ in range(2):
+            counters.step()
+            tracer.advance(100.1)
+            assert rank.traced == [str(tmp_path / "trace.7.1.part")]
+        counters.step()
+        assert tracer.advance(100.2) is None
+        assert rank.traced[1:] == ["stopped"]
+        assert (tmp_path / "trace.7.1.json").exists()
 
     def test_without_steps_it_is_of_a_few_seconds_and_rank_0_says_so(self, tmp_path: Path) -> None:
         for number in (0, 1):

@@ -276,6 +276,18 @@ class TestThisMachine:
         assert time.monotonic() - started < 2
         release.set()
 
+    def test_thousands_of_names_do_not_have_a_thread_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        threads = set()
+
+        def look_up(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+            threads.add(threading.get_ident())
+            return [(None, None, None, "", ("127.0.0.1" if name == "h4999" else "192.0.2.1", 0))]
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        hosts = [HostEntry(f"h{number}") for number in range(5000)]
+        assert hosts_here(hosts, Reach(), lookup_timeout=30) == [HostEntry("h4999")]
+        assert len(threads) <= 256
+
     def test_it_needs_no_ssh(self) -> None:
         assert isinstance(choose_spawner([HostEntry("localhost", 1)], Reach()), LocalSpawner)
 

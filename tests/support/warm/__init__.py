@@ -56,10 +56,25 @@ LAUNCHER = (
     "hvdgloo.runner.launch",
     "hvdgloo.runner.elastic_launch",
     "hvdgloo.runner.agent.agent",
+    # A job whose workers call init() needs its server.
+    "hvdgloo.rendezvous._server.http_front",
+    "hvdgloo.rendezvous._page.jobs",
+    "hvdgloo.rendezvous._page.server",
+    "hvdgloo.rendezvous._server.routes",
+    "encodings.idna",
 )
 """What a launcher imports, and the agent that it forks. It has no numpy."""
 
-_WORKER = ("numpy.random", "hvdgloo._job.join", "hvdgloo.numpy")
+_WORKER = (
+    "numpy.random",
+    "hvdgloo._job.join",
+    "hvdgloo.numpy",
+    # What init() imports.
+    "hvdgloo._backends.shm.backend",
+    "hvdgloo._engine.coordinator",
+    "hvdgloo._observe.lateness",
+    "encodings.idna",
+)
 """What all others import."""
 
 _ROOM = 32 * 1024

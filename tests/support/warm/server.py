@@ -241,8 +241,8 @@ def be(request: dict[str, Any], fds: list[int]) -> NoReturn:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     arguments = list(request["arguments"])
-    unbuffered = arguments[:1] == ["-u"]
-    arguments = arguments[1:] if unbuffered else arguments
+    unbuffered = arguments[:1] == ["-u"] or bool(os.environ.get("PYTHONUNBUFFERED"))
+    arguments = arguments[1:] if arguments[:1] == ["-u"] else arguments
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
     sys.stdout = _stream(1, unbuffered, "strict")
     sys.stderr = _stream(2, True, "backslashreplace")
