@@ -27,7 +27,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -51,7 +51,7 @@ from hvdgloo._backends.butterfly import Butterfly, Bytes
 from hvdgloo._backends.cube import Cube
 from hvdgloo._backends.driver import Driver
 from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
-from hvdgloo._backends.sockets import Ends, decode_address, encode_address, ends, open_descriptors, shut_down
+from hvdgloo._backends.sockets import Connections
 from hvdgloo._net.cancelling import LONGEST_TURN, TURN
 from hvdgloo._net.descriptors import bury, reserve_descriptors
 from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError
@@ -205,17 +205,33 @@ class _GlooWork:
             raise BackendError(f"Gloo {self._what}: {first_line(error)}") from error
 
 
-def _destroy(held: list[Any]) -> None:
+def _device(address: str) -> Any:
+    """Where Gloo listens, and connects from when two ranks first talk to each other."""
+    try:
+        return dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)
+    except TypeError:  # torch before 2.8, where all ranks are connected with each other at once
+        return dist.ProcessGroupGloo.create_device(hostname=address)
+
+
+def _is_used(held: list[Any]) -> bool:
+    """Whether anything else refers to the only item of a list."""
+    return sys.getrefcount(held[0]) > 2  # the list's, and the argument's own
+
+
+def _destroy(held: list[Any], connections: Connections | None) -> None:
     """Destroy a group in this thread, which may wait for it. What is still under way in it may not end for long; and
     errors refer to it, so that the garbage collector would wait, in whatever thread it happens to run.
 
     Args:
         held: the group, alone, with the only reference that its owner had.
+        connections: the group's, if it has got so far.
     """
     pause = 0.01
-    while sys.getrefcount(held[0]) > 2:  # the list's, and the argument's own
+    while _is_used(held):
         time.sleep(pause)
         pause = min(1.0, 2 * pause)
+    if connections is not None:
+        connections.part()
     held.clear()
 
 
@@ -254,15 +270,13 @@ class GlooBackend(ProcessGroupBackend):
         self._cancelled = cancelled or (lambda: False)
         self._aborted = self._is_abandoned = False
         self._secret = secret
-        # Read by Gloo at construction. It is torch's own setting and harmless to a user's groups.
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         super().__init__(rank, size)
         self._cube = Cube(rank, size) if size > FEW_RANKS else None
         self._driver: Driver | None = None
         self._wire: _GlooWire | None = None
         self._butterfly: Butterfly | None = None
         self._all_connected = False
-        self._listeners: frozenset[tuple[str, int]] = frozenset()
+        self._connections: Connections | None = None
         self._missing: Sequence[int] = ()  # those of whom nothing was heard in the last try
         self._received: dict[int, npt.NDArray[np.uint8]] = {}  # proofs, which are zeros until they come
         deadline = time.monotonic() + connect_timeout
@@ -280,7 +294,6 @@ class GlooBackend(ProcessGroupBackend):
             self.close()
             raise gloo_unconnected(rank, address, first_line(error), self._missing) from error
         self._group._set_default_timeout(_LONGEST_OPERATION)
-        self._keep_sockets_to_this_process()
 
     def _try(self, store: RendezvousStore, prefix: str, address: str, deadline: float, *, last: bool) -> str:
         """Make a group, and connect all who will talk to each other, so that what cannot work is an error in init().
@@ -294,7 +307,7 @@ class GlooBackend(ProcessGroupBackend):
         left = (deadline - time.monotonic()) / (1 if last else 2)
         self._missing, self._received, self._is_abandoned = (), {}, False
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._devices = [_device(address)]
         options._timeout = _LONGEST_OPERATION
         if self._cube is not None:
             options._threads = 1  # there is a thread of ours besides
@@ -304,14 +317,15 @@ class GlooBackend(ProcessGroupBackend):
         self._butterfly = Butterfly(self._cube, wire) if self._cube is not None else None
         self._driver = Driver(f"hvdgloo-gloo-{self._rank}", wire.settle)
         self._text = b"hvdgloo gloo connections " + prefix.encode()
-        self._listener, self._address_at = self._find_listener()
-        self._listeners, self._met = frozenset([self._listener]), {self._rank}
+        self._connections, self._met = Connections(self._store.published), {self._rank}
         left = deadline - time.monotonic()
         peers = self._cube.neighbours if self._cube is not None else range(self._size)
-        self._learn_addresses(peers)
+        connections = self._learn_addresses(peers)
         try:
             self._reserve_descriptors(len(peers))
-            self._connect(peers, left if last else left / 2, lambda: peek(store, f"{prefix}failed").decode())
+            self._connect(
+                peers, connections, left if last else left / 2, lambda: peek(store, f"{prefix}failed").decode()
+            )
             problem = ""
         except RuntimeError as error:
             self._missing = [peer for peer, proof in self._received.items() if not proof.any()]
@@ -321,8 +335,10 @@ class GlooBackend(ProcessGroupBackend):
             problem = first_line(error)
         problem = self._agreed(store, prefix, problem, deadline)
         if problem:
-            self._end_connections()  # so that nothing of a group that is never closed stays under way
+            connections.end()  # so that nothing of a group that is never closed stays under way
             self.close()
+        else:
+            connections.keep_to_this_process()
         return problem
 
     def _agreed(self, store: RendezvousStore, prefix: str, problem: str, deadline: float) -> str:
@@ -354,15 +370,19 @@ class GlooBackend(ProcessGroupBackend):
     def _gives_up(self) -> bool:
         return self._aborted or self._cancelled()
 
-    def _learn_addresses(self, ranks: Sequence[int]) -> None:
-        """Ask for the addresses of some ranks; see ``GlooStore.fetch``."""
-        addresses = self._store.fetch(ranks)
-        self._listeners |= {decode_address(address, self._address_at) for address in addresses}
+    def _learn_addresses(self, ranks: Sequence[int]) -> Connections:
+        """Ask for some ranks' addresses; see ``GlooStore.fetch``. Returns the connections, which know them now."""
+        assert self._connections is not None
+        self._connections.learn(self._store.fetch(ranks))
+        return self._connections
 
-    def _connect(self, peers: Sequence[int], timeout: float, failed: Callable[[], str]) -> None:
+    def _connect(
+        self, peers: Sequence[int], connections: Connections, timeout: float, failed: Callable[[], str]
+    ) -> None:
         """Connect with others, whose addresses are known.
 
         Args:
+            connections: the group's.
             timeout: in seconds.
             failed: asked now and then why another rank has given up; empty if none has.
 
@@ -381,12 +401,11 @@ class GlooBackend(ProcessGroupBackend):
             if reason := failed():
                 work.completes_within(min(_GRACE, max(0.0, deadline - time.monotonic())))
                 raise BackendError(reason)
-            came = sum(ends(descriptor)[0] == self._listener for descriptor in self._sockets(connected=True))
-            known = len(self._met.union(peers)) - 1
+            came, known = connections.incoming(), len(self._met.union(peers)) - 1
             if came > known:
                 raise BackendError(
-                    f"{came} connections have come to port {self._listener[1]}, and there are {known} ranks to connect "
-                    "with: something that is not part of this job connects to Gloo's ports"
+                    f"{came} connections have come to port {connections.listener[1]}, and there are {known} ranks to "
+                    "connect with: something that is not part of this job connects to Gloo's ports"
                 )
             if time.monotonic() >= deadline:
                 raise BackendError(f"not connected within {max(timeout, 0.0):.0f} s")
@@ -414,11 +433,6 @@ class GlooBackend(ProcessGroupBackend):
         start, proves nothing in this one."""
         text = self._text + self._store.nonces[of] + self._store.nonces[to] + struct.pack("!II", of, to)
         return hmac.digest(self._secret, text, "sha256")[:_PROOF_BYTES]
-
-    def _keep_sockets_to_this_process(self) -> None:
-        """Gloo leaves them inheritable: a program that a rank starts would keep its connections open."""
-        for descriptor in self._sockets(connected=False):
-            os.set_inheritable(descriptor, False)
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         if self._goes_through_cube(buffer.nbytes):
@@ -492,9 +506,9 @@ class GlooBackend(ProcessGroupBackend):
         self._reserve_descriptors(len(others))
         # Nobody begins before all have come: a connection that does not exist yet cannot be ended by an abort.
         cube.allreduce(Buffer.of_array(np.zeros(1, np.uint8)), ReduceOp.SUM)
-        self._learn_addresses(others)
+        connections = self._learn_addresses(others)
         self._check(others)
-        self._keep_sockets_to_this_process()
+        connections.keep_to_this_process()
         self._all_connected = True
 
     def _goes_through_cube(self, nbytes: int) -> bool:
@@ -521,20 +535,23 @@ class GlooBackend(ProcessGroupBackend):
 
     def abort(self) -> None:
         self._aborted = True
-        self._end_connections()
-
-    def _end_connections(self) -> None:
-        """Make everything that is under way fail."""
-        for descriptor in self._sockets(connected=True):
-            shut_down(descriptor, self._connects)
+        connections = self._connections
+        if connections is not None:
+            connections.end()
 
     def close(self) -> None:
         if self._driver is not None:
             self._driver.close()
-        group = self._group
-        self._driver = self._butterfly = self._wire = self._group = None
-        if group is not None and not self._is_abandoned and (self._aborted or sys.getrefcount(group) > 2):
-            threading.Thread(target=_destroy, args=([group],), name="hvdgloo-gloo-end", daemon=True).start()
+        group, connections = self._group, self._connections
+        self._driver = self._butterfly = self._wire = self._group = self._connections = None
+        if group is None or self._is_abandoned:
+            return
+        held = [group]
+        del group
+        if self._aborted or _is_used(held):
+            threading.Thread(target=_destroy, args=(held, connections), name="hvdgloo-gloo-end", daemon=True).start()
+        else:
+            _destroy(held, connections)
 
     def abandon(self) -> None:
         # The destructor would wait for an operation that never ends, even if only at the interpreter's exit.
@@ -550,37 +567,4 @@ class GlooBackend(ProcessGroupBackend):
         """
         if self._group is not None:
             self.abandon()
-            bury(list(self._sockets(connected=False)))
-
-    def _find_listener(self) -> tuple[tuple[str, int], int]:
-        """This rank's listening address, and where it is in what Gloo published.
-
-        The layout of those bytes is private to Gloo, so the position of the address in them is found by looking for
-        that of this rank's own listener.
-        """
-        published = self._store.published
-        for descriptor in open_descriptors():
-            local, peer = ends(descriptor)
-            if local is not None and peer is None and local[1]:
-                offset = published.find(encode_address(local))
-                if offset >= 0:
-                    return local, offset
-        raise BackendError(
-            "this version of torch publishes Gloo addresses in an unknown form, without which a dead rank could not be "
-            "noticed in time; use a version of torch that the compatibility table lists"
-        )
-
-    def _sockets(self, *, connected: bool) -> Iterator[int]:
-        """Descriptors of the group's sockets; its listener too unless only ``connected`` ones are wanted.
-
-        One at a time, for immediate use: once it is closed, a number may be given to any other file (``shut_down``).
-        """
-        for descriptor in open_descriptors():
-            found = ends(descriptor)
-            if self._connects(found) or (not connected and found[0] in self._listeners):
-                yield descriptor
-
-    def _connects(self, found: Ends) -> bool:
-        """Whether what has these ends is a connection of the group's."""
-        local, peer = found
-        return peer is not None and (local in self._listeners or peer in self._listeners)
+            bury([] if self._connections is None else list(self._connections.descriptors(connected=False)))

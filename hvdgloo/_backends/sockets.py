@@ -1,17 +1,36 @@
-"""Finding out what this process's sockets are connected with, and the form of addresses in memory.
+"""A Gloo group's sockets in this process, which Gloo does not name: found by what they are connected with.
 
-Gloo does not say which sockets are its own.
+Gloo closes a connection that has ended on its own thread, and takes it out of its epoll set before. While a group is
+destroyed it leaves that out, since closing does the same; unless somebody else uses the file at that moment, be it for
+as long as getsockname(2) takes, or a forked child has it. Then an event comes for a connection that Gloo has closed,
+and Gloo ends the process ("state_ <= CONNECTED. 5 vs 4"). Looking for sockets is such a use: of two groups, one may be
+destroyed while the other one is made. So all of a group's own connections are ended, and out of the epoll set, before
+the group is destroyed (``Connections.part``).
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+import re
+import select
 import socket
 import struct
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, TypeAlias
+
+from hvdgloo.errors import BackendError
+
+logger = logging.getLogger(__name__)
+
+_PARTING = 1.0
+"""Seconds for Gloo to close connections that have ended: its thread does so at once, if the machine lets it."""
+
+_WATCHED = re.compile(r"^tfd:\s*(\d+)\s+events:\s*([0-9a-f]+)", re.MULTILINE)
 
 Ends: TypeAlias = "tuple[tuple[str, int] | None, tuple[str, int] | None]"
 """Local and remote address of an IP socket; None where something is no such socket or has no such address."""
@@ -81,3 +100,110 @@ def shut_down(descriptor: int, wanted: Callable[[Ends], bool]) -> None:
     """
     if wanted(ends(descriptor)):
         _libc.shutdown(descriptor, socket.SHUT_RDWR)
+
+
+class Connections:
+    """The sockets of one group. Every connection has one end at a listener that some rank has published.
+
+    Args:
+        published: this rank's address, in Gloo's form. The layout of those bytes is private to Gloo, so the position of
+            the address in them is found by looking for that of a listener of this process.
+
+    Attributes:
+        listener: this rank's address and port.
+
+    Raises:
+        BackendError: there is no such listener.
+    """
+
+    def __init__(self, published: bytes) -> None:
+        descriptor, self.listener, self._offset = _find_listener(published)
+        self._listeners = frozenset([self.listener])
+        self._epoll = _find_epoll(descriptor)
+
+    def learn(self, published: Iterable[bytes]) -> None:
+        """Some other ranks' addresses, in Gloo's form."""
+        self._listeners |= {decode_address(address, self._offset) for address in published}
+
+    def descriptors(self, *, connected: bool) -> Iterator[int]:
+        """Those of the group's sockets; its listener's too unless only ``connected`` ones are wanted.
+
+        One at a time, for immediate use: once it is closed, a number may be given to any other file (``shut_down``).
+        """
+        for descriptor in open_descriptors():
+            found = ends(descriptor)
+            if self._connects(found) or (not connected and found[0] in self._listeners):
+                yield descriptor
+
+    def incoming(self) -> int:
+        """How many connections have come to this rank's listener."""
+        return sum(ends(descriptor)[0] == self.listener for descriptor in self.descriptors(connected=True))
+
+    def keep_to_this_process(self) -> None:
+        """Gloo leaves them inheritable: a program that a rank starts would keep its connections open."""
+        for descriptor in self.descriptors(connected=False):
+            with suppress(OSError):  # a peer has gone, and Gloo has closed it meanwhile
+                os.set_inheritable(descriptor, False)
+
+    def end(self) -> None:
+        """Make everything that is under way fail."""
+        for descriptor in self.descriptors(connected=True):
+            shut_down(descriptor, self._connects)
+
+    def part(self) -> None:
+        """End this rank's own connections, and wait until no more events of them can come. Nothing may be under way.
+
+        Which ones are its own, and not those of other ranks in this process, is seen from the epoll set of the thread
+        that this rank's listener belongs to.
+        """
+        deadline, pause = time.monotonic() + _PARTING, 0.0002
+        while own := [descriptor for descriptor in _watched(self._epoll) if self._connects(ends(descriptor))]:
+            if time.monotonic() >= deadline:
+                logger.debug("%d of Gloo's connections have ended, and are still open after %g s", len(own), _PARTING)
+                return
+            for descriptor in own:
+                shut_down(descriptor, self._connects)
+            time.sleep(pause)
+            pause = min(0.01, 2 * pause)
+
+    def _connects(self, found: Ends) -> bool:
+        """Whether what has these ends is a connection of the group's."""
+        local, peer = found
+        return peer is not None and (local in self._listeners or peer in self._listeners)
+
+
+def _find_listener(published: bytes) -> tuple[int, tuple[str, int], int]:
+    """The descriptor and the address of what listens where ``published`` says, and at which offset that is said."""
+    for descriptor in open_descriptors():
+        local, peer = ends(descriptor)
+        if local is not None and peer is None and local[1]:
+            offset = published.find(encode_address(local))
+            if offset >= 0:
+                return descriptor, local, offset
+    raise BackendError(
+        "this version of torch publishes Gloo addresses in an unknown form, without which a dead rank could not be "
+        "noticed in time; use a version of torch that the compatibility table lists"
+    )
+
+
+def _find_epoll(watched: int) -> int:
+    """The descriptor of the epoll set that has ``watched`` in it; -1 if this cannot be seen."""
+    for descriptor in open_descriptors():
+        try:
+            link = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue
+        if link == "anon_inode:[eventpoll]" and watched in _watched(descriptor):
+            return descriptor
+    return -1
+
+
+def _watched(epoll: int) -> list[int]:
+    """The descriptors in an epoll set of which events may still come; see proc_pid_fdinfo(5)."""
+    try:
+        with open(f"/proc/self/fdinfo/{epoll}", encoding="ascii") as file:
+            entries = _WATCHED.findall(file.read())
+    except OSError:
+        return []
+    # One that was wanted once (EPOLLONESHOT) stays in the set, without these.
+    return [int(number) for number, events in entries if int(events, 16) & (select.EPOLLIN | select.EPOLLOUT)]

@@ -16,7 +16,6 @@ from tests.architecture.source import ROOT, Module, dotted, everything, function
 
 READS_ENVIRONMENT = {
     "hvdgloo.config": "the one reader of settings",
-    "hvdgloo._backends.gloo": "TORCH_GLOO_LAZY_INIT can be told to torch in no other way",
     "hvdgloo._backends.gpu": "TORCH_NCCL_ASYNC_ERROR_HANDLING and its like can be told to torch in no other way",
     "hvdgloo._job.environment": "a program finds its place there, which changes while it runs",
     "hvdgloo._job.access": "NCCL_SOCKET_IFNAME is NCCL's, which hvdgloo-run sets for its workers, too",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -132,6 +133,7 @@ class ElasticJob:
 
 
 def everywhere(workers: Sequence[Worker], action: Callable[[Worker], T]) -> list[T]:
-    """What all return, each on a thread of its own."""
+    """What all return, each on a thread of its own; all of them in time."""
     tasks = [Task(partial(action, worker)) for worker in workers]
-    return [task.result(WAIT) for task in tasks]
+    deadline = time.monotonic() + WAIT
+    return [task.result(max(0.0, deadline - time.monotonic())) for task in tasks]

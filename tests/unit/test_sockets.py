@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
+import threading
+import time
 
-from hvdgloo._backends.sockets import Ends, shut_down
+import pytest
+
+from hvdgloo._backends import sockets
+from hvdgloo._backends.sockets import Connections, Ends, encode_address, shut_down
 
 
 def test_a_connection_is_ended_for_both_of_its_ends() -> None:
@@ -38,3 +45,82 @@ def test_a_descriptor_that_has_been_closed_is_passed_over() -> None:
     with socket.socket() as gone:
         number = gone.fileno()
     shut_down(number, lambda found: found != (None, None))
+
+
+def connections_of(*listeners: socket.socket) -> Connections:
+    """Those of a group whose ranks listen here; the first listener is this rank's."""
+    made = Connections(b"size" + encode_address(listeners[0].getsockname()))
+    made.learn(b"size" + encode_address(listener.getsockname()) for listener in listeners[1:])
+    return made
+
+
+def test_a_connection_that_is_closed_while_it_is_looked_at_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo closes it as soon as the peer has gone."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as near,
+        listener.accept()[0] as far,
+    ):
+        group, number, look = connections_of(listener), near.fileno(), sockets.ends
+
+        def ends(descriptor: int) -> Ends:
+            found = look(descriptor)
+            if descriptor == number:
+                near.close()
+            return found
+
+        monkeypatch.setattr(sockets, "ends", ends)
+        for descriptor in (listener.fileno(), far.fileno()):
+            os.set_inheritable(descriptor, True)
+        group.keep_to_this_process()
+        assert near.fileno() == -1
+        assert not os.get_inheritable(listener.fileno())
+        assert not os.get_inheritable(far.fileno())
+
+
+class Loop:
+    """Closes connections that have ended, as Gloo's thread does."""
+
+    def __init__(self, listener: socket.socket, connections: list[socket.socket]) -> None:
+        self.epoll, self.connections = select.epoll(), {each.fileno(): each for each in connections}
+        for each in (listener, *connections):
+            self.epoll.register(each, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self.connections:
+            for number, _ in self.epoll.poll(10):
+                assert self.connections[number].recv(1) == b""
+                time.sleep(0.02)  # it is not that fast
+                ended = self.connections.pop(number)
+                self.epoll.unregister(number)
+                ended.close()
+
+    def close(self) -> None:
+        self._thread.join(10)
+        self.epoll.close()
+
+
+def test_no_event_of_its_own_connections_comes_when_they_have_parted() -> None:
+    """And those only: there may be other ranks in this process, which are not as far yet."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as first,
+        socket.create_server(("127.0.0.1", 0)) as second,
+        socket.create_server(("127.0.0.1", 0)) as third,
+        socket.create_connection(third.getsockname()) as others,
+        third.accept()[0],
+    ):
+        own = [socket.create_connection(second.getsockname()), socket.create_connection(first.getsockname())]
+        accepted = [second.accept()[0], first.accept()[0]]
+        stranger = socket.create_connection(first.getsockname())
+        once = first.accept()[0]
+        loop = Loop(first, [own[0], accepted[1]])
+        loop.epoll.register(once, select.EPOLLIN | select.EPOLLONESHOT)
+        loop.epoll.modify(once, 0)  # as after its only event: Gloo will not look at it any more
+        connections_of(first, second, third).part()
+        assert not loop.connections
+        assert sockets.ends(others.fileno()) == (others.getsockname(), third.getsockname())
+        loop.close()
+        for each in (own[1], accepted[0], stranger, once):
+            each.close()
