@@ -304,9 +304,11 @@ class ElasticEpochs:
             self._answers.clear()
 
     def _recall(self, client: str, worker: str, place: elastic.Place | None) -> None:
-        """A worker says where it is, which a server that was restarted does not know."""
+        """A worker says where it is, which a server that was restarted does not know. Any other server knows as much or
+        more: the question for the next epoch may have overtaken this, and the worker listens at another port by then.
+        """
         info = None if place is None else _info(place.info)
-        self._note_client(client, worker, info)
+        self._note_client(client, worker, info, is_latest=False)
         if place is not None and info is not None and not self.rules.launched:
             self._tell(
                 Recalled(
@@ -321,7 +323,7 @@ class ElasticEpochs:
                 )
             )
 
-    def _note_client(self, client: str, worker: str, info: WorkerInfo | None) -> None:
+    def _note_client(self, client: str, worker: str, info: WorkerInfo | None, *, is_latest: bool = True) -> None:
         """This client speaks for this worker. No other process may, and the client for no other worker."""
         if self._clients.get(client, worker) != worker:
             raise NotAcceptedError(f"this client is worker {self._clients[client]}'s, not {worker}'s", taken=True)
@@ -333,7 +335,8 @@ class ElasticEpochs:
                     "process another HVDGLOO_WORKER, or none",
                     taken=True,
                 )
-            self._infos[worker] = info
+            if before is None or is_latest:
+                self._infos[worker] = info
         self._clients[client] = worker
         self._connected.setdefault(worker, set()).add(client)
         self._leaving_at.pop(worker, None)

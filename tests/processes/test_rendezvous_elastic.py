@@ -95,6 +95,19 @@ def test_a_failure_while_connecting_is_news_for_the_others(workers: Workers) -> 
     assert placed(workers.ask("a", 0)).topology.epoch == placed(second).topology.epoch == 1
 
 
+def test_a_question_for_news_that_was_overtaken_does_not_say_where_a_worker_is(workers: Workers) -> None:
+    """When an epoch is voided, each worker asks for news once more and for the next epoch, at the same time. It listens
+    at another port then, and others who would try the old one could not connect: one more epoch in vain, of three."""
+    workers.place("a", "b")
+    asking, place = workers["b"], workers["b"]._place
+    question = elastic.LISTEN.encode(elastic.Listen("b", -1, place))
+    second = workers.ask("b", 0, error="cannot connect", port=8)
+    assert workers["a"].news(0, timeout=10).voided == 0
+    asking._wait("/v1/elastic/news", question, 0.0)
+    ports = {worker.port for worker in placed(workers.ask("a", 0, port=9)).topology.workers}
+    assert ports == {worker.port for worker in placed(second).topology.workers} == {8, 9}
+
+
 def test_one_that_leaves_is_told_so(workers: Workers) -> None:
     workers.place("a", "b")
     workers.train("a", "b", epoch=0)

@@ -24,10 +24,12 @@ class Workers:
             self._workers[id] = ElasticClient(self._clients[id], id)
         return self._workers[id]
 
-    def ask(self, id: str, after: int = -1, *, ready: bool = True, serial: int = -1, error: str = "") -> Task[object]:
+    def ask(
+        self, id: str, after: int = -1, *, ready: bool = True, serial: int = -1, error: str = "", port: int = 7
+    ) -> Task[object]:
         worker, told = (
             self[id],
-            info(host_name=f"pod-{id}", host_identity=id, port=7, control_fanin=3, control_tree_ranks=2),
+            info(host_name=f"pod-{id}", host_identity=id, port=port, control_fanin=3, control_tree_ranks=2),
         )
         return Task(
             lambda: worker.next_epoch(after, told, ready=ready, serial=serial, digest="", error=error, timeout=20)
