@@ -21,7 +21,7 @@ from tests.support.job import Job
 from tests.support.launching import clean_environment, wait_for
 
 HEAD = """
-import json, os, signal, sys, time
+import json, os, signal, sys, threading, time
 import numpy as np
 import hvdgloo.numpy as hvd
 
@@ -78,7 +78,11 @@ rank = hvd.rank()
 hvd.allreduce(np.ones(1_000_000), op=hvd.Sum, name="x")
 if rank == 1:
     from hvdgloo._backends.shm import fold
-    fold.Folder.fold = lambda *_: (mark("stopped"), os.kill(os.getpid(), signal.SIGSTOP))
+    def stop(*_):
+        mark("stopped")
+        # With kill(), this thread may get to the end of the operation before the main thread has stopped them all.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+    fold.Folder.fold = stop
 mark(f"ready.{rank}")
 try:
     hvd.allreduce(np.ones(1_000_000), op=hvd.Sum, name="x")
