@@ -317,10 +317,11 @@ class GlooBackend(ProcessGroupBackend):
         self._butterfly = Butterfly(self._cube, wire) if self._cube is not None else None
         self._driver = Driver(f"hvdgloo-gloo-{self._rank}", wire.settle)
         self._text = b"hvdgloo gloo connections " + prefix.encode()
-        self._connections, self._met = Connections(self._store.published), {self._rank}
+        connections = self._connections = Connections(self._store.published)
+        self._met = {self._rank}
         left = deadline - time.monotonic()
         peers = self._cube.neighbours if self._cube is not None else range(self._size)
-        connections = self._learn_addresses(peers)
+        connections.learn(self._store.fetch(peers))
         try:
             self._reserve_descriptors(len(peers))
             self._connect(
@@ -369,12 +370,6 @@ class GlooBackend(ProcessGroupBackend):
 
     def _gives_up(self) -> bool:
         return self._aborted or self._cancelled()
-
-    def _learn_addresses(self, ranks: Sequence[int]) -> Connections:
-        """Ask for some ranks' addresses; see ``GlooStore.fetch``. Returns the connections, which know them now."""
-        assert self._connections is not None
-        self._connections.learn(self._store.fetch(ranks))
-        return self._connections
 
     def _connect(
         self, peers: Sequence[int], connections: Connections, timeout: float, failed: Callable[[], str]
@@ -506,7 +501,9 @@ class GlooBackend(ProcessGroupBackend):
         self._reserve_descriptors(len(others))
         # Nobody begins before all have come: a connection that does not exist yet cannot be ended by an abort.
         cube.allreduce(Buffer.of_array(np.zeros(1, np.uint8)), ReduceOp.SUM)
-        connections = self._learn_addresses(others)
+        connections = self._connections
+        assert connections is not None
+        connections.learn(self._store.fetch(others))
         self._check(others)
         connections.keep_to_this_process()
         self._all_connected = True
@@ -567,4 +564,5 @@ class GlooBackend(ProcessGroupBackend):
         """
         if self._group is not None:
             self.abandon()
-            bury([] if self._connections is None else list(self._connections.descriptors(connected=False)))
+        if self._connections is not None:
+            bury(list(self._connections.descriptors(connected=False)))

@@ -10,8 +10,10 @@ import pytest
 from tests.support import warm
 
 DESTROYED = """
-import os, time
+import os, threading, time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from hvdgloo._backends.gloo import GlooBackend
 from hvdgloo._backends.sockets import _watched, ends
 from hvdgloo.rendezvous import MemoryStore
@@ -21,13 +23,25 @@ def connect():
     with ThreadPoolExecutor(3) as pool:
         return list(pool.map(lambda rank: GlooBackend(store, "test/", rank, 3, "127.0.0.1", 10), range(3)))
 
-for milliseconds in (2, 4, 6, 8):  # Gloo takes 10 for the end of a group, and the connections end within these
+def threads_of_gloo():
+    # Those that its groups have for operations.
+    count = 0
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended
+            count += path.read_text() == "pt_gloo_runloop\\n"
+    return count
+
+for _ in range(4):
     first, *others = connect()
     duplicates = [os.dup(each) for each in _watched(first._connections._epoll) if None not in ends(each)]
     assert len(duplicates) == 2
+    before = threads_of_gloo()
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(first.close)
-        time.sleep(milliseconds / 1000)
+        # Once threads of the group have ended, Gloo takes 10 ms for its end: the connections end within these.
+        deadline = time.monotonic() + 10
+        while threads_of_gloo() >= before:
+            assert time.monotonic() < deadline
         for other in others:
             other.abort()
         closing.result(10)
@@ -35,6 +49,10 @@ for milliseconds in (2, 4, 6, 8):  # Gloo takes 10 for the end of a group, and t
         other.close()
     for duplicate in duplicates:
         os.close(duplicate)
+    for thread in threading.enumerate():  # what is left of the others: a group must not outlive the interpreter
+        if thread.name == "hvdgloo-gloo-end":
+            thread.join(10)
+            assert not thread.is_alive()
 """
 
 

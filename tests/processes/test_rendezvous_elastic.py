@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -50,6 +50,16 @@ def listen(server: RendezvousServer, workers: Workers, *ids: str) -> list[Task[e
     tasks = [Task(lambda id=id: workers[id].news(0, timeout=60)) for id in ids]
     until(lambda: server.status()["store"]["waiting_requests"] == len(ids), "all to listen")
     return tasks
+
+
+@contextmanager
+def training(port: int, stack: ExitStack) -> Iterator[tuple[RendezvousServer, Workers]]:
+    """A server, and workers a and b, which are in training and outlive it."""
+    with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES), port=port) as server:
+        workers = Workers(server.endpoint, stack)
+        workers.place("a", "b")
+        workers.train("a", "b", epoch=0)
+        yield server, workers
 
 
 def test_workers_come_go_and_return(workers: Workers) -> None:
@@ -146,10 +156,7 @@ def test_a_server_that_is_restarted_while_they_train(port: int) -> None:
 def test_a_server_that_is_restarted_hears_of_those_in_training_before_it_forms_anything(port: int) -> None:
     """Newcomers that would be enough for a job of their own join the one that there is: no split brain."""
     with ExitStack() as stack:
-        with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES), port=port) as server:
-            workers = Workers(server.endpoint, stack)
-            workers.place("a", "b")
-            workers.train("a", "b", epoch=0)
+        with training(port, stack) as (server, workers):
             listening = listen(server, workers, "a", "b")
         epochs = ElasticEpochs(RULES, hold=20.0)
         with RendezvousServer(secret=SECRET, elastic=epochs, port=port) as server:
@@ -168,10 +175,7 @@ def test_a_server_that_is_restarted_hears_of_those_in_training_before_it_forms_a
 def test_a_server_that_is_restarted_hears_of_the_epoch_that_has_just_been_formed(port: int) -> None:
     """Those who train listened while the last one was under way, and nothing was new since."""
     with ExitStack() as stack:
-        with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES), port=port) as server:
-            workers = Workers(server.endpoint, stack)
-            workers.place("a", "b")
-            workers.train("a", "b", epoch=0)
+        with training(port, stack) as (server, workers):
             listen(server, workers, "a", "b")
             workers.place("a", "b", after=0, serial=3)
         with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES, hold=20.0), port=port) as server:
@@ -182,11 +186,9 @@ def test_a_server_that_is_restarted_hears_of_the_epoch_that_has_just_been_formed
 def test_what_is_reported_survives_a_restart(port: int) -> None:
     """A worker whose training ends just then says so to the new server, which knows what that means."""
     with ExitStack() as stack:
-        with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES), port=port) as server:
-            workers = Workers(server.endpoint, stack)
-            workers.place("a", "b")
-            workers.train("a", "b", epoch=0)
-        with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES), port=port) as server:
+        with training(port, stack) as (_, workers):
+            pass
+        with RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES), port=port):
             workers["a"].finished()
             error = workers.ask("b", 0, error="a peer was lost").failure(10)
             assert isinstance(error, DismissedError)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import select
 import socket
-import threading
-import time
 
 import pytest
 
 from hvdgloo._backends import sockets
 from hvdgloo._backends.sockets import Connections, Ends, encode_address, shut_down
+from tests.support.rendezvous import Task
 
 
 def test_a_connection_is_ended_for_both_of_its_ends() -> None:
@@ -78,49 +77,31 @@ def test_a_connection_that_is_closed_while_it_is_looked_at_is_passed_over(monkey
         assert not os.get_inheritable(far.fileno())
 
 
-class Loop:
-    """Closes connections that have ended, as Gloo's thread does."""
-
-    def __init__(self, listener: socket.socket, connections: list[socket.socket]) -> None:
-        self.epoll, self.connections = select.epoll(), {each.fileno(): each for each in connections}
-        for each in (listener, *connections):
-            self.epoll.register(each, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while self.connections:
-            for number, _ in self.epoll.poll(10):
-                assert self.connections[number].recv(1) == b""
-                time.sleep(0.02)  # it is not that fast
-                ended = self.connections.pop(number)
-                self.epoll.unregister(number)
-                ended.close()
-
-    def close(self) -> None:
-        self._thread.join(10)
-        self.epoll.close()
-
-
 def test_no_event_of_its_own_connections_comes_when_they_have_parted() -> None:
-    """And those only: there may be other ranks in this process, which are not as far yet."""
+    """And of those only: there may be other ranks in this process, which are not as far yet."""
     with (
         socket.create_server(("127.0.0.1", 0)) as first,
         socket.create_server(("127.0.0.1", 0)) as second,
         socket.create_server(("127.0.0.1", 0)) as third,
         socket.create_connection(third.getsockname()) as others,
         third.accept()[0],
+        socket.create_connection(second.getsockname()) as made,
+        second.accept()[0] as made_with,
+        socket.create_connection(first.getsockname()) as came_from,
+        first.accept()[0] as came,
+        socket.create_connection(first.getsockname()),
+        first.accept()[0] as once,
+        select.epoll() as epoll,
     ):
-        own = [socket.create_connection(second.getsockname()), socket.create_connection(first.getsockname())]
-        accepted = [second.accept()[0], first.accept()[0]]
-        stranger = socket.create_connection(first.getsockname())
-        once = first.accept()[0]
-        loop = Loop(first, [own[0], accepted[1]])
-        loop.epoll.register(once, select.EPOLLIN | select.EPOLLONESHOT)
-        loop.epoll.modify(once, 0)  # as after its only event: Gloo will not look at it any more
-        connections_of(first, second, third).part()
-        assert not loop.connections
+        for each in (first, made, came):
+            epoll.register(each, select.EPOLLIN)
+        epoll.register(once, 0)  # as after its only event: Gloo will not look at it any more
+        parting = Task(connections_of(first, second, third).part)
+        for peer in (made_with, came_from):
+            peer.settimeout(10)
+            assert peer.recv(1) == b""
+        for each in (made, came):  # as Gloo's thread does when it sees that they have ended
+            assert parting.thread.is_alive()
+            epoll.unregister(each)
+        parting.result()
         assert sockets.ends(others.fileno()) == (others.getsockname(), third.getsockname())
-        loop.close()
-        for each in (own[1], accepted[0], stranger, once):
-            each.close()
