@@ -19,6 +19,7 @@ an end, all of them try once more at other ports.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hmac
 import logging
@@ -72,6 +73,9 @@ _SHORTEST_WAIT = 0.001
 _GRACE = 1.0
 """Seconds for this rank's own connections to be made after another one has given up. A connection that is ended before
 it has told who it is leaves this rank's thread waiting for it."""
+
+_LAST_WAIT = 2.0
+"""Seconds for which the interpreter's end waits for groups that are being destroyed, which takes some 0.02 s."""
 
 _LONGEST_OPERATION = timedelta(days=1)
 """Gloo's own timeout is set at construction and knows nothing of a payload's size: the engine's deadlines rule. And if
@@ -218,18 +222,62 @@ def _is_used(held: list[Any]) -> bool:
     return sys.getrefcount(held[0]) > 2  # the list's, and the argument's own
 
 
+class _Ends:
+    """Groups that are destroyed on threads of their own, since that may wait for what is still under way in them; and
+    errors refer to them, so that the garbage collector would wait, in whatever thread it happens to run.
+
+    A thread that returns from a destructor while the interpreter ends is ended by Python, and that ends the process
+    (SIGABRT). So at its end the interpreter waits for groups that are just being destroyed, and no other is.
+    """
+
+    def __init__(self) -> None:
+        self._threads: set[threading.Thread] = set()
+        self._are_over = threading.Event()
+
+    def begin(self, held: list[Any], connections: Connections | None) -> None:
+        """Destroy a group when nothing refers to it any more; arguments as for ``_destroy``."""
+        if self._are_over.is_set():
+            _keep(held[0])
+            return
+        thread = threading.Thread(target=self._run, args=(held, connections), name="hvdgloo-gloo-end", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _run(self, held: list[Any], connections: Connections | None) -> None:
+        pause = 0.01
+        while _is_used(held) and not self._are_over.wait(pause):
+            pause = min(1.0, 2 * pause)
+        if self._are_over.is_set():
+            _keep(held[0])
+        else:
+            _destroy(held, connections)
+        self._threads.discard(threading.current_thread())
+
+    def end(self) -> None:
+        """At the end of the interpreter."""
+        self._are_over.set()
+        deadline = time.monotonic() + _LAST_WAIT
+        for thread in list(self._threads):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+_ENDS = _Ends()
+atexit.register(_ENDS.end)
+
+
+def _keep(*objects: Any) -> None:
+    """Have these never destroyed."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
 def _destroy(held: list[Any], connections: Connections | None) -> None:
-    """Destroy a group in this thread, which may wait for it. What is still under way in it may not end for long; and
-    errors refer to it, so that the garbage collector would wait, in whatever thread it happens to run.
+    """Destroy a group in this thread.
 
     Args:
         held: the group, alone, with the only reference that its owner had.
         connections: the group's, if it has got so far.
     """
-    pause = 0.01
-    while _is_used(held):
-        time.sleep(pause)
-        pause = min(1.0, 2 * pause)
     if connections is not None:
         connections.part()
     held.clear()
@@ -546,7 +594,7 @@ class GlooBackend(ProcessGroupBackend):
         held = [group]
         del group
         if self._aborted or _is_used(held):
-            threading.Thread(target=_destroy, args=(held, connections), name="hvdgloo-gloo-end", daemon=True).start()
+            _ENDS.begin(held, connections)
         else:
             _destroy(held, connections)
 
@@ -554,8 +602,7 @@ class GlooBackend(ProcessGroupBackend):
         # The destructor would wait for an operation that never ends, even if only at the interpreter's exit.
         if self._group is not None:
             self._is_abandoned = True
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store))
+            _keep(self._group, self._store)
 
     def after_fork_in_child(self) -> None:
         """Let go of the connections in a forked child, whose copies would hide this rank's death from its peers.
