@@ -99,7 +99,9 @@ def end(launcher: Launcher) -> None:
 def test_any_job_can_be_looked_at_and_leaves_nothing_behind(launcher: Launcher, private: Path) -> None:
     process = launcher.start("-np", "2", warm.python(*warm.NUMPY), launcher.script(STEPS))
     shown = Shown(private)
-    seen = shown.until(at_work(2), "both ranks at work")
+    shown.until(at_work(2), "both ranks at work")
+    # Hosts are sampled apart from ranks.
+    seen = shown.until(lambda seen: at_work(2)(seen) and seen["hosts"][0]["cores"] > 0, "their host's first sample")
     assert seen["job"]["command"].endswith("worker.py")
     assert [host["name"] for host in seen["hosts"]] == ["localhost"]
     assert seen["hosts"][0]["cores"] == os.cpu_count()
