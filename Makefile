@@ -11,6 +11,8 @@ PYTHON ?= python3
 unexport PYTHONDONTWRITEBYTECODE
 # pytest's processes in each target. Where targets run side by side it is 0: then each has one core, and its own process.
 WORKERS ?= 2
+# And where tests mostly wait, for disks, JVMs, deadlines and what starts: two more use the cores meanwhile.
+OVERLAPPING = $(if $(filter 0,$(WORKERS)),2,4)
 # How many targets run side by side; as many as there are cores, if this is empty.
 JOBS ?=
 
@@ -23,8 +25,10 @@ TORCH ?= torch==2.13.0
 # PyTorch's own index of builds for the CPU. pip's usual one has, for Linux, the build for CUDA: several GB with all it
 # needs. Where this one does not answer, pip asks the usual one.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-TESTS_THREADS ?= tests/unit tests/contract tests/architecture
+TESTS_THREADS ?= tests/unit tests/contract
 TESTS_PROCESSES ?= tests/processes tests/gpu
+# torch meets every data plane in $(VENV), numpy those that are left in test-pygloo.
+PLANES = not (numpy and (gloo or segment or hierarchical or inline or tree))
 
 VENV_GPU ?= .venv-gpu
 READY_GPU := $(VENV_GPU)/.ready
@@ -101,7 +105,7 @@ PYTHON_TARGETS = $(addprefix test-python-,$(shell $(FIND_PYTHON)))
 PURELIB = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')" > $(call PURELIB,$(1))/shared.pth
 
-.PHONY: demo demo-elastic test test-all test-others test-tensorflow test-mxnet test-with-mxnet test-pygloo test-with-pygloo \
+.PHONY: demo demo-elastic test test-all test-others test-extended test-tensorflow test-mxnet test-with-mxnet test-pygloo test-with-pygloo \
     test-spark test-with-spark test-ray test-spark-3.5 test-with-spark-3.5 test-packaging test-page test-with-page docs test-docs test-pythons test-gpu mutants soak clients check clean
 
 demo: $(READY_DEMO)
@@ -111,20 +115,25 @@ demo: $(READY_DEMO)
 demo-elastic: $(READY_DEMO)
 	$(BIN)/python examples/demo_elastic.py
 
-# A third pytest uses the two cores while ranks wait for each other, and a fourth while programs start and deadlines pass.
-# torch meets every data plane here, numpy those that are left in test-pygloo.
+# The tests of tests/architecture are in `make check`, and those with the mark "extended" in `make test-extended`. A third
+# pytest uses the two cores while ranks wait for each other, and a fourth while programs start and deadlines pass.
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(TESTS_THREADS) -k "not (numpy and (gloo or segment or hierarchical or inline or tree))"
-	$(BIN)/python -m pytest -n 4 --dist worksteal $(TESTS_PROCESSES)
+	$(BIN)/python -m pytest -m "not extended" -n 3 --dist worksteal $(TESTS_THREADS) -k "$(PLANES)"
+	$(BIN)/python -m pytest -m "not extended" -n 4 --dist worksteal $(TESTS_PROCESSES)
 
-test-all: test
+test-all: check test
 	$(MAKE) test-others
 
-# All but `make test`: each environment is made by its own target, so that one is made while the tests of another run.
-# The targets that take longest come first.
+# What `make check` and `make test` leave: the extended tests, and all other environments. Each of these is made by its own
+# target, so that one is made while the tests of another run. The targets that take longest come first.
 test-others: $(READY)
-	+$(SIDE_BY_SIDE) test-tensorflow test-spark test-spark-3.5 test-pygloo test-mxnet $(PYTHON_TARGETS) test-packaging \
-	    test-page test-docs
+	+$(SIDE_BY_SIDE) test-tensorflow test-spark test-extended test-spark-3.5 test-pygloo test-mxnet $(PYTHON_TARGETS) \
+	    test-packaging test-page test-docs
+
+# More planes, more hosts, more accidents and more input than in `make test` (tests/support/selection.py).
+test-extended: $(READY)
+	$(BIN)/python -m pytest -m extended -n $(OVERLAPPING) --dist worksteal $(TESTS_THREADS) $(TESTS_PROCESSES) \
+	    -k "$(PLANES)"
 
 # TensorFlow has an environment of its own: users have one framework or the other, and so do the other tests. All
 # contracts that concern tensors run, on data planes that treat memory differently; on Gloo and on a segment of shared
@@ -140,10 +149,9 @@ test-spark:
 	@if $(HAS_JAVA); then $(MAKE) test-with-spark; else echo "test-with-spark: $(NO_JAVA)"; fi
 	$(MAKE) test-ray
 
-# Tests that want the same session follow each other (tests/spark/conftest.py), so xdist must not order them anew. Half of
-# their time they wait, for disks, JVMs and ranks that start; two processes more than elsewhere use the cores meanwhile.
+# Tests that want the same session follow each other (tests/spark/conftest.py), so xdist must not order them anew.
 test-with-spark: $(READY_SPARK)
-	$(VENV_SPARK)/bin/python -m pytest -o faulthandler_timeout=150 -n $(if $(filter 0,$(WORKERS)),2,4) --dist loadgroup --no-loadscope-reorder \
+	$(VENV_SPARK)/bin/python -m pytest -o faulthandler_timeout=150 -n $(OVERLAPPING) --dist loadgroup --no-loadscope-reorder \
 	    $(TESTS_SPARK)
 
 test-ray: $(READY_SPARK)

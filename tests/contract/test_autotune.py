@@ -19,6 +19,8 @@ from hvdgloo.types import ReduceOp
 from tests.support.launching import wait_for
 from tests.support.world import World
 
+pytestmark = pytest.mark.extended
+
 MakeWorld = Callable[..., World]
 BACKENDS = ("local", "tree", "shm", "hierarchical")
 

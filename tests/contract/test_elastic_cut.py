@@ -15,6 +15,8 @@ import pytest
 from hvdgloo.errors import HorovodInternalError
 from tests.support.elastic_job import ElasticJob, Worker, everywhere
 
+pytestmark = pytest.mark.extended
+
 SIZE = 3
 SENDING = ("send", "sendall", "sendmsg")
 

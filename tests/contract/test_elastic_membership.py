@@ -355,6 +355,7 @@ def test_a_timeline_goes_on_in_a_file_of_each_epoch(tmp_path: Path) -> None:
     assert all(any(event.get("ph") == "X" for event in written[f"trace-{name}.json"]) for name in ("0.e1", "1.e2"))
 
 
+@pytest.mark.extended
 def test_200_epochs_leave_nothing_behind() -> None:
     """Memory, descriptors and threads of workers and server stay as they are."""
     with ElasticJob(2) as job:

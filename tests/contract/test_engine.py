@@ -23,6 +23,7 @@ from hvdgloo.errors import (
 )
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 from tests.support.arrays import assert_close, assert_same
+from tests.support.selection import extended
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
@@ -30,13 +31,10 @@ USED_AGAIN = True  # worlds, by the tests that follow
 BACKENDS = (
     "local",
     "gloo",
-    "inline",
+    "inline",  # tiny tensors take another way
     "shm",
-    "shm-segment",
-    "shm-pipes",
-    "hierarchical",
-    "tree",
-)  # tiny tensors take another way
+    *extended("shm-segment", "shm-pipes", "hierarchical", "tree"),
+)
 SIZE = 3
 ARITHMETIC = [dtype for dtype in DType if dtype is not DType.BOOL]
 

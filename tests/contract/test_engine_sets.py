@@ -16,11 +16,18 @@ from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 from tests.support.arrays import assert_close
+from tests.support.selection import extended
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
 USED_AGAIN = True  # worlds, by the tests that follow
-BACKENDS = ("local", "gloo", "inline", "shm", "shm-segment", "hierarchical", "tree")  # tiny tensors take another way
+BACKENDS = (
+    "local",
+    "gloo",
+    "inline",  # tiny tensors take another way
+    "shm",
+    *extended("shm-segment", "hierarchical", "tree"),
+)
 SIZE = 3
 
 

@@ -25,11 +25,18 @@ from hvdgloo.errors import (
 from hvdgloo.types import DType, ReduceOp, TensorSpec
 from tests.support.arrays import assert_close
 from tests.support.frameworks import Framework
+from tests.support.selection import extended
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
 USED_AGAIN = True  # worlds, by the tests that follow
-BACKENDS = ("local", "gloo", "inline", "shm", "shm-segment", "hierarchical", "tree")  # tiny tensors take another way
+BACKENDS = (
+    "local",
+    "gloo",
+    "inline",  # tiny tensors take another way
+    "shm",
+    *extended("shm-segment", "hierarchical", "tree"),
+)
 SIZE = 3
 REDUCTIONS: dict[ReduceOp, Callable[[np.ndarray], np.ndarray]] = {
     ReduceOp.AVERAGE: lambda stack: stack.mean(axis=0),

@@ -28,6 +28,8 @@ from hvdgloo._backends import cube, gloo
 from hvdgloo._backends.gloo import GlooBackend
 from tests.support.launching import wait_for
 
+pytestmark = pytest.mark.extended
+
 T = TypeVar("T")
 
 

@@ -22,6 +22,8 @@ from hvdgloo.torch.compression import Compression  # noqa: E402
 from tests.support.gpus import Schedule, Simulated, on_gpu, simulated  # noqa: E402
 from tests.support.gpus.worlds import world  # noqa: E402
 
+pytestmark = pytest.mark.extended
+
 SIZE = 2
 STEPS = 3
 

@@ -530,6 +530,7 @@ def test_buckets_of_an_epoch_are_freed_when_it_ends(plane: str, no_collector: No
         assert not any(bucket() is not None for bucket in buckets)
 
 
+@pytest.mark.extended
 def test_nothing_grows_over_epochs(no_collector: None) -> None:
     """Memory, threads and descriptors of 60 epochs, of which each has another size than the last."""
 

@@ -992,6 +992,7 @@ def test_adasum_alone_is_the_plain_optimizer(world: MakeWorld) -> None:
     alike(world(1).run(rank_body)[0], single_process(OPTIMIZERS["sgd"]))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("groups", [None, 1], ids=["each", "one group"])
 def test_powersgd_still_converges(ranks: MakeWorld, groups: int | None) -> None:
     """Vogels et al., 2019: error feedback lets it reach what plain SGD reaches (without, five times that is left).

@@ -13,6 +13,8 @@ from benchmarks.chaos_elastic import one_trial, one_trial_on_hosts
 from tests.support import warm
 from tests.support.hosts import Bed
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.mark.timeout(150)  # mostly a tenth of it
 @pytest.mark.parametrize("seed", ["1.3"])

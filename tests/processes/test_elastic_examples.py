@@ -14,7 +14,7 @@ from tests.support.launching import launcher_in
 
 pytest.importorskip("torch")
 
-pytestmark = pytest.mark.timeout(150)  # seconds; mostly a tenth of it
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(150)]  # seconds; mostly a tenth of it
 
 DIGITS = """
 import argparse

@@ -124,6 +124,7 @@ def test_hosts_come_and_go_and_come_back(job: Job) -> None:
     assert "left out" not in job.error
 
 
+@pytest.mark.extended
 def test_a_worker_and_then_an_agent_are_killed(job: Job) -> None:
     job.start("-np", "3", "--min-np", "1", "-H", "h1:1,h2:1,h3:1", "--failures-per-host", "2", script=False)
     first = job.on(1, "h1", "h2", "h3")
@@ -150,6 +151,7 @@ def test_a_host_that_is_cut_off_is_survived(job: Job) -> None:
     assert job.end() == 0
 
 
+@pytest.mark.extended
 def test_a_host_whose_power_fails_comes_back_after_its_cooldown(job: Job) -> None:
     flags = ["--heartbeat-timeout", "3", "--blacklist-cooldown-range", "1", "2", "-H", "h1:1,h2:1,h3:1"]
     job.start("-np", "3", "--min-np", "1", *flags, script=False)
@@ -162,6 +164,7 @@ def test_a_host_whose_power_fails_comes_back_after_its_cooldown(job: Job) -> Non
     assert job.end() == 0
 
 
+@pytest.mark.extended
 def test_two_hosts_that_are_cut_off_from_each_other_only(job: Job) -> None:
     """Both reach the launcher and rank 0: only connecting shows that they cannot be in one job, so one is left out."""
     flags = ["--gloo-timeout-seconds", "3", "--connect-timeout-seconds", "3", "-H", "h1:1,h2:1,h3:1"]
@@ -195,6 +198,7 @@ WATCHED = TRAIN.replace("\n@elastic.run_fn\ndef train", SHOWN)
 """Checks in every epoch how its ranks are connected."""
 
 
+@pytest.mark.extended
 def test_what_members_of_each_epoch_say_is_encrypted(job: Job) -> None:
     flags = ["--tls", "required", "-H", "h1:1,h2:1,h3:1", "--failures-per-host", "2", "-x", "TLS"]
     job.start("-np", "3", "--min-np", "1", *flags, script=False, program=WATCHED, env={"TLS": "1"})
@@ -206,6 +210,7 @@ def test_what_members_of_each_epoch_say_is_encrypted(job: Job) -> None:
     assert "Traceback" not in job.error
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("victim", ["the root", "a leader", "below a leader"])
 def test_in_a_tree_of_leaders_any_rank_may_die(job: Job, victim: str) -> None:
     """Rank 0 is on h1, ranks 1 and 2 are on h2, rank 3 is on h3 and reports to rank 1. Each epoch has another tree."""
@@ -271,6 +276,7 @@ def test_the_launcher_s_death_ends_the_job_on_all_hosts(job: Job) -> None:
     assert job.end() != 0
 
 
+@pytest.mark.extended
 def test_a_host_that_flaps_disturbs_nobody(job: Job) -> None:
     """It takes two successive lists without a host to remove it."""
     job.lists("h1:1", "h2:1")

@@ -15,6 +15,8 @@ from tests.support.elastic_launch import Job
 from tests.support.elastic_program import DEADLINE, TRAIN, Said
 from tests.support.launching import launcher_in, wait_for
 
+pytestmark = pytest.mark.extended
+
 DYING = """
 class Dying(elastic.ObjectState):
     def _may_die(self, where, rank):

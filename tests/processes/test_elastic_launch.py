@@ -268,6 +268,7 @@ def test_newcomers_can_be_let_in_at_once(job: Job) -> None:
     assert job.end() == 0
 
 
+@pytest.mark.extended
 def test_a_host_with_more_slots_than_it_can_bear_is_left_out(job: Job) -> None:
     job.start("-np", "2", "--min-np", "1", *job.discovers("localhost:20000"))
     assert job.end() == 1
@@ -292,6 +293,7 @@ def test_a_reset_limit_ends_the_job(job: Job) -> None:
     assert "which exceeds --reset-limit 0" in job.error
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a process a host name of its own")
 def test_another_pod_of_the_same_name_has_a_clean_record(job: Job) -> None:
     """A host is left out for twice as long each time, unless another machine or pod stands behind its name by then."""

@@ -91,6 +91,7 @@ def test_a_script_that_prints_nothing_is_waited_for(launcher: Launcher) -> None:
     assert not (launcher.folder / "started").exists()
 
 
+@pytest.mark.extended
 def test_ten_thousand_hosts_of_which_one_is_needed(launcher: Launcher) -> None:
     # Addresses, which no name server has to be asked for: many refuse to answer so often.
     others = [f"240.0.{number // 250}.{number % 250}:8\n" for number in range(10_000)]

@@ -114,6 +114,7 @@ def elastic(**rules: Any) -> ElasticEpochs:
     return ElasticEpochs(Rules(**{"smallest": 1, "launched": False, **rules}))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("victim", "where"), [(0, "backward"), (2, "step"), (1, "commit")])
 def test_of_the_same_size_again_it_computes_the_same_bits(tmp_path: Path, victim: int, where: str) -> None:
     """The job waits for a replacement, which gets the state. Ranks are others' then, and have the batches of before."""

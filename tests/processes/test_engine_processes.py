@@ -191,6 +191,7 @@ def test_pain_28_an_idle_job_uses_under_one_percent_of_a_core(tmp_path: Path) ->
             assert sum(process.num_ctx_switches()) - switches[rank] < 10
 
 
+@pytest.mark.extended
 def test_payloads_beyond_2_gib(tmp_path: Path) -> None:
     code = (
         LOOP

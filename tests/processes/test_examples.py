@@ -78,6 +78,7 @@ def test_torch_digits_goes_on_from_its_checkpoint(launcher: Launcher) -> None:
     assert accuracy_in(second) >= 97.0
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(120)  # mostly a tenth of it; programs start one after the other
 def test_the_elastic_demo_loses_a_worker_and_gains_two(tmp_path: Path) -> None:
     """What `make demo-elastic` does: the program reaches the fixed job's accuracy all the same."""

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.hosts import Bed, Host, HostSpec
 from tests.support.launching import wait_for
 
@@ -318,6 +320,7 @@ class TestWaysThroughSsh:
         out, err = process.communicate(timeout=30)
         assert (process.returncode, out) == (0, "[0]<stdout>:h2\n"), err
 
+    @pytest.mark.extended
     def test_many_hosts_get_through_a_throttling_sshd(self, make_bed: MakeBed) -> None:
         """Fourteen names of one machine: all of their agents come up, and are then refused as the same."""
         bed = make_bed(["h1", HostSpec("h2", sshd_options=("MaxStartups 2:70:12",))])

@@ -254,6 +254,7 @@ while time.monotonic() < end:
 """
 
 
+@pytest.mark.extended
 def test_a_busy_machine_and_a_flood_of_output_are_no_silence(job: HostsJob) -> None:
     """Two workers and eight processes without a pause on each of three hosts, which share this machine's cores."""
     job.slots = 2

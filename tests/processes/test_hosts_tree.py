@@ -20,7 +20,10 @@ from tests.processes.test_launcherless_hosts import Server, worker
 from tests.support.hosts import Bed, HostProcess
 from tests.support.launching import wait_for
 
-pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo")
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo"),
+]
 
 HOSTS = ("h1", "h2", "h2", "h3")
 SOON = VERDICT_SECONDS - 0.5

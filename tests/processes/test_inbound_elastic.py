@@ -17,7 +17,7 @@ from hvdgloo.runner.inbound.reception import Reception
 from tests.support.inbound import PATIENCE, eventually, process
 from tests.support.launching import clean_environment
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tasks end with a signal")
+pytestmark = [pytest.mark.extended, pytest.mark.skipif(sys.platform != "linux", reason="tasks end with a signal")]
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.launching import Launcher, launcher_in
 
+pytestmark = pytest.mark.extended
+
 AGENTS = 34
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMITED = ("sh", "-c", 'ulimit -Sn 100; exec "$@"', "sh")

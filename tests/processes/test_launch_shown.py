@@ -167,6 +167,7 @@ def test_what_cannot_be_shown_is_said_before_anything_starts(launcher: Launcher,
     assert not (launcher.folder / "started").exists()
 
 
+@pytest.mark.extended
 def test_a_trace_that_the_page_asks_for_has_all_ranks(launcher: Launcher, private: Path) -> None:
     flags = ("-np", "2", "--page", "--page-control")
     process = launcher.start(*flags, warm.python(*warm.NUMPY), launcher.script(STEPS))
@@ -193,6 +194,7 @@ def told(seen: Any) -> list[str]:
     return [event["text"] for event in seen["events"] if event["kind"] == "elastic" and "went on" in event["text"]]
 
 
+@pytest.mark.extended
 def test_changes_of_an_elastic_job_are_seen(launcher: Launcher, private: Path) -> None:
     job = Job(launcher, warm.python(*warm.NUMPY))
     job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99", "--page")

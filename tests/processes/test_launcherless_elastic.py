@@ -24,6 +24,8 @@ from tests.support.launching import wait_for
 from tests.support.orchestra import Orchestra, blocks, compose, kubernetes, services
 from tests.support.rendezvous import until
 
+pytestmark = pytest.mark.extended
+
 
 def rules(**changes: Any) -> Rules:
     return Rules(**{"size": 3, "smallest": 1, "launched": False, **changes})

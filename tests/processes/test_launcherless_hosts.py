@@ -19,6 +19,8 @@ from tests.support.hosts import Bed, Host, HostProcess
 from tests.support.launching import wait_for
 from tests.support.orchestra import Orchestra, blocks, compose, kubernetes, services
 
+pytestmark = pytest.mark.extended
+
 PORT = 29400
 PAGE = ROOT / "docs/launching.md"
 

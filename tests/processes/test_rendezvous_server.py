@@ -509,6 +509,7 @@ class TestOthersAreUnharmed:
                 pytest.fail("each piece was given the whole time anew")
             refused(read_answer(sock), 408, "no whole request head")
 
+    @pytest.mark.extended
     def test_five_thousand_random_requests(
         self, server: RendezvousServer, raw: RawClient, client: RendezvousClient
     ) -> None:

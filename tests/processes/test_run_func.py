@@ -173,6 +173,7 @@ def test_what_cannot_be_pickled() -> None:
         hvdgloo.run.run(threading.Lock)
 
 
+@pytest.mark.extended
 def test_a_result_of_200_megabytes() -> None:
     def work() -> bytes:
         return bytes(200_000_000) if os.environ["RANK"] == "0" else b"\1"

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.frameworks import need_installed
 from tests.support.hosts import Bed, HostSpec
 from tests.support.launching import wait_for
@@ -115,6 +117,7 @@ def test_an_exception_comes_with_its_traceback_rank_and_host(bed: Bed, tmp_path:
     assert 'raise Problem("as planned")' in found[3]
 
 
+@pytest.mark.extended
 def test_results_of_50_megabytes(bed: Bed, tmp_path: Path) -> None:
     found = call(
         bed,

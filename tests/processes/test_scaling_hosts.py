@@ -13,6 +13,8 @@ import pytest
 from tests.support import warm
 from tests.support.hosts import Bed
 
+pytestmark = pytest.mark.extended
+
 PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 
 

@@ -15,7 +15,10 @@ from tests.support import warm
 from tests.support.hosts import Bed
 from tests.support.launching import clean_environment
 
-pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="several processes need torch or pygloo")
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(not gloo_provider("auto"), reason="several processes need torch or pygloo"),
+]
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SOAK, TREE = BENCHMARKS / "soak.py", BENCHMARKS / "tree.py"

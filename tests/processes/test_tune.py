@@ -12,6 +12,8 @@ from tests.support import warm
 from tests.support.hosts import Bed
 from tests.support.launching import launcher_in
 
+pytestmark = pytest.mark.extended
+
 PROGRAM = """
 import sys
 import numpy as np

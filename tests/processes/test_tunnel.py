@@ -14,6 +14,8 @@ from tests.processes.test_launch_tls import RECORDER
 from tests.support import warm
 from tests.support.hosts import Bed, Host
 
+pytestmark = pytest.mark.extended
+
 PAGE = ROOT / "docs/security.md"
 WORKER = """
 import os

@@ -288,6 +288,7 @@ def fingerprint(bed: Bed) -> object:
     )  # fmt: skip
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("failures_per_host", "depth", "states"), [(1, 8, 3900), (2, 7, 4300)])
 def test_two_hosts_with_two_slots_in_every_order(failures_per_host: int, depth: int, states: int) -> None:
     """Two processes die, exits are seen late, members come back, a host leaves and returns: all ways of so many steps.

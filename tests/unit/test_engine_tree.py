@@ -310,6 +310,7 @@ REMEMBERED_BY_SOME = [
 """An operation goes up by number for some ranks and spelled out for others, while the root forgets the number."""
 
 
+@pytest.mark.extended
 @example(([1, 1], 1, LATE_JOIN, 1, 0, 197))
 @example(([3, 1], 2, REMEMBERED_BY_SOME, 2, 8, 1634))
 @given(WHOLE)

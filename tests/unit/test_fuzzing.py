@@ -17,6 +17,7 @@ SEED = 1
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", fuzzing.TARGETS)
 def test_no_input_does_harm(name: str) -> None:
     some = fuzzing.TARGETS[name].some

@@ -725,6 +725,7 @@ def test_days_of_a_job_take_no_more_memory_than_its_first_hour() -> None:
     assert after - before < 2 * MIB
 
 
+@pytest.mark.extended
 def test_a_thousand_ranks_take_a_bounded_amount_of_memory() -> None:
     tracemalloc.start()
     try:

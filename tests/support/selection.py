@@ -1,0 +1,16 @@
+"""Which tests are left to ``make test-extended``: those with the mark ``extended``.
+
+They repeat, by more planes, more hosts, more accidents or more input, what others show once; or they take as much
+processor time as a hundred others. ``make test`` has no part of the product that only they would show.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def extended(*values: Any) -> list[Any]:
+    """Values of a parameter whose tests have the mark: ``parametrize("seed", [0, *extended(1, 2)])``."""
+    return [pytest.param(value, marks=pytest.mark.extended) for value in values]
