@@ -63,7 +63,9 @@ try:
     hvd.shutdown()
     hvd.init()  # the tree is made anew, and rank 0 listens elsewhere
     assert hvd.allreduce(np.array([rank + 1.0]), op=hvd.Sum, name="again")[0] == 10
-    write(f"ended{rank}", sorted(current().engine._control._connections))
+    connections = sorted(current().engine._control._connections)
+    hvd.barrier()  # nobody leaves before all have looked
+    write(f"ended{rank}", connections)
     hvd.shutdown()
 except PeerLostError as error:
     write(f"ended{rank}", [time.time(), error.rank, str(error)])
