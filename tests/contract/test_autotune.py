@@ -17,12 +17,11 @@ from hvdgloo._job.observing import _Rank
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import ReduceOp
 from tests.support.launching import wait_for
+from tests.support.selection import extended
 from tests.support.world import World
 
-pytestmark = pytest.mark.extended
-
 MakeWorld = Callable[..., World]
-BACKENDS = ("local", "tree", "shm", "hierarchical")
+BACKENDS = ("shm", *extended("local", "tree", "hierarchical"))
 
 QUICK = {"autotune": True, "autotune_warmup_samples": 1, "autotune_steps_per_sample": 1, "autotune_noise": 0.0}
 _STEPS = 240

@@ -28,8 +28,6 @@ from hvdgloo._backends import cube, gloo
 from hvdgloo._backends.gloo import GlooBackend
 from tests.support.launching import wait_for
 
-pytestmark = pytest.mark.extended
-
 T = TypeVar("T")
 
 
@@ -177,6 +175,7 @@ def exchange(ranks: Ranks) -> None:
     ranks.run(rank)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("size", range(2, 10))
 def test_all_collectives_among_any_number_of_hosts(
     connected: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch, size: int
@@ -190,6 +189,7 @@ def test_all_collectives_among_any_number_of_hosts(
     exchange(ranks)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("size", [6, 8, 9, 16])
 def test_a_rank_has_few_sockets_until_all_call_alltoall(connected: Callable[[int], Ranks], size: int) -> None:
     ranks = connected(size)

@@ -26,8 +26,6 @@ from hvdgloo.types import ReduceOp  # noqa: E402
 from tests.support.gpus import Schedule, Simulated, on_gpu, simulated  # noqa: E402
 from tests.support.gpus.worlds import world  # noqa: E402
 
-pytestmark = pytest.mark.extended
-
 KINDS = ["allreduce", "in place", "allgather", "broadcast", "group", "alltoall", "reducescatter"]
 SIZE = 3
 SOME = settings(

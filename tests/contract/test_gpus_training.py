@@ -22,8 +22,6 @@ from hvdgloo.torch.compression import Compression  # noqa: E402
 from tests.support.gpus import Schedule, Simulated, on_gpu, simulated  # noqa: E402
 from tests.support.gpus.worlds import world  # noqa: E402
 
-pytestmark = pytest.mark.extended
-
 SIZE = 2
 STEPS = 3
 
@@ -198,6 +196,7 @@ def initial(shape: tuple[int, ...]) -> Tensor:
     return tensor.to(memory_format=torch.channels_last) if len(shape) == 4 else tensor
 
 
+@pytest.mark.extended
 def test_at_most_eight_submissions_in_a_step_of_resnet_50(late: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """5.13: and nothing is copied for a transfer, whatever the memory format; at an eighth of the width, with buckets
     that are smaller in proportion."""

@@ -17,6 +17,7 @@ from tests.support.frameworks import need_installed
 from tests.support.hosts import Bed
 from tests.support.hosts_job import FERTILE, OFFSPRING, HostsJob, assert_clean
 from tests.support.launching import wait_for
+from tests.support.selection import extended
 
 SOON = 5.0
 CUT = 10.0
@@ -87,7 +88,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [1, *extended(0, 2)])
 def test_pain_22_the_summary_names_who_was_killed_and_not_who_noticed(job: HostsJob, rank: int) -> None:
     need_installed("torch")
     job.start(TRAIN, python=warm.python())
@@ -112,8 +113,8 @@ def test_pain_22_the_summary_names_an_agent_that_was_killed_and_not_its_workers_
     assert job.last_words.startswith("hvdgloo-run: the job failed: the agent on host h2 was killed by signal 9")
 
 
-@pytest.mark.parametrize("where", ["h1", "h3"])
-@pytest.mark.parametrize("which", ["agent", "watchdog", "both"])
+@pytest.mark.parametrize("where", ["h3", *extended("h1")])
+@pytest.mark.parametrize("which", ["agent", *extended("watchdog", "both")])
 def test_pain_24_kill_9_of_an_agent_leaves_nothing_on_any_host(job: HostsJob, where: str, which: str) -> None:
     job.start_fertile("--grace-period", "1")
     watchdog, agent = job.agents(where)
@@ -174,7 +175,7 @@ def test_pain_24_kill_9_of_the_launcher_leaves_nothing_on_any_host(job: HostsJob
     assert_clean(job.bed, SOON, time.monotonic())
 
 
-@pytest.mark.parametrize("name", ["h1", "h3"])
+@pytest.mark.parametrize("name", ["h3", *extended("h1")])
 def test_pain_24_a_host_that_is_cut_off_ends_its_workers_and_so_do_the_others(
     make_bed: Callable[..., Bed], tmp_path: Path, name: str
 ) -> None:
@@ -192,6 +193,7 @@ def test_pain_24_a_host_that_is_cut_off_ends_its_workers_and_so_do_the_others(
     assert "has been silent for 5 s: its host is cut off" in job.last_words
 
 
+@pytest.mark.extended
 def test_pain_24_launcher_and_network_lost_together(make_bed: Callable[..., Bed], tmp_path: Path) -> None:
     """Then nobody tells the ssh client: it must notice by itself."""
     bed = make_bed(["h1", "h2"])
@@ -304,6 +306,7 @@ def test_ctrl_z_stops_the_launcher_and_no_worker_on_any_host(job: HostsJob) -> N
     assert_clean(job.bed, SOON, time.monotonic())
 
 
+@pytest.mark.extended
 def test_pain_24_kill_9_of_a_launcher_that_ctrl_z_had_stopped(job: HostsJob) -> None:
     _suspended(job).kill()
     assert_clean(job.bed, SOON, time.monotonic())

@@ -29,7 +29,7 @@ from hvdgloo.runner.network.probe import probe_key
 from tests.support.inbound import PATIENCE, Tasks, eventually, gathered, process
 from tests.support.launching import clean_environment
 
-pytestmark = [pytest.mark.extended, pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 
 
 @pytest.fixture(autouse=True)

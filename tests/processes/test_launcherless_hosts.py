@@ -19,8 +19,6 @@ from tests.support.hosts import Bed, Host, HostProcess
 from tests.support.launching import wait_for
 from tests.support.orchestra import Orchestra, blocks, compose, kubernetes, services
 
-pytestmark = pytest.mark.extended
-
 PORT = 29400
 PAGE = ROOT / "docs/launching.md"
 
@@ -243,6 +241,7 @@ def finish(orchestra: Orchestra, timeout: float = 50.0) -> None:
     assert orchestra.statuses == {name: [0] for name in orchestra.pods}, logs
 
 
+@pytest.mark.extended
 def test_the_recipe_for_a_kubernetes_job(make_bed: Callable[..., Bed], image: Path) -> None:
     (text,) = blocks(PAGE, "A Kubernetes Job", "yaml")
     pods = kubernetes(text, SECRETS)
@@ -254,6 +253,7 @@ def test_the_recipe_for_a_kubernetes_job(make_bed: Callable[..., Bed], image: Pa
     assert results(orchestra, ["train-0", "train-1", "train-2"]) == [[rank, 0, 1, rank, 6.0] for rank in range(3)]
 
 
+@pytest.mark.extended
 def test_the_recipe_for_pods_with_several_gpus(bed: Bed, image: Path) -> None:
     (text,) = blocks(PAGE, "A Kubernetes Job", "sh")
     server = Server(bed["h1"], image, "-np", "4", "--once")
@@ -270,6 +270,7 @@ def test_the_recipe_for_pods_with_several_gpus(bed: Bed, image: Path) -> None:
     assert server.process.wait(20) == 0
 
 
+@pytest.mark.extended
 def test_the_recipe_for_docker_compose(make_bed: Callable[..., Bed], image: Path) -> None:
     (text,) = blocks(PAGE, "Docker Compose", "yaml")
     pods = compose(text, {"HVDGLOO_SECRET": "ab" * 32})
@@ -278,6 +279,7 @@ def test_the_recipe_for_docker_compose(make_bed: Callable[..., Bed], image: Path
     assert results(orchestra, ["worker-0", "worker-1", "worker-2"]) == [[rank, 0, 1, rank, 6.0] for rank in range(3)]
 
 
+@pytest.mark.extended
 def test_the_recipe_for_a_stateful_set(make_bed: Callable[..., Bed], image: Path) -> None:
     """Pain 22: a pod is killed; all end, and all come back, to a rendezvous that has come back too."""
     (image / "train.py").write_text(TRAIN_ON)

@@ -13,8 +13,6 @@ import pytest
 from tests.support import warm
 from tests.support.hosts import Bed
 
-pytestmark = pytest.mark.extended
-
 PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -40,6 +38,7 @@ def test_a_job_finds_what_its_pieces_cost(case: str, ranks: int, finds: set[str]
     assert all(seconds > 0 for seconds in found.values())
 
 
+@pytest.mark.extended
 def test_steps_on_hosts_are_measured_beside_what_is_predicted(make_bed: Callable[..., Bed], tmp_path: Path) -> None:
     """The link is so slow that a step takes what its bytes do, however busy the machine is."""
     make_bed(["h1"])  # or this is skipped: the program makes hosts of its own

@@ -12,8 +12,6 @@ from tests.support import warm
 from tests.support.hosts import Bed
 from tests.support.launching import launcher_in
 
-pytestmark = pytest.mark.extended
-
 PROGRAM = """
 import sys
 import numpy as np
@@ -31,6 +29,7 @@ while True:
 
 
 # It takes ten seconds on a quiet machine, for five jobs one after another.
+@pytest.mark.extended
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo")
 def test_a_program_on_several_hosts_is_tuned_to_its_gradients(bed: Bed, tmp_path: Path) -> None:
