@@ -36,7 +36,8 @@ def main():
     for number in (_signal.SIGHUP, _signal.SIGINT, _signal.SIGQUIT, _signal.SIGTERM, _signal.SIGUSR1, _signal.SIGUSR2):
         _signal.signal(number, pass_on)
     sent = connection.sendmsg([data], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
-    connection.sendall(data[sent:])
+    if sent < len(data):  # to send nothing is an error, too, once the program has ended, which may be by now
+        connection.sendall(data[sent:])
     for fd in fds[3:]:
         os.close(fd)
     connection.recv(4, _socket.MSG_WAITALL)
