@@ -1,7 +1,7 @@
 """Which tests are left to ``make test-extended``: those with the mark ``extended``.
 
 They repeat, by more planes, more hosts, more accidents or more input, what others show once; or they take as much
-processor time as a hundred others. ``make test`` has no part of the product that only they would show.
+processor time as a hundred others. What they test, ``make test`` tests as well, though less of it.
 """
 
 from __future__ import annotations
