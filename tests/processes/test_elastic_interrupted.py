@@ -68,8 +68,9 @@ def together(job: Job, dead: int) -> list[Said]:
         last = {line.pid: line for line in job.said if line.pid != dead and psutil.pid_exists(line.pid)}
         there = sorted(last.values(), key=lambda line: line.rank)
         # A newcomer may say its first line before a survivor says its second, and have the rank of who died.
-        same = len({line.step for line in there}) == 1
-        return there if same and [(line.rank, line.size) for line in there] == [(rank, 3) for rank in range(3)] else None
+        of_one_epoch = len({line.step for line in there}) == 1
+        complete = [(line.rank, line.size) for line in there] == [(rank, 3) for rank in range(3)]
+        return there if of_one_epoch and complete else None
 
     return wait_for(found, DEADLINE, f"three workers to train: {job.error}")
 
