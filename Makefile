@@ -154,8 +154,9 @@ test-with-spark: $(READY_SPARK)
 	$(VENV_SPARK)/bin/python -m pytest -o faulthandler_timeout=150 -n $(OVERLAPPING) --dist loadgroup --no-loadscope-reorder \
 	    $(TESTS_SPARK)
 
+# Ray may end the whole process, and says why where only --capture=sys lets it be read.
 test-ray: $(READY_SPARK)
-	$(VENV_SPARK)/bin/python -m pytest $(TESTS_RAY)
+	$(VENV_SPARK)/bin/python -m pytest --capture=sys $(TESTS_RAY)
 
 # The oldest Spark that hvdgloo is for, with numpy only.
 test-spark-3.5:

@@ -63,6 +63,7 @@ class Call:
         self.error: BaseException | None = None
         self.failures: dict[int, BaseException] = {}
         self.left = len(self.refs)
+        self.overdue: threading.Timer | None = None  # runs from the first rank's failure until the call is over
 
 
 class Workers:
@@ -295,26 +296,24 @@ class Workers:
 
         error = status.exception()
         cause = getattr(error, "cause", None)
-        first = False
         with self._lock:
             call.left -= 1
             if error is not None:
-                first = not call.failures
                 call.failures[rank] = cause if isinstance(cause, BaseException) else error
             # Where Ray has lost or cancelled it, all workers are ended, and only then is the call over.
             over = call.left == 0 and call in self._calls and not any(map(_from_ray, call.failures.values()))
             if over:
                 self._calls.discard(call)
+            elif error is not None and not _from_ray(error) and len(call.failures) == 1 and call in self._calls:
+                call.overdue = threading.Timer(self._grace, self._overdue, (call, rank))
+                call.overdue.daemon = True
+                call.overdue.start()
         if isinstance(error, ray.exceptions.TaskCancelledError):
             self.fail(f"the call was cancelled on rank {rank} (ray.cancel)")
         elif isinstance(error, ray.exceptions.RayActorError):
             self.fail(f"the actor of rank {rank} has ended: {words(error)}")
         elif over:
             self._conclude(call)
-        elif first:
-            timer = threading.Timer(self._grace, self._overdue, (call, rank))
-            timer.daemon = True
-            timer.start()
 
     @property
     def _grace(self) -> float:
@@ -332,6 +331,13 @@ class Workers:
         )
 
     def _conclude(self, call: Call) -> None:
+        with self._lock:
+            timer, call.overdue = call.overdue, None
+        if timer is not None:
+            # Its thread must not be the last to refer to the call: Ray ends a process in which a reference to one of its
+            # objects goes while ray.shutdown() is at work in another thread.
+            timer.cancel()
+            timer.join()
         own = {rank: error for rank, error in call.failures.items() if not (_is_echo(error) or _from_ray(error))}
         if own:
             call.error = own[min(own)]

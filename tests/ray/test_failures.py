@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,6 +59,19 @@ def test_an_exception_on_one_rank_while_the_other_waits_for_it(executor: RayExec
     with pytest.raises(JobFailedError, match=r"rank 1 failed in a call .* and 1 other rank had not ended it 1 s later"):
         executor.run(functions.places)
     cluster.await_gone_workers()
+
+
+def test_a_call_that_is_over_leaves_no_thread(cluster: Running) -> None:
+    """Ray ends a process in which a reference to one of its objects goes while ``ray.shutdown()`` is at work elsewhere:
+    a thread that keeps one must not outlive the call."""
+    with RayExecutor(RayExecutor.create_settings(grace_period=functions.FOREVER), num_workers=2) as executor:
+        executor.start()
+        before = set(threading.enumerate())
+        for failing in (0, 1, None):
+            with pytest.raises(KeyError):
+                executor.run(functions.fail, [failing])
+        # Ray's own threads appear as they call something of ours.
+        assert [thread for thread in set(threading.enumerate()) - before if isinstance(thread, threading.Timer)] == []
 
 
 def test_references_of_a_job_that_has_failed_say_why(executor: RayExecutor) -> None:
