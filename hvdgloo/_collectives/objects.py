@@ -88,10 +88,11 @@ def _purpose(frontend: Core[Any], label: str, rank: int, call: int) -> str:
 
 def _pickle(obj: object) -> tuple[bytes, Exception | None]:
     """An object's pickle, or why there is none."""
-    import cloudpickle  # at the first object: most jobs send none until they train, and some none at all
+    # At the first object: most jobs send none until they train, and some none at all.
+    from hvdgloo._platform.pickling import dumps
 
     try:
-        return cloudpickle.dumps(obj), None
+        return dumps(obj), None
     except Exception as error:  # noqa: BLE001 - user code runs here; the other ranks must hear of any failure
         return b"", error
 

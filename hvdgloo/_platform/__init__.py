@@ -1,1 +1,1 @@
-"""What the machine and Python provide: cores, huge pages, queues, spelling corrections, errors told by a text."""
+"""What the machine and Python provide: cores, huge pages, queues, pickles, spelling corrections, errors in a text."""

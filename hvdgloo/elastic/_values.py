@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,10 +34,10 @@ def _copied(name: str, value: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception:  # noqa: BLE001 - as above
-        import cloudpickle  # a tensor in the midst of a graph, for example, can be pickled and not copied
+        from hvdgloo._platform.pickling import dumps  # a tensor in the midst of a graph can be pickled and not copied
 
         try:
-            return cloudpickle.loads(cloudpickle.dumps(value))
+            return pickle.loads(dumps(value))  # noqa: S301 - made here
         except Exception as error:
             raise InvalidArgumentError(
                 f"the state's attribute {name!r} is a {type(value).__name__}, which can be neither copied nor pickled "

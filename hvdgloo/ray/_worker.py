@@ -12,8 +12,7 @@ import sys
 from enum import Enum
 from typing import Any
 
-import cloudpickle
-
+from hvdgloo._platform import pickling
 from hvdgloo.config import Config
 from hvdgloo.ray import _calls
 from hvdgloo.ray._calls import Connection, Part
@@ -84,12 +83,12 @@ def _call(needs_ray: bool, data: bytearray, made: list[Any]) -> list[Part]:
 
 
 def _packed(result: Any) -> list[Part]:
-    dumps = cloudpickle.dumps
+    dumps = pickling.dumps
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         dumps = ray.cloudpickle.dumps  # the result may have references to Ray's objects
     buffers: list[pickle.PickleBuffer] = []
-    data = dumps(result, protocol=5, buffer_callback=buffers.append)
+    data = dumps(result, buffer_callback=buffers.append)
     return [RETURNED, data, *(buffer.raw() for buffer in buffers)]
 
 

@@ -23,8 +23,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-import cloudpickle
-
+from hvdgloo._platform import pickling
 from hvdgloo.config import Config
 from hvdgloo.errors import HvdglooError, InvalidArgumentError, JobFailedError, LaunchError
 from hvdgloo.ray import _worker
@@ -334,8 +333,8 @@ class Workers:
         with self._lock:
             timer, call.overdue = call.overdue, None
         if timer is not None:
-            # Its thread must not be the last to refer to the call: Ray ends a process in which a reference to one of its
-            # objects goes while ray.shutdown() is at work in another thread.
+            # Its thread must not be the last to refer to the call: Ray ends a process in which a reference to one of
+            # its objects goes while ray.shutdown() is at work in another thread.
             timer.cancel()
             timer.join()
         own = {rank: error for rank, error in call.failures.items() if not (_is_echo(error) or _from_ray(error))}
@@ -369,9 +368,9 @@ def pack(
     try:
         try:
             # What Ray's own pickler makes is read by importing Ray, which takes longer than all else of the first call.
-            return _pickled(cloudpickle.CloudPickler, content), False
+            return _pickled(pickling.Pickler, content), False
         except _Reference:
-            return _pickled(ray.cloudpickle.CloudPickler, content, with_references=True), True
+            return _pickled(pickling.naming_files(ray.cloudpickle.Pickler), content, with_references=True), True
     except Exception as error:
         raise InvalidArgumentError(
             f"the function or its arguments cannot be sent to the workers ({type(error).__name__}: {error}); "

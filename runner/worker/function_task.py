@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
-
 import hvdgloo
+from hvdgloo._platform import pickling
 from hvdgloo.config import Config
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.rendezvous._auth import seal, unseal
@@ -78,7 +77,7 @@ def pack_function(
         InvalidArgumentError: the function or an argument cannot be pickled.
     """
     try:
-        call = cloudpickle.dumps((func, tuple(args), dict(kwargs)))
+        call = pickling.dumps((func, tuple(args), dict(kwargs)))
     except Exception as error:
         raise InvalidArgumentError(
             f"the function or its arguments cannot be sent to the workers ({type(error).__name__}: {error}); "
@@ -199,7 +198,7 @@ def _call(call: bytes) -> tuple[TaskResult, int | str | None]:
     except BaseException as error:  # noqa: BLE001 - whatever it is, the caller of run() must see it
         return failed(error), 1
     try:
-        return TaskResult(result=cloudpickle.dumps(result)), 0
+        return TaskResult(result=pickling.dumps(result)), 0
     except Exception as error:  # noqa: BLE001 - objects raise what they like when they are pickled
         text = f"returned a {type(result).__name__} that cannot be pickled ({type(error).__name__}: {error})"
         sys.stderr.write(f"the function {text}\n")
@@ -228,7 +227,7 @@ def failed(error: BaseException) -> TaskResult:
 def _pickled(error: BaseException) -> bytes | None:
     """The exception, if it survives pickling: many cannot be rebuilt from what they keep."""
     try:
-        data: bytes = cloudpickle.dumps(error)
+        data = pickling.dumps(error)
         return data if type(pickle.loads(data)) is type(error) else None  # noqa: S301 - made one line above
     except Exception:  # noqa: BLE001 - objects raise what they like; then the traceback's text has to suffice
         return None

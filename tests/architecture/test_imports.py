@@ -75,8 +75,8 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.spark.data": {"_platform"},
     "hvdgloo.spark": {"_job", "config", "runner", "runner.inbound"},
     "hvdgloo.spark.torch": {"_backends", "spark", "spark.common", "torch"},
-    "hvdgloo.spark.common": {"rendezvous", "run", "runner.job", "spark", "spark.data"},
-    "hvdgloo.spark.keras": {"keras", "numpy", "spark", "spark.common"},
+    "hvdgloo.spark.common": {"_platform", "rendezvous", "run", "runner.job", "spark", "spark.data"},
+    "hvdgloo.spark.keras": {"_platform", "keras", "numpy", "spark", "spark.common"},
     "hvdgloo.spark.tensorflow": {"rendezvous", "runner.network", "spark", "spark.common", "tensorflow.data"},
     # The launcher, and its agents on the hosts.
     "hvdgloo.runner.protocol": {"_net", "rendezvous"},
@@ -116,7 +116,7 @@ GRAPH: dict[str, set[str]] = {
         "runner.protocol",
         "runner.supervise",
     },
-    "hvdgloo.runner.worker": {"_job", "config", "rendezvous"},
+    "hvdgloo.runner.worker": {"_job", "_platform", "config", "rendezvous"},
     "hvdgloo.runner": {
         "_platform",
         "_net",
@@ -198,7 +198,7 @@ GRAPH: dict[str, set[str]] = {
         "runner.worker",
     },
     # Leaves: other systems that start workers.
-    "hvdgloo.ray": {"_job", "config", "runner", "runner.inbound", "runner.worker"},
+    "hvdgloo.ray": {"_job", "_platform", "config", "runner", "runner.inbound", "runner.worker"},
 }
 """The graph between sub-packages, from the ground up: each part, and the parts that it imports (without "hvdgloo.").
 

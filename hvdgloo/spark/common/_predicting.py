@@ -15,6 +15,7 @@ import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdgloo._platform import pickling
 from hvdgloo.errors import ConfigError, DataError
 from hvdgloo.spark.data._columns import CSR, convert
 
@@ -62,7 +63,7 @@ def predicting(
         schema: Spark's, of the result.
     """
     # Spark's sockets carry a broadcast once to each executor, however many tasks use it.
-    model = spark.sparkContext.broadcast(cloudpickle.dumps(predictor))
+    model = spark.sparkContext.broadcast(pickling.dumps(predictor))
     kinds = [field.dataType.typeName() for field in schema.fields[len(kept) :]]
     return _Map(uuid.uuid4().hex, model, tuple(features), tuple(kept), tuple(schema.names[len(kept) :]), tuple(kinds))
 

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import cloudpickle
 import numpy as np
 from pyspark import keyword_only
 
+from hvdgloo._platform import pickling
 from hvdgloo.errors import ConfigError
 from hvdgloo.spark.common._training import Training, TrainingResult
 from hvdgloo.spark.common.estimator import DataShapes, HorovodEstimator, HorovodModel
@@ -209,7 +209,7 @@ class KerasEstimator(HorovodEstimator):
             callbacks=self.getCallbacks(),
             checkpoint_callback=self.getCheckpointCallback(),
         )
-        return functools.partial(train, self._library(), cloudpickle.dumps(job), training)
+        return functools.partial(train, self._library(), pickling.dumps(job), training)
 
     def _make_model(self, result: TrainingResult, run_id: str, metadata: dict[str, dict[str, Any]]) -> KerasModel:
         library, names = self._library(), self._names()
@@ -301,7 +301,7 @@ class KerasModel(HorovodModel):
         model = self.getModel()
         library = library_of_model(model)
         names = {**registered_objects(library), **self.getCustomObjects()}
-        return KerasPredictor(library, archive_of(model), cloudpickle.dumps((names, self._layout())))
+        return KerasPredictor(library, archive_of(model), pickling.dumps((names, self._layout())))
 
     def _outputs(self) -> list[tuple[int, ...]]:
         layout = self._layout()
