@@ -376,6 +376,22 @@ def test_what_is_the_users_own_is_pickled_and_refused_if_not_trusted(df: Any, st
     assert KerasModel.load(path).transform(df.limit(1)).columns[-1] == "y__output"
 
 
+@pytest.mark.usefixtures("spark")
+def test_a_model_with_a_lambda_whose_source_is_nowhere_is_saved_without_its_loss(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = net(name="nameless")
+    model.compile("adam", eval("lambda truth, predicted: (truth - predicted) ** 2"))
+    model.optimizer.build(model.trainable_variables)
+    path = str(tmp_path / "model")
+    KerasModel(model=model, feature_columns=["x"], label_columns=["y"]).save(path)
+    assert "nameless is saved without its loss and metrics: among them is a lambda" in caplog.text
+    loaded = KerasModel.load(path).getModel()
+    assert isinstance(loaded.optimizer, keras.optimizers.Adam)
+    assert loaded.loss is None
+    np.testing.assert_array_equal(loaded.get_weights()[0], model.get_weights()[0])
+
+
 def test_pipelines_are_saved_with_their_estimators_and_models(df: Any, store: Store, tmp_path: Path) -> None:
     Pipeline(stages=[estimator(store, epochs=1)]).save(str(tmp_path / "pipeline"))
     (stage,) = Pipeline.load(str(tmp_path / "pipeline")).getStages()

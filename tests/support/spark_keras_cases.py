@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import hvdgloo.numpy as hvd
+from hvdgloo._platform import pickling
 from hvdgloo.spark.common._training import Reading, Training
 from hvdgloo.spark.common.serialization import Refused
 from hvdgloo.spark.common.store import LocalStore
@@ -33,7 +34,15 @@ from hvdgloo.spark.keras import _remote as remote
 from hvdgloo.spark.keras._codecs import OF_MODELS
 from hvdgloo.spark.keras._layout import layout_of
 from hvdgloo.spark.keras._library import Library
-from hvdgloo.spark.keras._models import Compilation, archive_of, compilation_of, load_state, model_of, signature_of
+from hvdgloo.spark.keras._models import (
+    Compilation,
+    archive_of,
+    compilation_of,
+    ensure_savable,
+    load_state,
+    model_of,
+    signature_of,
+)
 
 NAME = sys.argv[1]
 LIBRARY = Library("tf_keras", "tensorflow") if NAME == "tf_keras" else Library("keras", NAME)
@@ -131,7 +140,7 @@ def fit(
     layout = layout_of(model, LIBRARY.floatx, setting.feature_cols, setting.label_cols, label_shapes)
     job = remote.Job(archive_of(model), compilation, layout, names or {}, list(callbacks), checkpoint_callback)
     setting = dataclasses.replace(setting, signature=signature_of(model))
-    result = remote.train(LIBRARY, cloudpickle.dumps(job), cloudpickle.loads(cloudpickle.dumps(setting)))
+    result = remote.train(LIBRARY, pickling.dumps(job), cloudpickle.loads(cloudpickle.dumps(setting)))
     assert (result is None) == (hvd.rank() > 0)
     hvd.barrier()
     if result is None:
@@ -402,6 +411,21 @@ def the_model_of_a_checkpoint_callback_is_returned() -> None:
             if not kept.save_weights_only:
                 assert float(np.asarray(trained.optimizer.learning_rate)) == np.float32(0.02)
             assert not np.allclose(read_checkpoint(run).get_weights()[0], trained.get_weights()[0])
+
+
+@case
+def a_lambda_whose_source_is_nowhere() -> None:
+    """From a notebook on another host, or a saved estimator: Keras cannot save what is compiled with it."""
+    loss = eval("lambda truth, predicted: (truth - predicted) ** 2")
+    compilation = compilation_of(LIBRARY, dense(), keras.optimizers.SGD(0.02), loss)
+    kept = keras.callbacks.ModelCheckpoint("elsewhere/kept.keras", monitor="val_loss", save_best_only=True)
+    fitted = fit(dense(), compilation, training("lambda", validation_rows=ROWS), checkpoint_callback=kept)
+    if fitted is not None:
+        trained = fitted[1]
+        assert np.isfinite(fitted[0].history["val_loss"]).all()
+        assert not ensure_savable(trained)
+        trained.compile("sgd", "mse")
+        assert ensure_savable(trained)
 
 
 def callbacks_that_keep(best: Any) -> list[Any]:

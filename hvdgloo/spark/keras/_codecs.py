@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from hvdgloo.errors import ConfigError
 from hvdgloo.spark.common.serialization import Codec, Files, Refused
 from hvdgloo.spark.keras._library import Library, library_of, library_of_model
-from hvdgloo.spark.keras._models import archive_of, is_part, loaded_model
+from hvdgloo.spark.keras._models import archive_of, ensure_savable, is_part, loaded_model
 
 __all__ = ["OF_ESTIMATORS", "OF_MODELS"]
+
+logger = logging.getLogger(__name__)
 
 
 class _CustomObjects(Codec):
@@ -29,6 +32,12 @@ class _Model(Codec):
 
     def encode(self, value: Any, instance: Any) -> Files:
         library = library_of_model(value)
+        if not ensure_savable(value):
+            logger.warning(
+                "%s is saved without its loss and metrics: among them is a lambda whose source is not on this machine; "
+                "use a function with a name, or compile the model again when it is loaded",
+                value.name,
+            )
         return {"keras": archive_of(value), "json": json.dumps({"library": library.name}).encode()}
 
     def decode(self, files: Files, loaded: Mapping[str, Any], *, trusted: bool) -> Any:

@@ -13,7 +13,8 @@ import re
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,18 +44,54 @@ def archive_of(model: Any) -> bytes:
     Raises:
         ConfigError: (a ValueError) the library cannot save it.
     """
+    ensure_savable(model)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.keras")
         try:
-            with warnings.catch_warnings():
-                # A loss may well be one: it does not travel in the archive.
-                warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
+            with _silent_about_lambdas():
                 model.save(path)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ConfigError(
                 f"{model.name} cannot be saved, and is sent to the ranks as it would be saved: {error}"
             ) from error
         return path.read_bytes()
+
+
+def ensure_savable(model: Any) -> bool:
+    """Have a model saved even while it is compiled with a lambda whose source is not on this machine.
+
+    Keras quotes a lambda's source in a warning, and fails where there is none: the lambda comes from a notebook on
+    another host, or from a saved estimator. The model is then saved as if it were compiled with its optimizer only.
+
+    Returns:
+        Whether it is saved with all that it is compiled with.
+    """
+    compile_config = type(model).get_compile_config
+    saving = library_of_model(model).module.saving
+
+    def with_its_optimizer() -> Any:
+        try:
+            return compile_config(model)
+        except OSError:  # inspect has not found the source
+            return {"optimizer": saving.serialize_keras_object(model.optimizer)}
+
+    with _silent_about_lambdas():
+        try:
+            compile_config(model)
+        except OSError:
+            model.get_compile_config = with_its_optimizer
+            return False
+        except Exception:  # noqa: BLE001 - whoever saves the model is told
+            return True
+    return True
+
+
+@contextmanager
+def _silent_about_lambdas() -> Iterator[None]:
+    # A loss may well be one: it does not travel in the archive.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
+        yield
 
 
 def model_of(library: Library, data: bytes, custom_objects: Mapping[str, Any]) -> Any:
@@ -321,6 +358,7 @@ class Compilation:
                 **{name: made_of(value) for name, value in self.options.items()},
             )
         build_optimizer(model)
+        ensure_savable(model)  # by the user's callbacks
         if self.state:
             for variable, value in zip(variables_of(model.optimizer), self.state, strict=True):
                 variable.assign(value)
