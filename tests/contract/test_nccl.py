@@ -319,6 +319,30 @@ def test_nccl_s_own_error_reaches_the_user_within_a_second(gpus: Simulated) -> N
     assert max(took) < 1.0
 
 
+def test_an_aborted_operation_uses_its_memory_until_its_gpu_has_ended_it(gpus: Simulated) -> None:
+    """Adasum's phases have no mark behind them that would tell."""
+
+    def body(context: Context) -> None:
+        frontend_of(context).allreduce(on_gpu(torch.ones(2)), name="connects")
+        frontend_of(context).barrier()
+        gpus.nccl.faults.lost.add(0)  # no collective ends any more
+        device = context.engine._groups[0].backends[1]
+        assert device.name == "nccl"
+        work = device.allreduce(TorchAdapter().export(on_gpu(torch.ones(2)), writable=True), ReduceOp.SUM)
+        device.abort()
+        assert not work.completes_within(0.1)
+        together.wait(10)
+        gpus.nccl.faults.hangs_after_abort.clear()
+        with pytest.raises(BackendError, match="the operation was aborted"):
+            while not work.completes_within(10):
+                pass
+
+    together = threading.Barrier(SIZE)
+    gpus.nccl.faults.hangs_after_abort.update(range(SIZE))
+    with World(SIZE, open_device=planes()) as world:
+        world.run(body)
+
+
 def test_the_deadline_counts_from_when_the_data_are_ready(gpus: Simulated) -> None:
     """The program has given its GPU much to do before, which is no failure of the network's."""
 
