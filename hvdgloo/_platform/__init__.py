@@ -1,1 +1,1 @@
-"""What the machine and Python provide: cores, huge pages, queues, pickles, spelling corrections, errors in a text."""
+"""What machine and Python provide: cores, huge pages, queues, pickles, corrected spelling, errors told by a text."""

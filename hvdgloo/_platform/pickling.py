@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import ChainMap
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -27,7 +26,7 @@ def naming_files(pickler: type[Any]) -> type[Any]:
         return _named, (code.co_filename, make, arguments)
 
     class Naming(pickler):  # type: ignore[misc]
-        dispatch_table = ChainMap({CodeType: reduced}, pickler.dispatch_table)
+        dispatch_table = pickler.dispatch_table.new_child({CodeType: reduced})
 
     return Naming
 
