@@ -28,6 +28,9 @@ _TOLD = frozenset(
     for name in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "RESTART", "SPARK_DEVICES")
 )
 """Variables by which a launcher tells the user's program its place in the job; no setting reads them."""
+_TORCHRUN_S_OWN = frozenset({"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"})
+"""Variables that refer to torchrun's agent: with the first one, torch.distributed would wait for a store at
+``MASTER_ADDR`` that only that agent serves."""
 _NOT_OURS = re.compile(r"HVDGLOO_(TEST_\w+|\w+_SERVICE_(HOST|PORT\w*)|\w+_PORT_[0-9]+_\w+)=.*|\w+_PORT=[a-z]+://.*")
 """Variables of tests, and of a Kubernetes service named hvdgloo-something, which are set in every container."""
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
@@ -909,7 +912,49 @@ def without_place(environ: Mapping[str, str]) -> dict[str, str]:
     places = [setting for setting in settings().values() if setting.place]
     ours = {setting.env for setting in places}
     ours |= {name for setting in places for name in setting.fallback if name.startswith("HOROVOD_")}
-    return {name: value for name, value in environ.items() if name not in ours}
+    return {name: value for name, value in environ.items() if name not in ours | _TORCHRUN_S_OWN}
+
+
+def place_variables(
+    *,
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
+    cross_rank: int,
+    cross_size: int,
+    node: int,
+    nodes: int,
+) -> dict[str, str]:
+    """The variables that tell a worker its place: hvdgloo's, Horovod's, and those that torchrun sets.
+
+    Args:
+        node, nodes: the number of the worker's host among the job's hosts, and how many these are. Where hosts have
+            different numbers of workers, cross ranks do not tell.
+    """
+    ours = {
+        "RANK": rank,
+        "SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_SIZE": local_size,
+        "CROSS_RANK": cross_rank,
+        "CROSS_SIZE": cross_size,
+    }
+    torchrun_s = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": nodes,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": size,
+        "NODE_RANK": node,  # torchrun sets it in jobs of several nodes only; Lightning and others read it
+    }
+    return {
+        **{f"{family}_{name}": str(value) for name, value in ours.items() for family in ("HVDGLOO", "HOROVOD")},
+        **{name: str(value) for name, value in torchrun_s.items()},
+    }
 
 
 def _environ() -> Mapping[str, str]:

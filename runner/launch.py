@@ -258,6 +258,7 @@ def _spawns(
             address=addresses[slot.host].address,
             master=(addresses[0].address, port),
             restart=restart,
+            max_restarts=spec.max_restarts,
         )
         task = spec.function is not None
         stdin = slot.rank == spec.stdin_rank

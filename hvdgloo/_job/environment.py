@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from hvdgloo._job.context import Context
+from hvdgloo.config import place_variables
 
 
 def publish(context: Context, master: tuple[str, int] | None) -> None:
@@ -13,19 +14,21 @@ def publish(context: Context, master: tuple[str, int] | None) -> None:
     Args:
         master: where the program's own torch.distributed may meet in this epoch; None to leave what is said there.
     """
-    places = {
-        "RANK": context.rank,
-        "SIZE": context.size,
-        "LOCAL_RANK": context.local_rank,
-        "LOCAL_SIZE": context.local_size,
-        "CROSS_RANK": context.cross_rank,
-        "CROSS_SIZE": context.cross_size,
-    }
-    environ = os.environ
-    for name, value in places.items():
-        for family in ("HVDGLOO", "HOROVOD"):
-            environ[f"{family}_{name}"] = str(value)
-    environ["RANK"], environ["WORLD_SIZE"] = str(context.rank), str(context.size)
-    environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = str(context.local_rank), str(context.local_size)
+    topology, alone = context.topology, context.plan is not None
+    os.environ.update(
+        place_variables(
+            rank=context.rank,
+            size=context.size,
+            local_rank=context.local_rank,
+            local_size=context.local_size,
+            cross_rank=context.cross_rank,
+            cross_size=context.cross_size,
+            # The plan of a newcomer does not say it, and once it is in an epoch this is set again.
+            node=context.cross_rank if alone else topology.workers[context.rank].host,
+            nodes=context.cross_size if alone else len(topology.hosts),
+        )
+    )
+    if not alone:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(topology.epoch)
     if master is not None:
-        environ["MASTER_ADDR"], environ["MASTER_PORT"] = master[0], str(master[1])
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = master[0], str(master[1])

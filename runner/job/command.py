@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from hvdgloo._platform.nics import nccl_variables
 from hvdgloo._platform.spelling import suggestions
-from hvdgloo.config import format_endpoint
+from hvdgloo.config import format_endpoint, place_variables
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.spec import Slot
 from hvdgloo.runner.network.interfaces import Address
@@ -21,6 +21,8 @@ THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+NO_LIMIT = 2**31 - 1
+"""Stands for any number of restarts: programs read the variable as a whole number, and compare the count with it."""
 _SUBCOMMANDS = ("doctor", "timeline", "top", "tune")
 """What stands in a command's place and is none."""
 _OWN_INTERPRETER = ("python", "python3")
@@ -131,11 +133,12 @@ def worker_environment(
     address: str,
     master: tuple[str, int] | None,
     restart: int = 0,
+    max_restarts: int | None = 0,
 ) -> dict[str, str]:
     """What one worker finds in its environment in addition to the user's own.
 
-    Three families: hvdgloo's names, the Horovod names that have a meaning here, and those that torch.distributed's
-    ``env://`` reads.
+    Three families: hvdgloo's names, the Horovod names that have a meaning here, and those that torchrun sets, which
+    torch.distributed's ``env://`` and libraries built on it read.
 
     Args:
         rendezvous: address and port of the server.
@@ -143,18 +146,21 @@ def worker_environment(
         master: an address of rank 0's host and a free port there, for the user's own torch.distributed; None if that is
             not known yet.
         restart: how often all workers have been started again.
+        max_restarts: how often they may be, or in an elastic job may form anew; None for any number of times.
     """
-    places = {
-        "RANK": slot.rank,
-        "SIZE": slot.size,
-        "LOCAL_RANK": slot.local_rank,
-        "LOCAL_SIZE": slot.local_size,
-        "CROSS_RANK": slot.cross_rank,
-        "CROSS_SIZE": slot.cross_size,
-        "HOSTNAME": slot.hostname,
-    }
     return {
-        **{f"{family}_{name}": str(value) for name, value in places.items() for family in ("HVDGLOO", "HOROVOD")},
+        **place_variables(
+            rank=slot.rank,
+            size=slot.size,
+            local_rank=slot.local_rank,
+            local_size=slot.local_size,
+            cross_rank=slot.cross_rank,
+            cross_size=slot.cross_size,
+            node=slot.node,
+            nodes=slot.nodes,
+        ),
+        "HVDGLOO_HOSTNAME": slot.hostname,
+        "HOROVOD_HOSTNAME": slot.hostname,
         "HVDGLOO_RENDEZVOUS": format_endpoint(*rendezvous),
         "HVDGLOO_SECRET": secret.hex(),
         "HVDGLOO_JOB_ID": job_id,
@@ -165,10 +171,10 @@ def worker_environment(
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous[0],
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rendezvous[1]),
-        "RANK": str(slot.rank),
-        "WORLD_SIZE": str(slot.size),
-        "LOCAL_RANK": str(slot.local_rank),
-        "LOCAL_WORLD_SIZE": str(slot.local_size),
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RUN_ID": job_id,
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(NO_LIMIT if max_restarts is None else max_restarts),
         **({} if master is None else {"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])}),
         "PYTHONUNBUFFERED": "1",
     }

@@ -176,7 +176,9 @@ class Slot:
 
     Attributes:
         host: an index into the entries that take part, each of which has an agent.
-        hostname: of the host of the job that it is on, which may have several agents.
+        node: number of the host of the job that it is on, which may have several agents.
+        nodes: how many of these there are.
+        hostname: of that host.
         agent: the name of its entry, by which messages call it.
 
     The rest is as in ``hvd.*``.
@@ -185,6 +187,8 @@ class Slot:
     rank: int
     size: int
     host: int
+    node: int
+    nodes: int
     hostname: str
     local_rank: int
     local_size: int
@@ -347,6 +351,8 @@ def assign(hosts: Sequence[HostEntry], np: int) -> tuple[Slot, ...]:
             rank=rank,
             size=np,
             host=taking_part[entry],
+            node=place.host,
+            nodes=len(machines),
             hostname=hosts[entry].hostname,
             local_rank=place.local_rank,
             local_size=place.local_size,

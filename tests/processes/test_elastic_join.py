@@ -29,7 +29,10 @@ PROGRAM = """
         for family in ("HVDGLOO", "HOROVOD"):
             assert tuple(int(os.environ[f"{family}_{name}"]) for name in NAMES) == values
         assert tuple(int(os.environ[name]) for name in TORCH) == values[:4]
+        assert tuple(int(os.environ[name]) for name in ("ROLE_RANK", "ROLE_WORLD_SIZE")) == values[:2]
+        assert tuple(int(os.environ[name]) for name in ("GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK")) == (0, 1, 0)
         place = process.membership().placement
+        assert place is None or int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == place.topology.epoch
         told = {"values": values, "epoch": place and place.topology.epoch, "pid": os.getpid(),
                 "master": (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))}
         logging.getLogger("hvdgloo").warning("in epoch %s", told["epoch"])

@@ -191,6 +191,20 @@ def test_several_names_of_this_machine_are_several_hosts_with_a_notice(job: Job)
     assert job.error.count("are the same machine") == 1
 
 
+def test_workers_know_their_host_s_number_as_with_torchrun(job: Job) -> None:
+    program = """
+    import os
+    print("node", os.environ["GROUP_RANK"], os.environ["NODE_RANK"], os.environ["GROUP_WORLD_SIZE"], flush=True)
+    print("restart", os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"], flush=True)
+    """
+    hosts = ("-H", "localhost:1,127.0.0.1:2")
+    job.start("-np", "3", "--min-np", "1", "--reset-limit", "7", *hosts, program=program)
+    assert job.end() == 0
+    said = (job.folder / "out").read_text()
+    assert [said.count(f"node {number} {number} 2") for number in (0, 1)] == [1, 2]
+    assert said.count("restart 0 7") == 3
+
+
 def test_files_and_lines_have_the_ranks_that_workers_have_at_that_time(job: Job) -> None:
     job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99", "--output-filename", "logs")
     first = job.members(1, 2)

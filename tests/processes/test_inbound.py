@@ -110,15 +110,15 @@ def test_a_worker_has_what_its_task_has(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_tasks_that_share_no_memory_are_several_hosts() -> None:
-    def work() -> tuple[int, int]:
+    def work() -> tuple[int, int, str, str]:
         import hvdgloo.numpy as hvd
 
         hvd.init()
-        return hvd.local_size(), hvd.cross_size()
+        return hvd.local_size(), hvd.cross_size(), os.environ["GROUP_RANK"], os.environ["GROUP_WORLD_SIZE"]
 
     machines = [{"machine": "container 1"}, {"machine": "container 2"}]
     with gathered(*machines) as (reception, _):
-        assert run(reception, work) == [(1, 2), (1, 2)]
+        assert run(reception, work) == [(1, 2, "0", "2"), (1, 2, "1", "2")]
 
 
 def test_the_usual_machine_is_the_host_and_the_container(monkeypatch: pytest.MonkeyPatch) -> None:

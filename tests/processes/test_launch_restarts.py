@@ -17,6 +17,7 @@ from tests.support.launching import Launcher, launcher_in, wait_for
 FAILS = """
 import os, sys, time
 restart, rank = int(os.environ["HVDGLOO_RESTART"]), os.environ["RANK"]
+assert os.environ["TORCHELASTIC_RESTART_COUNT"] == str(restart) <= os.environ["TORCHELASTIC_MAX_RESTARTS"]
 print("start", restart, flush=True)
 open(f"up.{{restart}}.{{rank}}", "w").close()
 if rank == "1" and restart < {times}:

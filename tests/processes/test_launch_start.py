@@ -54,6 +54,10 @@ def test_every_worker_knows_its_place(launcher: Launcher) -> None:
         assert (environ["HOROVOD_CONTROLLER"], environ["HOROVOD_CPU_OPERATIONS"]) == ("gloo", "gloo")
         assert (environ["RANK"], environ["WORLD_SIZE"]) == (str(rank), "3")
         assert (environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"]) == (str(rank), "3")
+        assert (environ["ROLE_NAME"], environ["ROLE_RANK"], environ["ROLE_WORLD_SIZE"]) == ("default", str(rank), "3")
+        assert (environ["GROUP_RANK"], environ["GROUP_WORLD_SIZE"], environ["NODE_RANK"]) == ("0", "1", "0")
+        assert environ["TORCHELASTIC_RUN_ID"] == environ["HVDGLOO_JOB_ID"]
+        assert (environ["TORCHELASTIC_RESTART_COUNT"], environ["TORCHELASTIC_MAX_RESTARTS"]) == ("0", "0")
         assert environ["MASTER_ADDR"] == "127.0.0.1"
         assert environ["PYTHONUNBUFFERED"] == "1"
         assert len(bytes.fromhex(environ["HVDGLOO_SECRET"])) >= 16

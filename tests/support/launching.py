@@ -41,8 +41,8 @@ def wait_for(condition: Callable[[], T | None], timeout: float = 15.0, what: str
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without what a launcher or scheduler around the tests may have put there."""
-    prefixes = ("HVDGLOO_", "HOROVOD_", "OMP_", "MKL_")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    prefixes = ("HVDGLOO_", "HOROVOD_", "OMP_", "MKL_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes) and k not in names}
 
 

@@ -404,6 +404,7 @@ def test_a_config_does_not_change() -> None:
 def test_a_launcher_gives_its_workers_places_of_their_own_and_nothing_else_is_lost() -> None:
     user_s = {"SHELL": "sh", "HVDGLOO_CYCLE_TIME": "3", "JOB_COMPLETION_INDEX": "1", "HVDGLOO_PORT_RANGE": "1-2"}
     place = {"HVDGLOO_SECRET_FILE": "/f", "HVDGLOO_RANK": "1", "HOROVOD_RANK": "1", "HVDGLOO_ADDRESS": "127.0.0.1"}
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_ERROR_FILE": "/tmp/error.json"}
     assert without_place({**user_s, **place}) == user_s
 
 

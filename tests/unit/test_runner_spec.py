@@ -13,7 +13,7 @@ from hvdgloo._platform import machine
 from hvdgloo.config import Config
 from hvdgloo.runner.job.command import thread_defaults, worker_environment
 from hvdgloo.runner.job.outcome import Failure, JobOutcome, blame, describe_loss, describe_status
-from hvdgloo.runner.job.spec import HostEntry, assign
+from hvdgloo.runner.job.spec import HostEntry, Premises, assign
 
 
 class TestSlots:
@@ -56,8 +56,26 @@ class TestEnvironment:
         config = Config.from_env(environ)
         assert (config.rank, config.hostname, config.address, config.epoch) == (2, "b", "10.0.0.2", 4)
         assert (config.rendezvous, config.secret, config.job_id) == ("[fd00::1]:4711", b"s" * 32, "job")
+        assert (environ["GROUP_RANK"], environ["NODE_RANK"], environ["GROUP_WORLD_SIZE"]) == ("1", "1", "2")
+        assert environ["HVDGLOO_CROSS_RANK"] == "0", "the only one with this local rank; torchrun counts hosts"
         horovod = {key: value for key, value in environ.items() if key.startswith("HOROVOD_")}
         assert Config.from_env(horovod).rank == 2
+
+    def test_agents_of_one_machine_are_one_node_for_torch(self) -> None:
+        def premises(machine: str) -> Premises:
+            return Premises(machine, machine, "/", ())
+
+        hosts = [HostEntry(f"task {i}", 1, premises=premises(machine)) for i, machine in enumerate(("a", "a", "b"))]
+        slots = assign(hosts, 3)
+        assert [(slot.host, slot.node, slot.nodes) for slot in slots] == [(0, 0, 2), (1, 0, 2), (2, 1, 2)]
+
+    @pytest.mark.parametrize(("limit", "told"), [(None, 2**31 - 1), (0, 0), (3, 3)])
+    def test_no_limit_of_restarts_is_a_number_like_any_other(self, limit: int | None, told: int) -> None:
+        slot = assign([HostEntry("a", 1)], 1)[0]
+        environ = worker_environment(
+            slot, job_id="job", epoch=0, rendezvous=("h", 1), secret=b"", address="h", master=None, max_restarts=limit
+        )
+        assert int(environ["TORCHELASTIC_MAX_RESTARTS"]) == told
 
     @pytest.mark.parametrize(
         ("cores", "local", "environ", "expected"),
