@@ -58,6 +58,12 @@ class ProcessSet:
             return 0
         return None if self._context is None or self._context.closed else self._number
 
+    @process_set_id.setter
+    def process_set_id(self, number: object) -> None:
+        raise InvalidArgumentError(
+            f"process_set_id cannot be set to {number!r}: add_process_set() and init(process_sets=[...]) number the sets"
+        )
+
     @property
     def ranks(self) -> list[int]:
         """The members in ascending order. The global set has members only between ``init()`` and ``shutdown()``."""

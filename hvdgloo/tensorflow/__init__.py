@@ -42,6 +42,7 @@ from hvdgloo.tensorflow import (
     sync_batch_norm,
 )
 from hvdgloo.tensorflow._optimizer import _make_allreduce_grads_fn  # noqa: F401 - programs look here
+from hvdgloo.tensorflow.util import _executing_eagerly  # noqa: F401 - and libraries here
 
 __all__ = bind(
     globals(),

@@ -11,11 +11,16 @@ exception's class nor its facts survive. Here ``guarded`` marks the text (see ``
 where TensorFlow makes an UnknownError with such a mark, it gets an error of the right class, whether a
 ``tf.function``, ``fit`` or a session ran the graph. That class must also be an UnknownError: native code raises the
 error, and Python creates it again if it is not an instance of the class asked for. So all of them are.
+
+While a function is traced, AutoGraph and Keras replace an error by a new one of the same class, made of their own text
+around ours (``in user code: ...``). It takes its facts from the error that it replaces. Errors of ours that are none of
+TensorFlow's would become AutoGraph's ``StagingError``; they pass as they are.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -35,6 +40,15 @@ _COUNTERPARTS: tuple[tuple[type[HvdglooError], type, int], ...] = (
 )
 _OTHERS = tf.errors.UnknownError, tf.errors.UNKNOWN
 _classes: dict[type, type] = {}
+
+
+def _passes(error: HvdglooError) -> bool:
+    if isinstance(error, tf.errors.OpError):
+        raise AttributeError("AutoGraph makes it again, with the user's lines in its text")
+    return True
+
+
+HvdglooError.ag_pass_through = property(_passes)  # type: ignore[attr-defined]  # AutoGraph looks whether it is there
 
 
 def also_tensorflows(function: F) -> F:
@@ -93,11 +107,17 @@ def _class_of(ours: type) -> type:
         pairs = ((theirs, code) for known, theirs, code in _COUNTERPARTS if issubclass(ours, known))
         theirs, code = next(pairs, _OTHERS)
 
-        def init(self: Any, node_def: Any, op: Any, message: str, *rest: Any) -> None:
+        def init(self: Any, node_def: Any = None, op: Any = None, message: Any = None, *rest: Any) -> None:
+            if message is None:
+                node_def, message = None, str(node_def)  # Keras makes any class's with a text alone
             tf.errors.OpError.__init__(self, node_def, op, message, code, *rest)
             error = recall(message)
-            if error is not None:
-                _adopt(self, error)
+            if error is None:
+                error = ours(message)
+                replaced: Any = sys.exc_info()[1]  # by AutoGraph or Keras, if it is of this class
+                if type(replaced) is type(self):
+                    error.__dict__.update(replaced.hvdgloo_error.__dict__)
+            _adopt(self, error)
 
         members = {
             "__init__": init,
@@ -113,6 +133,7 @@ def _class_of(ours: type) -> type:
 
 def _adopt(made: Any, error: HvdglooError) -> None:
     made.__dict__.update(error.__dict__)  # its facts: rank, host, ...
+    made.args = error.args  # TensorFlow leaves none
     made.hvdgloo_error = error  # not __cause__, which TensorFlow clears
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvdgloo.keras
 import hvdgloo.tensorflow as hvd
 import hvdgloo.tensorflow.keras as hvd_keras
 from hvdgloo._collectives.spec import CollectiveSpec
@@ -620,6 +621,91 @@ def test_wrong_calls_are_refused_while_the_graph_is_made(ranks: Ranks) -> None:
         run("function", frontend.allreduce, np.array([1j]))
     with pytest.raises(InvalidArgumentError, match="Average"):
         run("function", lambda x: frontend.allreduce(x, op=17), np.ones(1))
+
+
+def traced(call: Callable[[Any], Any], value: Any) -> Any:
+    def body(x: Any) -> Any:
+        return call(x) if tf.size(x) > 0 else x  # AutoGraph makes a function of each branch
+
+    return tf.function(body)(value)
+
+
+def mapped(call: Callable[[Any], Any], value: Any) -> Any:
+    return list(tf.data.Dataset.from_tensors(value).map(lambda x: call(x)))
+
+
+def layer_of(call: Callable[[Any], Any]) -> Any:
+    class Calling(tf.keras.layers.Layer):  # type: ignore[misc]
+        def call(self, x: Any) -> Any:
+            return call(x)
+
+    return Calling()
+
+
+def called_by_keras(call: Callable[[Any], Any], value: Any) -> Any:
+    return layer_of(call)(value)
+
+
+def shaped_by_keras(call: Callable[[Any], Any], value: Any) -> Any:
+    return layer_of(call)(tf.keras.Input(value.shape[1:], dtype=value.dtype.name))
+
+
+def traced_by_keras(call: Callable[[Any], Any], value: Any) -> Any:
+    return traced(layer_of(call), value)
+
+
+@pytest.mark.parametrize(
+    "where", [traced, mapped, called_by_keras, shaped_by_keras, traced_by_keras], ids=lambda where: where.__name__
+)
+@pytest.mark.parametrize(
+    ("value", "options", "text"),
+    [
+        ([[1.0]], {"op": 77}, "op must be one of"),
+        ([[1j]], {}, "complex"),
+        ([["a"]], {}, "string"),
+        ([[1.0]], {"process_set": 3}, "process_set must be a ProcessSet"),
+    ],
+    ids=["op", "complex", "strings", "process set"],
+)
+def test_a_wrong_argument_met_while_tracing_can_be_printed_and_pickled(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, where: Any, value: Any, options: dict[str, Any], text: str
+) -> None:
+    monkeypatch.setattr(_ops, "FRONTEND", frontend_of(ranks(1).contexts[0]))
+    with pytest.raises(InvalidArgumentError) as caught:
+        where(lambda x: hvd.allreduce(x, **options), tf.constant(value))
+    assert isinstance(caught.value, tf.errors.InvalidArgumentError)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert type(copy) is InvalidArgumentError
+    for error in (caught.value, copy):
+        assert text in str(error)
+        assert text in repr(error)
+
+
+@pytest.mark.parametrize("where", [traced, mapped, called_by_keras, traced_by_keras], ids=lambda where: where.__name__)
+def test_an_error_met_while_tracing_keeps_its_facts(where: Any) -> None:
+    @public
+    def fail(x: Any) -> Any:
+        raise PeerLostError("rank 3 was lost", rank=3, host="h2")
+
+    with pytest.raises(PeerLostError, match="rank 3 was lost") as caught:
+        where(fail, tf.ones([1, 1]))
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.rank, error.host) == (3, "h2")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_an_error_that_tensorflow_has_no_class_for_stays_what_it_is_while_tracing(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_ops, "FRONTEND", frontend_of(ranks(1).contexts[0]))
+
+    def largest(x: Any) -> Any:
+        return hvd.allreduce(tf.IndexedSlices(x, tf.constant([0])), op=hvd.Max)
+
+    with pytest.raises(NotImplementedError, match="IndexedSlices can be averaged"):
+        traced(largest, tf.ones([1, 1]))
+    with pytest.raises(InvalidArgumentError, match="inside a step, use those of hvdgloo"):
+        traced(hvdgloo.keras.allreduce, tf.ones([1, 1]))
 
 
 def test_memory_is_shared_where_it_can_be(ranks: Ranks) -> None:

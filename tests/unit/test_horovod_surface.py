@@ -254,7 +254,7 @@ MORE |= {
     "hvdgloo.mxnet": MXNET,
     "hvdgloo.mxnet.functions": {name: MXNET[name] for name in ("broadcast_object", "broadcast_parameters")},
     "hvdgloo.mxnet.mpi_ops": {name: MXNET[name] for name in ("allreduce", "allgather", "broadcast_", "init", "rank")},
-    "hvdgloo.tensorflow": TENSORFLOW,
+    "hvdgloo.tensorflow": TENSORFLOW | {"_executing_eagerly": ""},
     "hvdgloo.tensorflow.util": {
         "check_num_rank_power_of_2": "num_rank",
         "vars_to_refs": "vars",

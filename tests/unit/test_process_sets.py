@@ -42,6 +42,15 @@ def test_a_set_that_is_not_registered() -> None:
             question()
 
 
+@pytest.mark.parametrize("made", [lambda: ProcessSet([0]), lambda: global_process_set], ids=["a set", "the global set"])
+def test_a_number_is_not_the_programs_to_give(made: Callable[[], ProcessSet]) -> None:
+    some = made()
+    before = some.process_set_id
+    with pytest.raises(ValueError, match=r"add_process_set\(\)"):
+        some.process_set_id = 10
+    assert some.process_set_id == before
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_copies_are_registered_where_a_set_of_their_ranks_is(copied: Callable[[ProcessSet], ProcessSet]) -> None:
     assert copied(global_process_set) is global_process_set
