@@ -61,7 +61,7 @@ class ProcessSet:
     @process_set_id.setter
     def process_set_id(self, number: object) -> None:
         raise InvalidArgumentError(
-            f"process_set_id cannot be set to {number!r}: add_process_set() and init(process_sets=[...]) number the sets"
+            f"process_set_id cannot be set to {number!r}: add_process_set() and init(process_sets=[...]) number sets"
         )
 
     @property

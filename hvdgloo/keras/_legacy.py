@@ -1,7 +1,8 @@
 """Optimizers of tf_keras, which is Keras 2: what ``tf.keras`` is if a program asks for it (TF_USE_LEGACY_KERAS=1).
 
-Their gradients pass through ``apply_gradients``, with the variables. tf_keras is imported only once there is such an
-optimizer.
+Their gradients pass through ``apply_gradients``, with the variables, and are reduced there; those of a program that
+calls ``compute_gradients`` itself are reduced there, and not again by the ``apply_gradients`` that follows. tf_keras is
+imported only once there is such an optimizer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from hvdgloo._training.reducer import check_passes
@@ -28,15 +30,34 @@ class DistributedLegacy:
     _hvd: _State
     _hvd_options: ClassVar[KerasOptions]
 
+    def minimize(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain optimizer's step on a loss; ``apply_gradients`` reduces its gradients."""
+        with self._hvd.minimizing():
+            return super().minimize(*args, **kwargs)  # type: ignore[misc]
+
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
+        """The gradients of all ranks, to be clipped or logged; the next ``apply_gradients`` takes them as reduced."""
+        return self._compute_gradients(loss, var_list, tape=tape)
+
+    def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Any:
+        plain: Any = super()
+        if hasattr(__class__.__bases__[0], "_compute_gradients"):  # type: ignore[name-defined]
+            return self._hvd.compute(plain._compute_gradients, loss, var_list, grad_loss, tape=tape)
+        if grad_loss is not None:
+            raise InvalidArgumentError("grad_loss= is for tf_keras.optimizers.legacy; multiply the loss by it instead")
+        return self._hvd.compute(plain.compute_gradients, loss, var_list, tape=tape)
+
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        """The gradients of all ranks; of an optimizer of tf_keras.optimizers.legacy."""
+        return self._hvd.compute(super().get_gradients, loss, params, of=params)  # type: ignore[misc,no-any-return]
+
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """The plain optimizer's step, on the gradients of all ranks; with several passes per step after the last."""
         pairs, state, plain = list(grads_and_vars), self._hvd, super().apply_gradients  # type: ignore[misc]
         if state.is_reduced:
             return plain(pairs, *args, **kwargs)
-        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
         passes = state.passes
-        reduce = state.sync.reduce if passes is None else passes.compute_gradients
-        together = list(zip(reduce(gradients, variables), variables, strict=True))
+        together = pairs if state.takes_reduced() else state.reduce(pairs)
         if passes is None:
             return plain(together, *args, **kwargs)
         trained = [variable for gradient, variable in pairs if gradient is not None]
@@ -128,9 +149,81 @@ class _State:
                 renewed=self.sync.renewed,
             )
         self.is_reduced = False  # whether the LossScaleOptimizer around this one has reduced the gradients
+        self._is_minimizing = False
+        # Where gradients were reduced that no apply_gradients has taken yet: a graph, and whether one in it has.
+        self._computed: tuple[Any, list[bool]] | None = None
+
+    def reduce(self, pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Gradients and variables, the gradients reduced; with several passes per step those of the last pass are."""
+        gradients, variables = [], []
+        for gradient, variable in pairs:
+            gradients.append(gradient)
+            variables.append(variable)
+        reduce = self.sync.reduce if self.passes is None else self.passes.compute_gradients
+        return list(zip(reduce(gradients, variables), variables, strict=True))
+
+    @contextmanager
+    def minimizing(self) -> Iterator[None]:
+        """While gradients are computed that ``apply_gradients`` is to reduce."""
+        before, self._is_minimizing = self._is_minimizing, True
+        try:
+            yield
+        finally:
+            self._is_minimizing = before
+
+    def compute(self, plain: Callable[..., Any], *args: Any, of: Any = None, **kwargs: Any) -> Any:
+        """What an optimizer's method computes, reduced, unless ``minimize`` calls it.
+
+        Args:
+            plain: returns pairs of gradients and variables; with ``of=``, the gradients of these variables.
+        """
+        if self._is_minimizing:
+            return plain(*args, **kwargs)
+        with self.minimizing():  # one method may call another
+            computed = list(plain(*args, **kwargs))
+        pairs = self.reduce(computed if of is None else zip(computed, of, strict=True))
+        self._hand_out()
+        return pairs if of is None else [gradient for gradient, _ in pairs]
+
+    def takes_reduced(self) -> bool:
+        """Whether what ``apply_gradients`` is given comes from ``compute``. To be called once by each."""
+        computed = self._computed
+        if self._is_minimizing:
+            self._computed = None
+        if self._is_minimizing or computed is None:
+            return False
+        graph, taken = computed
+        here = innermost = _graph_here()
+        while here is not graph:
+            if here is None:
+                return False
+            here = getattr(here, "outer_graph", None)
+        taken.append(True)
+        if here is innermost:  # of several branches, each may step
+            self._computed = None
+        return True
+
+    def _hand_out(self) -> None:
+        """Remember that there are reduced gradients, for the ``apply_gradients`` of this graph; or, if there is none
+        when the graph runs, for one outside."""
+        graph, taken = self._computed = _graph_here(), []
+        if graph is None or not self.sync.active:
+            return
+
+        def run() -> None:
+            if not taken:
+                self._computed = None, []
+
+        importlib.import_module("hvdgloo.tensorflow._frontend").effect(run, [])
 
     def __deepcopy__(self, memo: Any) -> _State:
         return _State(self.sync.options, self.sync.local_sources)
+
+
+def _graph_here() -> Any:
+    """The graph that is being made; None in an eager program."""
+    tf = importlib.import_module("tensorflow")
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _prepare() -> None:
@@ -143,8 +236,12 @@ def _prepare() -> None:
     known = keras.mixed_precision.LossScaleOptimizer
     for name in ("LossScaleOptimizer", "LossScaleOptimizerV3"):
         kind = getattr(sys.modules[known.__module__], name, None)
-        if kind is not None and not hasattr(kind.apply_gradients, "hvdgloo"):
-            kind.apply_gradients = _reducing(kind.apply_gradients)
+        if kind is None or hasattr(kind.apply_gradients, "hvdgloo"):
+            continue
+        kind.apply_gradients, kind.minimize = _reducing(kind.apply_gradients), _minimizing(kind.minimize)
+        for method in ("compute_gradients", "_compute_gradients"):
+            if hasattr(kind, method):
+                setattr(kind, method, _computing(getattr(kind, method)))
 
 
 def _reducing(plain: Any) -> Any:
@@ -156,8 +253,9 @@ def _reducing(plain: Any) -> Any:
         if state.passes is not None:
             raise InvalidArgumentError(_NO_PASSES)
         pairs = list(grads_and_vars)
-        variables = [variable for _, variable in pairs]
-        reduced = state.sync.reduce_alike([gradient for gradient, _ in pairs], variables, FINITE)
+        gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+        reduced = gradients if state.takes_reduced() else state.sync.reduce(gradients, variables)
+        reduced = state.sync.alike(gradients, reduced, variables, FINITE)
         state.is_reduced = True
         try:
             return plain(self, list(zip(reduced, variables, strict=True)), *args, **kwargs)
@@ -166,3 +264,23 @@ def _reducing(plain: Any) -> Any:
 
     apply_gradients.hvdgloo = True  # type: ignore[attr-defined]
     return apply_gradients
+
+
+def _minimizing(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def minimize(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = getattr(self.inner_optimizer, "_hvd", None)
+        with state.minimizing() if isinstance(state, _State) else nullcontext():
+            return plain(self, *args, **kwargs)
+
+    return minimize
+
+
+def _computing(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def compute_gradients(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = getattr(self.inner_optimizer, "_hvd", None)
+        compute = functools.partial(state.compute, plain) if isinstance(state, _State) else plain
+        return compute(self, *args, **kwargs)
+
+    return compute_gradients

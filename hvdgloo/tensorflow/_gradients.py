@@ -108,26 +108,27 @@ class GradientSync:
                 results[index] = gradient
         return results
 
-    def reduce_alike(self, gradients: Sequence[Any], variables: Sequence[Any], name: str) -> list[Any]:
-        """``reduce``; if a gradient given on some rank is not finite, one of the results is not finite on any rank.
+    def alike(self, gradients: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any], name: str) -> list[Any]:
+        """What ``reduce`` has returned; if a gradient given on some rank is not finite, one is not finite on any rank.
 
         For deciding by that whether to step. Sums have this property anyway.
 
         Args:
             gradients, variables: as for ``reduce``.
+            reduced: its results.
             name: what matches the ranks' calls.
         """
+        results = list(reduced)
         given = [gradient for gradient in gradients if gradient is not None]
         pairs = enumerate(zip(gradients, variables, strict=True))
         shared = [at for at, (gradient, of) in pairs if gradient is not None and not self.is_local(of)]
-        reduced = self.reduce(gradients, variables)
         adds = self.options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
         if shared and not (adds and len(shared) == len(given)):
             finite = [tf.reduce_all(tf.math.is_finite(getattr(g, "values", g))) for g in given]
             everywhere = self.agree(tf.reduce_all(finite), name)
-            first = tf.convert_to_tensor(reduced[shared[0]])
-            reduced[shared[0]] = tf.where(everywhere, first, tf.cast(float("nan"), first.dtype))
-        return reduced
+            first = tf.convert_to_tensor(results[shared[0]])
+            results[shared[0]] = tf.where(everywhere, first, tf.cast(float("nan"), first.dtype))
+        return results
 
     @also_tensorflows
     def agree(self, holds: Any, name: str) -> Any:
