@@ -25,7 +25,7 @@ from hvdgloo.runner.elastic.options import ElasticOptions
 from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.environment import working_directory
 from hvdgloo.runner.job.host_sources import take_inventory
-from hvdgloo.runner.job.spec import Discovery, Reach, Views
+from hvdgloo.runner.job.spec import HEARTBEAT_TIMEOUT, Discovery, Reach, Views
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.signals import LIBRARY_SIGNALS
 from hvdgloo.runner.transport.template import parse_template
@@ -70,6 +70,7 @@ def run(
     agent_command: str | None = None,
     remote_python: str | None = None,
     grace_period: float | None = None,
+    heartbeat_timeout: float | None = None,
     prefix_output_with_timestamp: bool = False,
     elastic_timeout: float | None = None,
     host_discovery: Discovery | None = None,
@@ -120,6 +121,9 @@ def run(
         env: variables set for the workers on all hosts, in addition to this process's own.
         grace_period: seconds between asking workers to end and killing them; by default 3 after a failure and 30 after
             Ctrl-C.
+        heartbeat_timeout: seconds of silence between this process and another host after which either is lost to the
+            other. By default a host is lost after 5 seconds, and this process after 60: no other thread of it runs
+            during one long call of a library that holds the interpreter. On this host silence does not count.
         page: serve a page that shows the job live: True, or ``address:port`` (by default 127.0.0.1 and any free port).
             A notebook shows a link to it; elsewhere its address is printed.
         page_control: who sees the page may also have some steps traced.
@@ -171,6 +175,7 @@ def run(
     python = executable or _own_interpreter()
     reach = Reach(
         python=remote_python or python,
+        silence=HEARTBEAT_TIMEOUT if heartbeat_timeout is None else heartbeat_timeout,
         ssh_port=_port(ssh_port),
         ssh_identity_file=ssh_identity_file,
         ssh_args=_words("ssh_args", ssh_args),
@@ -190,6 +195,7 @@ def run(
         exported=env or (),
         start_timeout=_seconds("start_timeout", start_timeout),
         grace_period=_seconds("grace_period", grace_period),
+        heartbeat_timeout=_some_seconds("heartbeat_timeout", heartbeat_timeout),
         output_directory=output_filename,
         timestamps=prefix_output_with_timestamp,
         verbose=bool(verbose),
@@ -262,6 +268,12 @@ def _seconds(name: str, value: float | None) -> float | None:
     if value is not None and not (isinstance(value, SupportsFloat) and 0 <= value < math.inf):
         raise ConfigError(f"run({name}={value!r}): it is not a number of seconds")
     return value
+
+
+def _some_seconds(name: str, value: float | None) -> float | None:
+    if value == 0:
+        raise ConfigError(f"run({name}={value!r}): it must be greater than 0")
+    return _seconds(name, value)
 
 
 def _port(value: int | None) -> int | None:

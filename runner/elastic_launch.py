@@ -214,7 +214,7 @@ def _course(
     course = _Course(supervisor, driver)
     own = parse_endpoint(server.endpoint)
     admission = Admission(supervisor, spec, launcher, own, loopback=loopback)
-    giver = _Giver(spec, elastic, job_id, supervisor, spawner, admission, own[1])
+    giver = _Giver(spec, job_id, supervisor, spawner, admission, own[1])
     supervisor.door, supervisor.environment, supervisor.frame = admission, giver.environment, giver.frame
     with closing(rendezvous), closing(admission), driver:
         rendezvous.serve()
@@ -239,7 +239,6 @@ class _Giver:
     def __init__(
         self,
         spec: LaunchSpec,
-        elastic: ElasticSpec,
         job_id: str,
         supervisor: ElasticSupervisor,
         spawner: Spawner,
@@ -247,7 +246,7 @@ class _Giver:
         port: int,
     ) -> None:
         self._spec = spec
-        self._elastic = elastic
+        self._reset_limit = None if spec.elastic is None else spec.elastic.rules.reset_limit
         self._supervisor = supervisor
         self._spawner = spawner
         self._admission = admission
@@ -280,7 +279,7 @@ class _Giver:
                 secret=self._spec.secret,
                 address=reached.address.address,
                 master=self._master(order.plan),
-                max_restarts=self._elastic.rules.reset_limit,
+                max_restarts=self._reset_limit,
             ),
             "TORCHELASTIC_RESTART_COUNT": str(order.plan.epoch),
             **thread_defaults(

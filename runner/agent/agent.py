@@ -1,7 +1,8 @@
 """What runs on each host of a job: ``python -m hvdgloo.runner.agent``, frames on its standard input and output.
 
 It starts this host's workers, passes on their output, and ends them all when the job is over, when it is told to, or
-when the launcher is lost: a stream that ends, or is silent for too long, is an order to die.
+when the launcher is lost: a stream that ends is an order to die, and so is one from another host that is silent for too
+long.
 
 There are two processes. The watchdog (``watchdog``) forks before anything else, adopts every orphan below it, and
 waits: when the agent proper ends, in whatever way, the watchdog ends what is left of the job and closes the stream.
@@ -14,6 +15,7 @@ continue.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import select
 import selectors
@@ -126,7 +128,8 @@ class Agent:
         self._observing = Observing(self._selector, channel)
         self._observer: dict[str, str] = {}  # the variable that tells workers where to report
         self._last_beat = time.monotonic()
-        self._silence = Silence(heartbeat.FIRST, self._last_beat)
+        self._step = heartbeat.FIRST / heartbeat.STEPS
+        self._silence = Silence(heartbeat.BEFORE_START, self._last_beat)
         self._sign: socket.socket | None = None
         self._abandoned: Sweep | None = None
         self._suspended = False
@@ -188,7 +191,7 @@ class Agent:
         return worker.reported or bool(self._order_to_die)
 
     def _patience(self) -> float:
-        deadline = self._last_beat + self._silence.step
+        deadline = self._last_beat + self._step
         if not self._order_to_die:
             deadline = min(deadline, self._silence.deadline)
         for part in (self._discovery, self._observing):
@@ -206,8 +209,8 @@ class Agent:
         elif self._suspended:
             self._silence.heard(now)
         elif self._silence.over(now):
-            self._die(f"the launcher has been silent for {self._silence.timeout:g} s")
-        if now - self._last_beat >= self._silence.step:
+            self._judge_silence(now)
+        if now - self._last_beat >= self._step:
             self._last_beat = now
             self._channel.beat()
         if self._left_at is not None and not self._leaving_told:
@@ -219,6 +222,19 @@ class Agent:
             for worker in self._workers.values():
                 if worker.running:
                     worker.signal_group(signal.SIGKILL)
+
+    def _judge_silence(self, now: float) -> None:
+        """The launcher says nothing. If its machine still acknowledges what is sent there, it has not ended: a long
+        call of the user's program, say, holds its interpreter, so that it cannot show life."""
+        ago, limit = self._channel.unanswered(), self._silence.timeout
+        if ago < limit:
+            self._silence.heard(now, ago)
+        else:
+            self._die(
+                f"the launcher has been silent for {limit:g} s: its machine is cut off, switched off or overloaded, or "
+                "one long call keeps its interpreter; in the last two cases, raise --heartbeat-timeout, or "
+                "heartbeat_timeout= of run()"
+            )
 
     def _watch_writes(self) -> None:
         self._loop.watch_writes(self._channel, wanted=self._channel.pending > 0 and not self._channel.lost)
@@ -282,7 +298,8 @@ class Agent:
 
     def _on_start(self, start: Start) -> None:
         self._start = start
-        self._silence = Silence(start.heartbeat_timeout, time.monotonic())
+        self._step = start.heartbeat_timeout / heartbeat.STEPS
+        self._silence = Silence(start.launcher_timeout or math.inf, time.monotonic())
         self._sign = reaper.attend(start.agent_id)
         self._mark.write(start.agent_id)
         self._observer = self._observing.attend(start.agent_id, self._environ)
@@ -526,7 +543,7 @@ class Agent:
 
     def _flush_out(self) -> None:
         while self._channel.pending and not self._channel.lost and not self._order_to_die:
-            self._turn(min(0.5, self._silence.step))
+            self._turn(min(0.5, self._step))
             self._keep_time()
 
 

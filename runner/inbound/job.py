@@ -67,6 +67,7 @@ def run_function(
     output_directory: str | None = None,
     timestamps: bool = False,
     grace_period: float | None = None,
+    heartbeat_timeout: float | None = None,
     nics: Sequence[str] = (),
     start_timeout: float | None = None,
     elastic: ElasticSpec | None = None,
@@ -84,6 +85,9 @@ def run_function(
         output_directory: also receives what each rank prints.
         timestamps: begin every line with the time.
         grace_period: seconds between asking workers to end and killing them.
+        heartbeat_timeout: seconds of silence between this process and an agent after which either is lost to the
+            other, as for ``hvdgloo.run.run``. An agent goes on for as long as this process's machine acknowledges what
+            the agent sends.
         nics: which addresses hosts use for each other, as for ``--nics``.
         start_timeout: seconds that ``hvd.init()`` waits for others.
         elastic: how the number of workers may change, see ``run_elastic_function``; None if it is fixed.
@@ -112,6 +116,7 @@ def run_function(
         export_all=False,
         start_timeout=start_timeout,
         grace_period=grace_period,
+        heartbeat_timeout=heartbeat_timeout,
         output_directory=output_directory,
         timestamps=timestamps,
         verbose=verbose,

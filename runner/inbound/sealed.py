@@ -7,6 +7,11 @@ leaves out the secret, and what would give it away; the agent, which has the sec
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
+import sys
+
 import msgspec
 
 from hvdgloo._net.frame_mac import FrameMac
@@ -16,6 +21,8 @@ from hvdgloo.runner.protocol.channel import Channel
 from hvdgloo.runner.protocol.frames import Frame, Noise, Serve, Spawn, Start, Survey, encode
 
 SECRET = "HVDGLOO_SECRET"
+_ACKNOWLEDGED = struct.Struct("@2xBB52xI")
+"""The kernel's ``struct tcp_info`` up to ``tcpi_last_ack_recv``, with ``tcpi_retransmits`` and ``tcpi_probes``."""
 
 
 class SealedChannel(Channel):
@@ -35,6 +42,18 @@ class SealedChannel(Channel):
     def send(self, frame: Frame) -> None:
         data = encode(withheld(frame))
         self.send_bytes(data + self._mac.tag(memoryview(data)[HEAD:]))
+
+    def unanswered(self) -> float:
+        if sys.platform != "linux":
+            return super().unanswered()
+        try:
+            with socket.socket(fileno=os.dup(self.send_fd)) as sock:
+                info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKNOWLEDGED.size)
+        except OSError:
+            return super().unanswered()
+        retransmitted, probed, milliseconds = _ACKNOWLEDGED.unpack(info)
+        # Where the other process does not read, its kernel is asked ever more seldom whether it does by now.
+        return float(milliseconds) / 1000 if retransmitted or probed else 0.0
 
     def receive(self) -> list[Frame | Noise]:
         return [item if isinstance(item, Noise) else restored(item, self._secret) for item in super().receive()]

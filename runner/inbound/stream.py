@@ -63,6 +63,9 @@ class InboundStream:
         self._explain()
         return 0 if time.monotonic() - self._ended_at >= _LINGER else None
 
+    def starved(self) -> bool:
+        return False
+
     def kill(self) -> None:
         """End the connection, on which the agent ends what it has started."""
         self._end()

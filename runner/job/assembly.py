@@ -12,7 +12,15 @@ from dataclasses import replace
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.host_sources import Inventory
-from hvdgloo.runner.job.spec import HEARTBEAT_TIMEOUT, ElasticSpec, LaunchSpec, NetworkOptions, Reach, Views
+from hvdgloo.runner.job.spec import (
+    HEARTBEAT_TIMEOUT,
+    PROGRAM_S_TIMEOUT,
+    ElasticSpec,
+    LaunchSpec,
+    NetworkOptions,
+    Reach,
+    Views,
+)
 
 
 def assemble(
@@ -30,7 +38,7 @@ def assemble(
     export_all: bool = True,
     start_timeout: float | None = None,
     grace_period: float | None = None,
-    heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+    heartbeat_timeout: float | None = None,
     output_directory: str | None = None,
     timestamps: bool = False,
     log_ranks: frozenset[int] | None = None,
@@ -49,6 +57,8 @@ def assemble(
         reach: how hosts are reached, except for what inventory and settings determine.
         nics: the user's words on which addresses to use, in the form of ``--nics``.
         start_timeout: in seconds; None for the setting.
+        heartbeat_timeout: seconds of silence between launcher and agent after which either is lost to the other; None
+            for what suits a launcher that is part of the user's program.
 
     Raises:
         ConfigError: a value cannot be used; the text names it.
@@ -70,7 +80,8 @@ def assemble(
         function=function,
         start_timeout=config.start_timeout if start_timeout is None else start_timeout,
         grace_period=grace_period,
-        heartbeat_timeout=heartbeat_timeout,
+        heartbeat_timeout=HEARTBEAT_TIMEOUT if heartbeat_timeout is None else heartbeat_timeout,
+        launcher_timeout=PROGRAM_S_TIMEOUT if heartbeat_timeout is None else heartbeat_timeout,
         output_directory=None if output_directory is None else os.path.abspath(output_directory),
         timestamps=timestamps,
         log_ranks=log_ranks,

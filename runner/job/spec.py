@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # a job of a fixed size needs none of it
 GRACE_AFTER_FAILURE = 3.0
 GRACE_AFTER_SIGNAL = 30.0
 HEARTBEAT_TIMEOUT = 5.0
+PROGRAM_S_TIMEOUT = 60.0
+"""Seconds of silence that agents bear if the launcher is part of the user's own program, one call of which (sorting a
+long list, say) may keep all others of its threads from running."""
 
 _NO_PREFIX = "--no-prefix is for the output of a single rank; show only one, with --log-ranks 0"
 
@@ -216,7 +219,8 @@ class LaunchSpec:
         grace_period: seconds between asking workers to end and killing them; None means 3 after a failure and 30 after
             a signal.
         end_timeout: seconds that an agent has, after everything was killed, to say good-bye before it is killed itself.
-        heartbeat_timeout: seconds of silence between launcher and agent after which either is lost to the other.
+        heartbeat_timeout: seconds of silence after which an agent is lost to the launcher.
+        launcher_timeout: the same the other way round, where they are on different hosts.
         backlog: bytes of unwritten output beyond which workers have to wait for whoever reads it.
         output_directory: receives ``rank.<rank>/stdout`` and ``stderr``, byte for byte.
         timestamps: precede every line with the time.
@@ -244,6 +248,7 @@ class LaunchSpec:
     grace_period: float | None = None
     end_timeout: float = 15.0
     heartbeat_timeout: float = HEARTBEAT_TIMEOUT
+    launcher_timeout: float = HEARTBEAT_TIMEOUT
     backlog: int = 256 * 1024 * 1024
     output_directory: str | None = None
     timestamps: bool = False

@@ -109,6 +109,9 @@ class PipedProcess(subprocess.Popen[bytes]):
             preexec_fn=instead,
         )
 
+    def starved(self) -> bool:
+        return False  # its agent is on another host, as far as is known here
+
     def channel(self) -> Channel:
         """Frames over these streams, which a login shell's greeting may precede."""
         return Channel(self.stdout.fileno(), self.stdin.fileno(), preamble=PREAMBLE)

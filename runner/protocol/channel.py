@@ -6,6 +6,7 @@ how much that may become is bounded by its users (credit for output, a low-water
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 
@@ -77,6 +78,13 @@ class Channel:
         """Show life; unnecessary while other bytes are on their way."""
         if not self.pending:
             self.send(Beat())
+
+    def unanswered(self) -> float:
+        """Seconds for which the other side's kernel, which answers whatever its process is doing, has owed an answer.
+
+        Infinite where the stream does not tell, as pipes do not.
+        """
+        return math.inf
 
     def flush(self) -> None:
         """Write as much as the stream accepts now."""

@@ -20,7 +20,7 @@ from hvdgloo._net.framing import FrameDecoder, Mac
 from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous._beside import FromServer, ServerRequest
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Raised when frames change their meaning; launcher and agent must agree."""
 
 PREAMBLE = b"\0hvdgloo agent: frames follow\n"  # none of its suffixes is also a prefix of it
@@ -76,7 +76,9 @@ class Start(Frame, frozen=True):
         agent_id: carried in ``HVDGLOO_AGENT_ID`` by every process that the agent starts for the job.
         env: the environment to which each ``Spawn`` adds.
         cwd: working directory of the workers.
-        heartbeat_timeout: seconds of silence after which the other side counts as dead.
+        heartbeat_timeout: seconds of the agent's silence after which the launcher counts it as lost.
+        launcher_timeout: seconds of the launcher's silence after which the agent does; 0 if only the end of the stream
+            shows that, as it does where both are on one host.
         grace: seconds between SIGTERM and SIGKILL when the launcher is lost.
         inherit: add ``env``, which comes from another host, to the agent's own environment.
         elastic: the job survives its workers. What one leaves behind is ended with it, and SIGTERM to the agent means
@@ -87,6 +89,7 @@ class Start(Frame, frozen=True):
     env: Mapping[str, str]
     cwd: str
     heartbeat_timeout: float
+    launcher_timeout: float
     grace: float
     inherit: bool = False
     elastic: bool = False

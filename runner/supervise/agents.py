@@ -14,6 +14,7 @@ is sent after the first, if the host can still be reached; for a host that canno
 from __future__ import annotations
 
 import math
+import select
 import selectors
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -244,8 +245,18 @@ class Agents:
             if host.phase in host_state.JUDGED:
                 self._judge(host, self._links[host], now)
             late = host.overdue(now)
-            if late is not None:
+            if isinstance(late, host_state.Lost) and self._excused(self._links[host]):
+                host.heard(now)
+            elif late is not None:
                 self.happen(host, late)
+
+    def _excused(self, link: Link) -> bool:
+        """Whether a silent agent has been kept from running, or has run in the meantime after all."""
+        if link.stream.starved():
+            return True
+        poll = select.poll()
+        poll.register(link.channel.receive_fd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def start_due(self, now: float) -> None:
         """Start the commands that are due now."""

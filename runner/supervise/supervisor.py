@@ -234,6 +234,7 @@ class Supervisor:
 
     def _begin(self, link: Link, env: Mapping[str, str], *, elastic: bool = False) -> None:
         """Tell an agent what all of its workers have in common."""
+        is_local = self._spawner.is_local(link.host)
         self._agents.happen(link.state, host_state.Start(self._spec.heartbeat_timeout))
         link.channel.send(
             Start(
@@ -241,8 +242,9 @@ class Supervisor:
                 env,
                 self._spec.directory_on(link.host),
                 self._spec.heartbeat_timeout,
+                0.0 if is_local else self._spec.launcher_timeout,
                 self._spec.grace_after_failure,
-                inherit=not self._spawner.is_local(link.host),
+                inherit=not is_local,
                 elastic=elastic,
             )
         )
@@ -350,7 +352,7 @@ class Supervisor:
 
     @property
     def _beat_interval(self) -> float:
-        return min(self._spec.heartbeat_timeout, heartbeat.FIRST) / heartbeat.STEPS
+        return min(self._spec.launcher_timeout, heartbeat.FIRST) / heartbeat.STEPS
 
     def _nothing_left(self) -> bool:
         return self._verdict.over and self._agents.all_ended

@@ -60,12 +60,21 @@ class LocalSpawner:
 class LocalStream(PipedProcess):
     """An agent as a child process."""
 
+    def starved(self) -> bool:
+        """Whether the agent would run if it could. One that is stopped, or waits for something, has no such excuse: its
+        next sign of life is overdue."""
+        return any(_wants_to_run(pid) for pid in self._agents())
+
+    def _agents(self) -> list[int]:
+        # Agent and watchdog share a process group with no other process.
+        return [pid for pid in reaper.descendants(self.pid) if _group(pid) == self.pid]
+
     def kill(self) -> None:
         if self.returncode is not None:
             return  # its number may be another process's by now; an agent that outlives its watchdog ends on its own
-        # Agent and watchdog share a process group with no other process. The agent goes first, so that the watchdog can
-        # end what is left of the job; then the watchdog too, should it hang.
-        agents = [pid for pid in reaper.descendants(self.pid) if _group(pid) == self.pid]
+        # The agent goes first, so that the watchdog can end what is left of the job; then the watchdog too, should it
+        # hang.
+        agents = self._agents()
         reaper.signal_all(agents, signal.SIGKILL)
         try:
             self.wait(_WARDEN_TIME if agents else 0.0)
@@ -97,6 +106,17 @@ def _be_the_agent() -> NoReturn:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def _wants_to_run(pid: int) -> bool:
+    """Whether a process waits for a core, or for the system to bring back its memory; True if that is not known."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"R", b"D")
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return not os.path.exists(f"/proc/{os.getpid()}")
 
 
 def _group(pid: int) -> int:

@@ -49,7 +49,7 @@ class Agent:
         assert self._process.stdout is not None
         self.channel = Channel(self._process.stdout.fileno(), self._process.stdin.fileno(), preamble=PREAMBLE)
         self.said: list[Frame] = []
-        start = Start(f"test.{os.getpid()}", dict(os.environ), "/", 60.0, 1.0, elastic=elastic)
+        start = Start(f"test.{os.getpid()}", dict(os.environ), "/", 60.0, 60.0, 1.0, elastic=elastic)
         self.channel.send(start)
 
     def find(self, kind: type[Frame], number: int | None = None) -> Frame | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -24,10 +26,14 @@ from hvdgloo.errors import JobFailedError, RemoteTraceback
 from hvdgloo.rendezvous._identity import host_identity
 from hvdgloo.runner.inbound.job import run_function
 from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.sealed import SealedChannel
 from hvdgloo.runner.inbound.task import Invitation
 from hvdgloo.runner.network.probe import probe_key
+from hvdgloo.runner.protocol.frames import Beat
 from tests.support.inbound import PATIENCE, Tasks, eventually, gathered, process
-from tests.support.launching import clean_environment
+from tests.support.launching import clean_environment, hold_interpreter
+
+_SO_ATTACH_FILTER = 26
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
 
@@ -271,12 +277,12 @@ def gone(pids: list[int]) -> None:
     eventually(lambda: all(ended(pid) for pid in pids))
 
 
-def in_background(reception: Reception, func: Any) -> tuple[threading.Thread, list[BaseException]]:
+def in_background(reception: Reception, func: Any, **options: Any) -> tuple[threading.Thread, list[BaseException]]:
     raised: list[BaseException] = []
 
     def body() -> None:
         try:
-            run(reception, func)
+            run(reception, func, **options)
         except BaseException as error:
             raised.append(error)
 
@@ -303,6 +309,43 @@ def test_an_agent_ends_with_its_task_and_the_other_system_says_why(
     assert isinstance(error, JobFailedError)
     assert "executor 1 was lost: exit code 137" in str(error)
     assert took < PATIENCE / 2
+
+
+def waiting(folder: Path) -> Any:
+    """A function that ends when a file is there."""
+
+    def work() -> None:
+        (folder / f"ready{os.environ['RANK']}").touch()
+        while not (folder / "enough").exists():
+            time.sleep(0.01)
+
+    return work
+
+
+def test_a_driver_whose_interpreter_is_held_is_not_lost(processes: Any, tmp_path: Path) -> None:
+    """Its machine still acknowledges what agents send there. With Spark, it may be any call of the user's program."""
+    reception, _ = processes
+    thread, raised = in_background(reception, waiting(tmp_path), heartbeat_timeout=0.5)
+    eventually(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
+    hold_interpreter(2.0)
+    (tmp_path / "enough").touch()
+    thread.join(PATIENCE)
+    assert raised == []
+
+
+def test_a_driver_s_machine_that_acknowledges_nothing_is_lost() -> None:
+    drop_all = ctypes.create_string_buffer(struct.pack("@HBBI", 0x06, 0, 0, 0))  # a filter that returns 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        agent = socket.create_connection(server.getsockname())
+        driver, _ = server.accept()
+    with agent, driver:
+        channel = SealedChannel(agent.fileno(), os.dup(agent.fileno()), sending=b"s", receiving=b"r", secret=b"")
+        channel.send(Beat())
+        eventually(lambda: channel.unanswered() == 0.0)
+        driver.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(drop_all)))
+        channel.send(Beat())
+        eventually(lambda: channel.unanswered() >= 0.5)
+        os.close(channel.send_fd)
 
 
 def test_without_a_word_from_outside_the_task_s_end_is_the_reason(processes: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -359,8 +360,12 @@ def test_an_agent_that_falls_silent_counts_as_lost(launcher: Launcher) -> None:
     launcher.assert_nothing_left()
 
 
-def test_a_launcher_that_falls_silent_is_an_order_to_die(launcher: Launcher) -> None:
-    process = start_fertile(launcher, "--grace-period", "0.2", "--heartbeat-timeout", "1")
+ELSEWHERE = ("-H", "h1:2", "--agent-command", "env {command}")
+"""A host that the launcher does not know to be its own."""
+
+
+def test_a_launcher_that_falls_silent_is_an_order_to_die_on_other_hosts(launcher: Launcher) -> None:
+    process = start_fertile(launcher, "--grace-period", "0.2", "--heartbeat-timeout", "1", *ELSEWHERE)
     process.send_signal(signal.SIGSTOP)
     wait_for(lambda: [p.pid for p in launcher.living()] == [process.pid], what="only the stopped launcher")
     process.send_signal(signal.SIGCONT)
@@ -379,7 +384,7 @@ def test_a_silence_that_is_short_enough_changes_nothing(launcher: Launcher) -> N
         while not os.path.exists("enough"): time.sleep(0.01)
         """
     )
-    process = launcher.start("-np", "1", "--heartbeat-timeout", "9", script)
+    process = launcher.start("-np", "1", "--heartbeat-timeout", "9", *ELSEWHERE, script)
     launcher.file("ready0")
     process.send_signal(signal.SIGSTOP)
     wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, what="a stopped launcher")
@@ -392,6 +397,28 @@ def test_a_silence_that_is_short_enough_changes_nothing(launcher: Launcher) -> N
     assert process.stdout.readline().endswith(b":meanwhile\n")
     (launcher.folder / "enough").write_text("1")
     assert process.wait(20) == 0
+
+
+def test_on_one_host_a_launcher_s_silence_ends_nothing(launcher: Launcher) -> None:
+    """It may be any other process that keeps it from running. If it had died, its streams would have ended."""
+    script = launcher.script(
+        """
+        import os, signal, time
+        signal.alarm(60)
+        open("ready0", "w").write("1")
+        while not os.path.exists("enough"): time.sleep(0.01)
+        """
+    )
+    process = launcher.start("-np", "1", "--heartbeat-timeout", "0.2", script)
+    launcher.file("ready0")
+    process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, what="a stopped launcher")
+    until = time.monotonic() + 1.0  # five times the silence that means death elsewhere
+    wait_for(lambda: time.monotonic() > until)
+    (launcher.folder / "enough").touch()
+    process.send_signal(signal.SIGCONT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
 
 
 def test_ctrl_z_in_a_shell_stops_the_launcher_alone_and_fg_goes_on(launcher: Launcher) -> None:
@@ -419,7 +446,8 @@ def test_ctrl_z_in_a_shell_stops_the_launcher_alone_and_fg_goes_on(launcher: Lau
     )
     launcher.processes.append(shell)
     os.close(slave)
-    command = f"{sys.executable} -m hvdgloo.runner -np 2 --heartbeat-timeout 0.5 {script}\n"
+    elsewhere = " ".join(map(shlex.quote, ELSEWHERE))
+    command = f"{sys.executable} -m hvdgloo.runner -np 2 --heartbeat-timeout 0.5 {elsewhere} {script}\n"
     os.write(master, command.encode())
     launcher.file("ready0")
     launcher.file("ready1")

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
 import pytest
 
 from hvdgloo.errors import LaunchError
@@ -275,6 +276,46 @@ def test_a_command_that_cannot_be_killed_keeps_nobody_from_ending() -> None:
     finally:
         LocalStream.kill(stream)
         stream.wait(5)
+
+
+SPINS = """
+import time
+from hvdgloo.runner.agent import agent
+
+keep_time = agent.Agent._keep_time
+
+def busy(self):
+    if self._workers and not hasattr(self, "was_busy"):
+        self.was_busy = True
+        until = time.monotonic() + 3.0
+        while time.monotonic() < until:
+            pass
+    keep_time(self)
+
+agent.Agent._keep_time = busy
+raise SystemExit(agent.main())
+"""
+
+
+def test_an_agent_here_that_says_nothing_because_it_gets_no_core_is_not_lost(tmp_path: Path) -> None:
+    """To the launcher, one that waits for a core looks like one that uses it for something else."""
+    (tmp_path / "spins.py").write_text(SPINS)
+    scripts = {"a": f"exec {sys.executable} {tmp_path}/spins.py"}
+    report, *_ = job("print(1)", tmp_path, scripts, heartbeat_timeout=1.0)
+    assert report.outcome.exit_code == 0, report.summary()
+
+
+@pytest.mark.parametrize(
+    ("command", "excused"), [("while :; do :; done", True), ("kill -STOP $$", False), ("sleep 60", False)]
+)
+def test_only_an_agent_that_would_run_if_it_could_is_excused(command: str, excused: bool) -> None:
+    stream = LocalStream(["sh", "-c", f"sh -c '{command}' & wait"])
+    try:
+        wait_for(lambda: stream.starved() is excused and psutil.Process(stream.pid).children(), what="the child")
+        assert all(stream.starved() is excused for _ in range(20))
+    finally:
+        stream.kill()
+        Link(HostState(HostEntry("a"), 0.0, 3.0), stream).close()
 
 
 FLOOD = """

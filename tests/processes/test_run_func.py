@@ -30,7 +30,7 @@ from hvdgloo.errors import (
     RemoteTraceback,
 )
 from tests.support import warm
-from tests.support.launching import clean_environment, wait_for
+from tests.support.launching import clean_environment, hold_interpreter, wait_for
 
 _PYTHON = sys.executable
 
@@ -458,3 +458,29 @@ def test_the_other_ranks_learn_what_was_raised(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="bad data"):
         hvdgloo.run.run(work, np=2)
     assert re.search(r"rank 1 .* ended with ValueError: bad data", said.read_text())
+
+
+def test_another_thread_s_long_call_does_not_end_the_job_on_other_hosts(tmp_path: Path) -> None:
+    """Such as ``sorted`` of a long list, in a notebook: no other thread of this process runs meanwhile."""
+
+    def work() -> str:
+        (tmp_path / "ready").touch()
+        while not (tmp_path / "enough").exists():
+            time.sleep(0.01)
+        return "done"
+
+    def hold() -> None:
+        wait_for((tmp_path / "ready").exists)
+        hold_interpreter(6.0)
+        (tmp_path / "enough").touch()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert hvdgloo.run.run(work, np=1, hosts="h1:1", agent_command="env {command}") == ["done"]
+    thread.join()
+
+
+@pytest.mark.parametrize("value", [0, -1, "long"])
+def test_a_silence_that_no_process_can_keep_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"run\(heartbeat_timeout={value!r}\): it "):
+        hvdgloo.run.run(print, heartbeat_timeout=value)

@@ -167,7 +167,7 @@ def _one_line(error: HvdglooError) -> None:
 
 _FRAMES: tuple[frames.Frame, ...] = (
     frames.Require("/somewhere", ("a", "b"), ("python",), "/bin"),
-    frames.Start("job.0", {"A": "1", "B": "\udcff"}, "/", 30.0, 3.0, inherit=True),
+    frames.Start("job.0", {"A": "1", "B": "\udcff"}, "/", 30.0, 30.0, 3.0, inherit=True),
     frames.Blob(bytes(range(256))),
     frames.Spawn(3, ["python", "train.py"], {"RANK": "3"}, stdin=True),
     frames.Output(3, frames.STDOUT, b"epoch 1\n" * 20),

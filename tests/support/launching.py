@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -37,6 +38,11 @@ def wait_for(condition: Callable[[], T | None], timeout: float = 15.0, what: str
             return value
         assert time.monotonic() < deadline, f"not within {timeout:g} s: {what or condition}"
         time.sleep(max(0.01, min(0.1, 10 * (time.thread_time() - began))))
+
+
+def hold_interpreter(seconds: float) -> None:
+    """Keep all other threads of this process from running, as one long call of a library does."""
+    ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
 
 
 def clean_environment() -> dict[str, str]:

@@ -279,7 +279,7 @@ def test_neither_the_secret_nor_what_follows_from_it_is_sent_and_the_agent_has_b
     launcher, heard, agent = channels()
     env = {"HVDGLOO_SECRET": SECRET.hex(), "A": "1"}
     frames = [
-        Start("id", {"A": "1"}, "/", 5.0, 3.0),
+        Start("id", {"A": "1"}, "/", 5.0, 5.0, 3.0),
         Spawn(0, ["true"], env),
         Survey(0, probe_key(SECRET), [], True, None),
         Serve("id", ServerRequest(SECRET, [("h1", 1)], ["127.0.0.1"], None, 1.0)),

@@ -156,7 +156,7 @@ def test_nothing_secret_is_in_a_frame_s_text() -> None:
     """Pain 30: frames appear in tracebacks."""
     env = {"HVDGLOO_SECRET": "abcdef"}
     for frame in (
-        Start("job", env, "/", 1.0, 1.0),
+        Start("job", env, "/", 1.0, 1.0, 1.0),
         Spawn(0, ["x"], env),
         Output(0, 1, b"abcdef"),
         Survey(0, b"abcdef", (), True, None),
