@@ -96,7 +96,8 @@ def run(
             where hosts are discovered, one of these is needed.
         min_np, min_num_proc: the fewest workers of an elastic job; by default as many as ``np``.
         max_np, max_num_proc: the most; by default there is no limit.
-        host_discovery_script: an executable that prints the hosts that can be used now, a line for each (``h1:4``).
+        host_discovery_script: an executable, or a command line, that prints the hosts that can be used now, a line for
+            each (``h1:4``).
         host_discovery: the same as an object: its ``find_available_hosts_and_slots()`` returns hosts and slots.
         slots: of hosts that are given or printed without; by default one for each GPU, else one.
         reset_limit: how often the workers of an elastic job may form anew.

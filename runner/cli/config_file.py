@@ -24,6 +24,12 @@ _IGNORED = {
 """Horovod's keys that have no effect."""
 
 
+_NESTED = "expected a value or a list of values, not values within values"
+
+_PAIRS = {"hosts": ":", "network.nics": "=", "environment.variables": "="}
+"""Keys whose values have names of their own, and what joins the two in text: ``{h1: 2}`` means ``h1:2``."""
+
+
 @dataclass
 class FileContent:
     """What a configuration file says.
@@ -63,6 +69,8 @@ def read(path: str, parser: Parser) -> FileContent:
             content.flags[action.dest] = _flag(action, value, source)
         elif _is_ignored(key):
             content.ignored.append(key)
+        elif (section := key.partition(".")[0]) in parser.keys or section in fields:
+            raise ConfigError(f"{path}: {section}: {_NESTED}")
         else:
             close = suggestions(key, [*fields, *parser.keys], limit=1)
             raise ConfigError(f"{source}: there is no such setting" + (f"; did you mean {close[0]}?" if close else ""))
@@ -136,12 +144,32 @@ def _load(path: str) -> Mapping[str, Any]:
 
 def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for section, value in content.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and section not in _PAIRS:
             for key, inner in value.items():
                 if inner is not None:
-                    yield f"{section}.{key}", inner
+                    yield _joined(f"{section}.{key}", inner)
         elif value is not None:
-            yield str(section), value
+            yield _joined(str(section), value)
+
+
+def _joined(key: str, value: Any) -> tuple[str, Any]:
+    """A key and its value, in which pairs are text: of a mapping, or of a list of mappings (``- h1: 2``)."""
+    if key not in _PAIRS:
+        return key, value
+    items: list[Any] = []
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, dict):
+            items += [
+                inner
+                if isinstance(inner, list | dict)
+                else str(name)
+                if inner is None
+                else f"{name}{_PAIRS[key]}{_text(inner)}"
+                for name, inner in item.items()
+            ]
+        else:
+            items.append(item)
+    return key, items if isinstance(value, list | dict) else value
 
 
 def _is_ignored(key: str) -> bool:
@@ -157,7 +185,7 @@ def _check(value: Any, source: str) -> None:
     """
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, (list, dict, set)):
-            raise ConfigError(f"{source}: expected a value or a list of values, not values within values")
+            raise ConfigError(f"{source}: {_NESTED}")
         if "\0" in str(item):
             raise ConfigError(f"{source}: {item!r} holds a NUL character, which cannot be passed on")
 

@@ -56,10 +56,10 @@ def add_elastic_flags(add: AddArgument) -> None:
     )
     add(
         "--host-discovery-script",
-        metavar="FILE",
+        metavar="COMMAND",
         yaml="elastic.host_discovery_script",
-        help="an executable that prints the hosts that can be used now, a line for each: 'h1' or 'h1:4'. Instead of "
-        "-H; asked again and again. slurm: the nodes of this Slurm job that are up",
+        help="an executable, or a command line for a shell, that prints the hosts that can be used now, a line for "
+        "each: 'h1' or 'h1:4'. Instead of -H; run again and again. slurm: the nodes of this Slurm job that are up",
     )
     add(
         "--slots-per-host",

@@ -1,4 +1,4 @@
-"""The flags of ``hvdgloo-run``: which there are, in which group ``--help`` shows each, and where the command begins.
+"""The flags of ``hvdgloo-run``: which there are, in which group ``--help-all`` shows each, where the command begins.
 
 They are those of ``horovodrun`` and some more. Flags that set workers' variables are generated from the fields of
 ``Config`` (``setting_flags``); the launcher's own are declared here, each once: its names, its help, and its key in a
@@ -42,7 +42,7 @@ GROUPS = {
     "information": "information",
     "horovod": "accepted from horovodrun",
 }
-"""Groups of ``--help`` in their order: name in this module, and title."""
+"""Groups of ``--help-all`` in their order: name in this module, and title."""
 
 ALTERNATIVES: tuple[tuple[str, ...], ...] = (("hosts", "hostfile", "host_discovery_script"),)
 """Flags (by their ``dest``) of which only one may be given. One on the command line also overrides the others in a
@@ -89,6 +89,40 @@ Start the workers of a training job on one or many hosts, watch over them, and
 leave nothing behind.
 """
 
+_USAGE = f"""\
+{PROGRAM} [options] [--] command ...
+       {PROGRAM} doctor | tune | top | timeline merge ..."""
+
+_BRIEF = f"""\
+usage: {_USAGE}
+
+{_DESCRIPTION}The command is a Python file, -m and a module, or any program.
+
+  -np N                      number of workers (default: all slots of the hosts)
+  -H h1:4,h2:4               hosts, and how many workers each may run
+  --hostfile FILE            the same in a file, a line for each host
+  --config-file FILE         a YAML file with any of these settings
+  -x NAME[=VALUE]            pass a variable to the workers on all hosts
+  --ssh-port, --ssh-args, --agent-command      how hosts are reached
+  --nics eth0                the network to use (default: whatever works)
+  --min-np N, --max-np N, --host-discovery-script COMMAND
+                             an elastic job, whose workers may come and go
+  --max-restarts N           start all workers again after a failure
+  --output-filename FOLDER   also write what each rank prints to a file
+  --page, --report FILE      show the job in a browser, live or afterwards
+  --timeline-filename FILE   trace where collectives spend their time
+  --as-horovod               run a program that imports horovod as it is
+  --verbose                  say what is being done
+  --check-build, --version   what can be used on this machine; the version
+  --help-all                 all options, exit statuses, signals
+
+Each of these has a --help of its own:
+  {PROGRAM} doctor -H h1:2,h2:2     is everything there that the job needs?
+  {PROGRAM} tune -H h1:2,h2:2       which settings suit these hosts?
+  {PROGRAM} top                     what is the running job doing?
+{PROGRAM} timeline merge all.json trace.*.json puts traces in one file.
+"""
+
 _KNOWN = """\
 --hierarchical-allreduce, --hierarchical-allgather, --torus-allreduce, --tcp,
 --mpi-args, --mpi-threads-disable, --binding-args, --num-nccl-streams and
@@ -104,7 +138,7 @@ program. Everything after it belongs to it. Examples:
   hvdgloo-run -np 2 -m package.train
   hvdgloo-run -np 4 --min-np 2 --host-discovery-script ./hosts.sh train.py
   hvdgloo-run doctor -H h1:2,h2:2     is everything there that the job needs?
-  hvdgloo-run top                     what does the job that is running do?
+  hvdgloo-run top                     what is the running job doing?
   hvdgloo-run tune -H h1:2,h2:2       which settings suit these hosts?
   hvdgloo-run timeline merge all.json trace.*.json    ranks' traces in one file
 
@@ -179,7 +213,7 @@ class Parser(argparse.ArgumentParser):
         self.keys: dict[str, argparse.Action] = {}
         super().__init__(
             prog=PROGRAM,
-            usage=f"{PROGRAM} [options] [--] command ...\n       {PROGRAM} doctor [options]",
+            usage=_USAGE,
             description=_DESCRIPTION,
             epilog=_EPILOG,
             formatter_class=_Formatter,
@@ -253,6 +287,10 @@ class Parser(argparse.ArgumentParser):
         """All names of a flag."""
         return next(action.option_strings for action in self._actions if action.dest == dest)
 
+    def brief_help(self) -> str:
+        """What most people look for; ``format_help`` has everything."""
+        return _BRIEF
+
     def doctor_help(self) -> str:
         """The help of ``hvdgloo-run doctor``."""
         return self._help_of(_DOCTOR_DESCRIPTION, _DOCTOR_GROUPS, _DOCTOR_EPILOG)
@@ -298,7 +336,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def build_parser() -> Parser:
-    """All flags, in groups as ``--help`` shows them."""
+    """All flags, in groups as ``--help-all`` shows them."""
     parser = Parser()
     _add_job_flags(parser.adder("job"))
     _add_host_flags(parser.adder("hosts"))
@@ -471,7 +509,8 @@ def _add_tune_flags(add: setting_flags.AddArgument) -> None:
 
 
 def _add_information_flags(add: setting_flags.AddArgument) -> None:
-    add("-h", "--help", action="help", help="show this help, and exit")
+    add("-h", "--help", action="store_true", help="show the most common options, and exit")
+    add("--help-all", action="store_true", help="show this help, and exit")
     add("-v", "--version", action="store_true", help="show the version, and exit")
     add("-cb", "--check-build", action="store_true", help="show what can be used on this machine, and exit")
 
@@ -552,5 +591,5 @@ def _unknown(flag: str, values: Mapping[str, int]) -> str:
         close = [f"{flag[:2]} {flag[2:]}"]
     if flag == "-c":
         close.append("python -c as the command")
-    hint = f"; did you mean {' or '.join(close)}?" if close else f"; {PROGRAM} --help lists them all"
+    hint = f"; did you mean {' or '.join(close)}?" if close else f"; {PROGRAM} --help-all lists them all"
     return f"there is no option {flag}{hint} (the command's own options come after it)"

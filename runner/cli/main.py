@@ -36,6 +36,8 @@ from hvdgloo.version import __version__
 
 USAGE_ERROR = 2
 
+_HELP = frozenset({"-h", "--help", "--help-all"})
+
 _WIDTH, _WIDEST = 100, 120  # of reports: in a file, and on a terminal at most
 
 
@@ -103,8 +105,10 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
     doctor = False
     if not tuned:
         flags, command, doctor = split_all(argv, parser.values)
-    if (doctor or tuned) and not {"-h", "--help"}.isdisjoint(flags):
-        return _print(parser.doctor_help() if doctor else parser.tune_help(), stdout, stderr)
+    if not _HELP.isdisjoint(flags):
+        usual = parser.format_help if "--help-all" in flags else parser.brief_help
+        shown = parser.doctor_help if doctor else parser.tune_help if tuned else usual
+        return _print(shown(), stdout, stderr)
     given = parser.given(flags)
     if given.json and not (doctor or tuned):
         raise ConfigError(f"--json is for {PROGRAM} doctor and {PROGRAM} tune")

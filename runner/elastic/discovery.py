@@ -12,7 +12,9 @@ import errno
 import math
 import os
 import random
+import re
 import selectors
+import shutil
 import signal
 import subprocess
 import threading
@@ -30,6 +32,9 @@ from hvdgloo.runner.job.spec import Discovery, HostEntry
 
 MAX_OUTPUT = 1 << 20
 """Bytes that a script may print: room for 10,000 hosts and more, and not for a loop that never ends."""
+
+_SHELL = "/bin/sh"
+_SHELL_S = re.compile(r"[\s|&;<>()$`\"'*?#={}]")  # what a shell does something with
 
 LINES_SHOWN = 5
 """Last lines of a script's standard error that a message has."""
@@ -90,11 +95,21 @@ class ProgramDiscovery(HostDiscovery):
             self._running = None
 
 
+def script_command(script: str) -> list[str]:
+    """The argv of a discovery script: the file or program of that name, or else a command line for a shell."""
+    path = os.path.abspath(os.path.expanduser(script))
+    if os.path.exists(path):
+        return [path]
+    if _SHELL_S.search(script):
+        return [_SHELL, "-c", script]
+    return [shutil.which(script) or path]
+
+
 class HostDiscoveryScript(ProgramDiscovery):
-    """Hosts that an executable prints, one a line: ``host`` or ``host:slots``. Blank lines are ignored.
+    """Hosts that a command prints, one a line: ``host`` or ``host:slots``. Blank lines are ignored.
 
     Args:
-        discovery_script: its path, and nothing else: it gets no arguments, and no shell reads it.
+        discovery_script: the path of an executable, or a command line, which a shell reads.
         slots: of hosts on lines without slots; None leaves them to the hosts.
         timeout: seconds that it may take.
     """
@@ -122,7 +137,7 @@ class HostDiscoveryScript(ProgramDiscovery):
 
     def _execute_discovery_script(self) -> str:
         """Its standard output; raises DiscoveryError."""
-        return self._output_of([os.path.abspath(self._script)], self._timeout, self._what)
+        return self._output_of(script_command(self._script), self._timeout, self._what)
 
     @property
     def _what(self) -> str:
@@ -157,7 +172,8 @@ def output_of(
     """What a command prints. It is ended, and with it all that it has started, when its time is over.
 
     Args:
-        command: program and arguments; no shell reads them.
+        command: program and arguments. As in a shell, a script without a first line that names its interpreter is one
+            of the shell's.
         timeout: seconds that it may take.
         what: begins the text of an error.
         started: receives its process.
@@ -176,16 +192,14 @@ def output_of(
         )
 
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # so that its children can be ended with it
-        )
+        try:
+            process = _begun(command)
+        except OSError as failure:
+            if failure.errno != errno.ENOEXEC:
+                raise
+            process = _begun([_SHELL, *command])
     except OSError as failure:
-        hint = "; its first line must name what runs it, like #!/bin/sh" if failure.errno == errno.ENOEXEC else ""
-        raise error(f"it cannot be executed: {failure.strerror}{hint}") from None
+        raise error(f"it cannot be executed: {failure.strerror}") from None
     try:
         started(process)
         if not _listen(process, output, errors, deadline):
@@ -201,6 +215,16 @@ def output_of(
         return output.decode("utf-8")
     except UnicodeDecodeError:
         raise error("what it prints is not UTF-8") from None
+
+
+def _begun(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # so that its children can be ended with it
+    )
 
 
 def _listen(process: subprocess.Popen[bytes], output: bytearray, errors: bytearray, deadline: float) -> bool:

@@ -5,13 +5,14 @@ line and from ``hvdgloo.run.run``. What contradicts itself is refused here, befo
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous._elastic.events import Join, Rules
-from hvdgloo.runner.elastic.discovery import FixedHosts, HostDiscoveryScript, address
+from hvdgloo.runner.elastic.discovery import FixedHosts, HostDiscoveryScript, address, script_command
 from hvdgloo.runner.elastic.slurm_nodes import SLURM, SlurmNodes
 from hvdgloo.runner.job.host_sources import Inventory
 from hvdgloo.runner.job.hostlist import MOST_WORKERS, shortlist
@@ -123,7 +124,7 @@ class ElasticOptions:
         if self.script is None:
             return FixedHosts({address(host): host.slots for host in hosts})
         if self.script != SLURM:
-            return HostDiscoveryScript(_executable(self.script), self.slots_per_host, timeout=timeout)
+            return HostDiscoveryScript(_checked(self.script), self.slots_per_host, timeout=timeout)
         if allocation is None:
             raise ConfigError(
                 f"{FLAGS['script']} {SLURM} lists the nodes of a Slurm job, and this is none; for a script of that "
@@ -162,17 +163,26 @@ FLAGS = {
 """Field of ``ElasticOptions`` to flag."""
 
 
-def _executable(script: str) -> str:
-    """The path of a script.
+def _checked(script: str) -> str:
+    """A discovery script, as it was given. What a shell will read is looked at as far as it names a file first.
 
     Raises:
-        ConfigError: there is none, or it cannot be executed.
+        ConfigError: there is no such file, or it cannot be executed.
     """
-    path = os.path.expanduser(script)
+    flag = f"{FLAGS['script']} {script}"
+    command = script_command(script)
+    if len(command) > 1:
+        word = (script.split() or [""])[0]
+        if os.path.isfile(word) and os.sep not in word and shutil.which(word) is None:
+            raise ConfigError(f"{flag}: there is no program {word} in the search path; did you mean ./{script}?")
+        command = script_command(word)
+        if os.sep not in word or len(command) > 1:
+            return script
+    path = command[0]
     if os.path.isdir(path):
-        raise ConfigError(f"{FLAGS['script']} {script}: it is a folder")
+        raise ConfigError(f"{flag}: it is a folder")
     if not os.path.exists(path):
-        raise ConfigError(f"{FLAGS['script']} {script}: there is no such file; it is a path, without arguments")
+        raise ConfigError(f"{flag}: there is no such file")
     if not os.access(path, os.X_OK):
-        raise ConfigError(f"{FLAGS['script']} {script}: it is not executable; chmod +x it")
-    return path
+        raise ConfigError(f"{flag}: it is not executable; chmod +x it")
+    return script

@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from hvdgloo._platform.spelling import suggestions
+
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'$")
+_NO_FRONT_END = re.compile(r"ModuleNotFoundError: No module named '((?:hvdgloo|horovod)\.)(\w+)'$")
+_FRONT_ENDS = ("torch", "tensorflow", "keras", "mxnet", "numpy", "spark", "ray")
+_ALSO_CALLED = {"pytorch": "torch", "tf": "tensorflow", "pyspark": "spark"}
+_NO_CUDA = "AssertionError: Torch not compiled with CUDA enabled"
+_NO_SUCH_GPU = re.compile(r"\S*Error: CUDA error: invalid device ordinal")
 
 
 def advise(cause: str, argv: Sequence[str], python: str, *, option: str = "") -> str:
@@ -17,6 +24,21 @@ def advise(cause: str, argv: Sequence[str], python: str, *, option: str = "") ->
         python: the interpreter that the launcher uses by default on the worker's host.
         option: the launcher's option that names another interpreter there; empty if it is the launcher's own.
     """
+    if front_end := _NO_FRONT_END.match(cause):
+        package, name = front_end.groups()
+        meant = [_ALSO_CALLED[name]] if name in _ALSO_CALLED else suggestions(name, _FRONT_ENDS)
+        return f"did you mean {' or '.join(package + each for each in meant)}?" if meant else ""
+    if cause == _NO_CUDA:
+        where = f" of {python}" if argv[0] == python else ""
+        return (
+            f"the PyTorch{where} is built for the CPU only: install a build for CUDA (see pytorch.org), or have the "
+            'program ask torch.cuda.is_available() and use "cpu" otherwise'
+        )
+    if _NO_SUCH_GPU.match(cause):
+        return (
+            "each worker takes the GPU of its local rank: torch.cuda.set_device(hvd.local_rank()), and not hvd.rank(); "
+            "and there cannot be more workers on a host than it has GPUs"
+        )
     found = _NO_MODULE.match(cause)
     if found is None:
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 
@@ -26,6 +27,8 @@ NO_LIMIT = 2**31 - 1
 _SUBCOMMANDS = ("doctor", "timeline", "top", "tune")
 """What stands in a command's place and is none."""
 _OWN_INTERPRETER = ("python", "python3")
+_MORE_HOSTS = re.compile(r",.*|[^/]+(:\d+|,)")
+"""What looks like the rest of a list of hosts that was broken by a space."""
 
 
 def resolve_command(
@@ -117,6 +120,10 @@ def _executable(program: str, cwd: str, search_path: str | None) -> str:
         return program
     found = shutil.which(program, path=search_path)
     if found is None:
+        if _MORE_HOSTS.fullmatch(program):
+            raise ConfigError(
+                f"{program} is taken for the program to run; join hosts by commas, without spaces: -H h1:4,h2:4"
+            )
         meant = [f"./{program}"] if os.path.exists(path) else suggestions(program, _SUBCOMMANDS)
         hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
         raise ConfigError(f"there is no program {program} in the search path{hint}")

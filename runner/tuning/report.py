@@ -15,6 +15,8 @@ from hvdgloo.runner.tuning.measure import Found, Measured, Setup
 from hvdgloo.version import __version__
 
 _BAR = 40
+_ENOUGH = 0.2
+"""The part of a step's gradients with which all of their buckets are as they will be."""
 _PLANES = {
     "shm": "shared memory",
     "hierarchical": "shared memory in each host, Gloo between hosts",
@@ -53,6 +55,7 @@ def as_yaml(campaign: Campaign) -> str:
         lines.append("# The defaults are best: nothing else was clearly faster.")
     for section, values in sections.items():
         lines += [f"{section}:", *values]
+    lines[1:1] = [f"# {line}" for line in _reservation(campaign)]
     return "\n".join(lines) + "\n"
 
 
@@ -113,7 +116,7 @@ def _sweep_table(campaign: Campaign) -> str:
 
 def _found(found: Found) -> str:
     gain = found.start_seconds / found.best_seconds
-    part = f" (the first {100 * found.part:.0f} % of them)" if found.part < 1 else ""
+    part = f" ({_share(found.part)} of them)" if found.part < 1 else ""
     lines = [f"gradients {_way(found)}: {_time(found.start_seconds)} for those of a step{part}"]
     name, values = _first_axis(found)
     fastest = min(seconds for _, seconds in values)
@@ -164,9 +167,26 @@ def _percent(ratio: float) -> str:
 
 def _conclusion(campaign: Campaign) -> str:
     found = _file_settings(campaign.settings)
+    lines = ["To be set:", *(f"  {key}: {value}" for key, value in found.items())]
     if not found:
-        return "The job's settings are best as they are."
-    return "\n".join(["To be set:", *(f"  {key}: {value}" for key, value in found.items())])
+        lines = ["The job's settings are best as they are."]
+    return "\n".join([*lines, *_reservation(campaign)])
+
+
+def _reservation(campaign: Campaign) -> list[str]:
+    """A sentence if so little could be sent that the conclusion may not hold for a whole step."""
+    least = min(found.part for found in campaign.main.found)
+    if least >= _ENOUGH:
+        return []
+    return [
+        f"This was found with {_share(least)} of a step's gradients, for which there was time; a whole step may behave "
+        "differently. Measure for longer: --seconds"
+    ]
+
+
+def _share(part: float) -> str:
+    """The first part of something, in percent."""
+    return "less than the first 1 %" if part < 0.01 else f"the first {100 * part:.0f} %"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -146,6 +146,12 @@ def test_a_user_s_module_of_any_name_disturbs_neither_launcher_nor_agent(launche
         (["-np", "100000", "worker.py"], 2, "-np 100000: "),
         (["-np", "60000", "worker.py"], 2, "60000 processes would run on host localhost"),
         (["-H", "localhost:2,localhost:1", "worker.py"], 2, "host localhost is given twice"),
+        (
+            ["-H", "localhost:2", "localhost:2", "worker.py"],
+            2,
+            "localhost:2 is taken for the program to run; join hosts",
+        ),
+        (["-H", "h1:2", ",h2:2", "worker.py"], 2, "join hosts by commas, without spaces: -H h1:4,h2:4"),
         (["-H", "localhost:x", "worker.py"], 2, "'localhost:x' is not a host with a number of slots"),
         (["-H", "localhost:2,127.0.0.1:2", "worker.py"], 2, "are all this machine"),
         (["-H", "no-such-host.invalid:2", "worker.py"], 1, "host no-such-host.invalid cannot be used"),
@@ -298,7 +304,7 @@ def test_pain_30_the_agent_s_environment_has_no_secret(launcher: Launcher) -> No
 
 
 def test_help_version_and_build_table(launcher: Launcher) -> None:
-    help_text = launcher.run("--help")
+    help_text = launcher.run("--help-all")
     assert help_text.returncode == 0
     for flag in ("--fusion-threshold-mb MB", "--cycle-time-ms MS", "--start-timeout SECONDS", "--no-stall-check"):
         assert flag in help_text.stdout

@@ -163,10 +163,24 @@ class TestAScript:
         Path(path).chmod(0o644)
         assert trouble(path) == "it cannot be executed: Permission denied"
 
-    def test_it_does_not_say_what_runs_it(self, script: Script) -> None:
-        path = script("echo h1")
-        Path(path).write_bytes(b"\x01 not a program")
-        assert "Exec format error; its first line must name what runs it, like #!/bin/sh" in trouble(path)
+    def test_one_that_does_not_say_what_runs_it_is_the_shell_s(self, script: Script) -> None:
+        path = script("")
+        Path(path).write_text("for host in h1 h2; do echo $host:2; done\n", encoding="utf-8")
+        assert found(path) == {"h1": 2, "h2": 2}
+
+    def test_arguments_are_passed_on_by_a_shell_as_with_horovod(self, script: Script, tmp_path: Path) -> None:
+        path = script('echo "$2:$1"')
+        assert found(f"{path} 3 'h7'") == {"h7": 3}
+        assert found(f"N=4; {path} $N h7 | cat") == {"h7": 4}
+        (tmp_path / "with a space").mkdir()
+        moved = Path(path).rename(tmp_path / "with a space" / "hosts.sh")
+        moved.write_text("#!/bin/sh\necho h8:1\n", encoding="utf-8")
+        assert found(str(moved)) == {"h8": 1}, "the name of a file is no command line, whatever is in it"
+
+    def test_a_command_line_that_fails_is_told_by_the_shell(self) -> None:
+        text = trouble("no-such-program-of-ours --all")
+        assert text.startswith("it exited with status 127\n")
+        assert "no-such-program-of-ours: not found" in text or "command not found" in text
 
 
 class Answers:

@@ -57,6 +57,10 @@ SCRIPT = ["--host-discovery-script", "./hosts.sh"]
 
 
 class TestWhatIsAskedFor:
+    @pytest.mark.parametrize("script", ["./hosts.sh now", "cd . && ./hosts.sh", "HOSTS=2 ./hosts.sh", "hosts.sh"])
+    def test_a_script_may_be_a_command_line(self, folder: Path, script: str) -> None:
+        assert listed(asked("-np", "2", "--host-discovery-script", script)) == {"h1": 4, "h2": None}
+
     def test_all_flags_by_either_name(self) -> None:
         for least, most in (("--min-np", "--max-np"), ("--min-num-proc", "--max-num-proc")):
             spec = asked(
@@ -175,7 +179,9 @@ CONTRADICTIONS: list[tuple[list[str], str]] = [
     (["-np", "2", "--host-discovery-script", "none.sh"], "--host-discovery-script none.sh: there is no such file"),
     (["-np", "2", "--host-discovery-script", "plain.sh"], "plain.sh: it is not executable; chmod +x it"),
     (["-np", "2", "--host-discovery-script", "."], "--host-discovery-script .: it is a folder"),
-    (["-np", "2", "--host-discovery-script", "hosts.sh -v"], "there is no such file; it is a path, without arguments"),
+    (["-np", "2", "--host-discovery-script", "none/hosts.sh -v"], "none/hosts.sh -v: there is no such file"),
+    (["-np", "2", "--host-discovery-script", "./plain.sh -v"], "./plain.sh -v: it is not executable; chmod +x it"),
+    (["-np", "2", "--host-discovery-script", "hosts.sh -v"], "in the search path; did you mean ./hosts.sh -v?"),
     (["-np", "2", "--host-discovery-script", "slurm"], "lists the nodes of a Slurm job, and this is none"),
     (["-H", "h1:2,h2:2", "-np", "5", "--min-np", "2"], "5 processes were asked for"),
     (["-np", "65537", *SCRIPT], "-np 65537: a job has at most 65536 processes"),

@@ -33,6 +33,35 @@ def test_the_interpreter_that_lacks_a_module_is_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("module", "meant"),
+    [
+        ("hvdgloo.pytorch", "hvdgloo.torch"),
+        ("horovod.pytorch", "horovod.torch"),
+        ("hvdgloo.tf", "hvdgloo.tensorflow"),
+        ("hvdgloo.tensorfow", "hvdgloo.tensorflow"),
+    ],
+)
+def test_a_front_end_of_another_name_is_told_whatever_runs_it(module: str, meant: str) -> None:
+    for argv in ([PYTHON, "train.py"], ["/bin/sh", "train.sh"]):
+        assert advise(missing(module), argv, PYTHON) == f"did you mean {meant}?"
+    assert advise(missing("hvdgloo.zebra"), [PYTHON, "train.py"], PYTHON) == ""
+
+
+def test_a_pytorch_that_is_built_for_the_cpu_is_told() -> None:
+    cause = "AssertionError: Torch not compiled with CUDA enabled"
+    advice = advise(cause, [PYTHON, "train.py"], PYTHON)
+    assert advice.startswith(f"the PyTorch of {PYTHON} is built for the CPU only: install a build for CUDA")
+    assert advise(cause, ["/bin/sh", "train.sh"], PYTHON).startswith("the PyTorch is built for the CPU only")
+
+
+@pytest.mark.parametrize("name", ["RuntimeError", "torch.AcceleratorError"])
+def test_a_gpu_that_is_not_there_is_told_of_local_ranks(name: str) -> None:
+    assert "torch.cuda.set_device(hvd.local_rank())" in advise(
+        f"{name}: CUDA error: invalid device ordinal", [], PYTHON
+    )
+
+
+@pytest.mark.parametrize(
     ("cause", "argv"),
     [
         ("", [PYTHON, "train.py"]),

@@ -263,6 +263,23 @@ class TestFile:
         assert (content.environ, content.ignored) == ({}, [])
 
     @pytest.mark.parametrize(
+        ("text", "flags"),
+        [
+            ("hosts: {h1: 2, h2: 4}", {"hosts": "h1:2,h2:4"}),
+            ("hosts:\n- h1: 2\n- h2\n- {h3: null}", {"hosts": "h1:2,h2,h3"}),
+            ("network: {nics: {h1: eth0, h2: ib0}}", {"nics": ["h1=eth0", "h2=ib0"]}),
+            ("environment: {variables: {A: 1, B: two}}", {"exports": ["A=1", "B=two"]}),
+        ],
+    )
+    def test_pairs_may_be_written_as_yaml_has_them(self, tmp_path: Path, text: str, flags: dict[str, object]) -> None:
+        assert self.content(tmp_path, text).flags == flags
+
+    @pytest.mark.parametrize("text", ["hosts: {h1: [2, 3]}", "hosts: {h1: {slots: 2}}", "num_proc: {a: 1}"])
+    def test_deeper_ones_may_not(self, tmp_path: Path, text: str) -> None:
+        with pytest.raises(ConfigError, match="expected a value or a list of values, not values within values"):
+            self.content(tmp_path, text)
+
+    @pytest.mark.parametrize(
         ("text", "message"),
         [
             ("num_proc: two", "num_proc: 'two' is not a whole number"),
@@ -318,7 +335,7 @@ class TestSuggestions:
             split([mistyped, "2", "train.py"], build_parser().values)
 
     def test_nothing_is_suggested_for_something_else(self) -> None:
-        with pytest.raises(ConfigError, match="hvdgloo-run --help lists them all"):
+        with pytest.raises(ConfigError, match="hvdgloo-run --help-all lists them all"):
             split(["--mca", "btl"], build_parser().values)
 
     def test_slips_of_the_finger_in_their_order(self) -> None:
@@ -329,8 +346,38 @@ class TestSuggestions:
 class TestHelp:
     def test_it_fits_80_columns(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "80")
-        for text in (build_parser().format_help(), build_parser().doctor_help()):
+        parser = build_parser()
+        for text in (parser.format_help(), parser.brief_help(), parser.doctor_help(), parser.tune_help()):
             assert [line for line in text.splitlines() if len(line) > 80] == []
+
+    def test_it_is_brief_and_says_where_there_is_more(self) -> None:
+        parser = build_parser()
+        brief = parser.brief_help()
+        assert len(brief.splitlines()) <= 36
+        named = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", brief))
+        assert named - {"-m"} <= set(parser.values)
+        assert {"-np", "-H", "--help-all"} <= named
+        for word in ("doctor", "tune", "top", "timeline merge"):
+            assert word in brief.partition("\n\n")[0], "the usage shows all subcommands"
+            assert word in parser.format_help().partition("\n\n")[0]
+
+    @pytest.mark.parametrize(
+        ("argv", "begins"),
+        [
+            (["--help"], "usage: hvdgloo-run [options]"),
+            (["-h", "train.py"], "usage: hvdgloo-run [options]"),
+            (["doctor", "--help-all"], "usage: hvdgloo-run doctor"),
+            (["tune", "-h"], "usage: hvdgloo-run tune"),
+        ],
+    )
+    def test_it_is_printed(self, argv: list[str], begins: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(argv) == 0
+        assert capsys.readouterr().out.startswith(begins)
+
+    def test_all_of_it_is_printed_on_demand(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["--help-all"]) == 0
+        assert capsys.readouterr().out == build_parser().format_help()
+        assert main(["train.py", "--help"]) != 0, "that is the program's"
 
     def test_doctor_s_own(self) -> None:
         text = build_parser().doctor_help()

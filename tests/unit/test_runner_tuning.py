@@ -371,6 +371,24 @@ class TestReport:
             assert ("<- best" in text) == (best == BEST)
             assert "(shorter times above were not confirmed by more samples)" in text
 
+    @pytest.mark.parametrize(
+        ("part", "shown"), [(0.0004, "less than the first 1 %"), (0.05, "the first 5 %"), (0.5, None)]
+    )
+    def test_what_was_found_with_a_little_of_a_step_is_told_with_that_reservation(
+        self, monkeypatch: pytest.MonkeyPatch, part: float, shown: str | None
+    ) -> None:
+        main = measured("gloo", replace(found(True, START, 0.2, 0.2), part=part))
+        done = conduct(monkeypatch, Hosts(main, lambda settings: 0.2))
+        text = report.as_text(done)
+        assert " 0 %" not in text
+        last = text.splitlines()[-1]
+        if shown is None:
+            assert "--seconds" not in text
+        else:
+            assert last.startswith(f"This was found with {shown} of a step's gradients")
+            assert last.endswith("Measure for longer: --seconds")
+            assert f"# {last}" in report.as_yaml(done)
+
     def test_the_json_has_all_figures(self, result: Campaign) -> None:
         values = json.loads(report.as_json(result))
         assert values["settings"]["params.gradient_bucket_mb"] == "8"
