@@ -136,8 +136,8 @@ class _State:
     def __init__(self, options: KerasOptions, local_variables: Iterable[Any] = ()) -> None:
         gradients = importlib.import_module("hvdgloo.tensorflow._gradients")
         aggregation = importlib.import_module("hvdgloo.tensorflow.gradient_aggregation")
-        frontend = importlib.import_module("hvdgloo.tensorflow._frontend").FRONTEND
-        self.sync = gradients.GradientSync(frontend, options)
+        self._frontend = importlib.import_module("hvdgloo.tensorflow._frontend")
+        self.sync = gradients.GradientSync(self._frontend.FRONTEND, options)
         for variable in local_variables:
             self.sync.register_local_source(variable)
         self.passes: Any = None
@@ -193,7 +193,7 @@ class _State:
         if self._is_minimizing or computed is None:
             return False
         graph, taken = computed
-        here = innermost = _graph_here()
+        here = innermost = self._frontend.graph_here()
         while here is not graph:
             if here is None:
                 return False
@@ -206,7 +206,7 @@ class _State:
     def _hand_out(self) -> None:
         """Remember that there are reduced gradients, for the ``apply_gradients`` of this graph; or, if there is none
         when the graph runs, for one outside."""
-        graph, taken = self._computed = _graph_here(), []
+        graph, taken = self._computed = self._frontend.graph_here(), []
         if graph is None or not self.sync.active:
             return
 
@@ -214,16 +214,10 @@ class _State:
             if not taken:
                 self._computed = None, []
 
-        importlib.import_module("hvdgloo.tensorflow._frontend").effect(run, [])
+        self._frontend.effect(run, [])
 
     def __deepcopy__(self, memo: Any) -> _State:
         return _State(self.sync.options, self.sync.local_sources)
-
-
-def _graph_here() -> Any:
-    """The graph that is being made; None in an eager program."""
-    tf = importlib.import_module("tensorflow")
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _prepare() -> None:

@@ -204,6 +204,11 @@ def in_graph(values: Sequence[Any]) -> bool:
     return not tf.executing_eagerly() and not any(isinstance(value, np.ndarray) for value in values[:1])
 
 
+def graph_here() -> Any:
+    """The graph that is being made; None in an eager program."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
 def is_ordered() -> bool:
     """Whether operators with effects run in the order in which they are made.
 
