@@ -207,7 +207,7 @@ class RendezvousClient:
             AuthenticationError: server and client have different secrets.
             RendezvousError: the server cannot be reached.
         """
-        if not self._local_address or self._pid != os.getpid():
+        if not (self._local_address and self._run) or self._pid != os.getpid():
             self._run_id(time.monotonic() + timeout, patient=True)
         return self._local_address
 

@@ -68,6 +68,13 @@ class Rank:
             self.fate = self.reason = ""
         self.host, self.local_rank, self.pid = host, local_rank, pid
 
+    def waits_for(self, least: float, now: float) -> str:
+        """The operation for which it has waited at least ``least`` seconds; empty if there is none."""
+        sample = self.window.last
+        if sample is None or sample.doing != "waiting":
+            return ""
+        return sample.pending if sample.pending_seconds + now - self.window.heard >= least else ""
+
     def row(self, hosts: Mapping[str, int], waits: Waits) -> tuple[Any, ...]:
         """What readers see of it, in the order of ``view.Ranks``' fields.
 

@@ -167,6 +167,14 @@ class Model:
         """The latest sample of each rank, with its host, in the order of ranks."""
         return [(known.host, known.window.last) for _, known in sorted(self._ranks.items()) if known.window.last]
 
+    def waiting(self, least: float, now: float) -> dict[int, str]:
+        """The operation that each rank waits for, of those that have been heard of; see ``Observatory.waiting``."""
+        found = {}
+        for number, rank in sorted(self._ranks.items()):
+            if not rank.fate and not rank.ended and rank.window.last is not None:
+                found[number] = rank.waits_for(least, now)
+        return found if any(found.values()) else {}
+
     def host_samples(self) -> dict[str, HostSample]:
         """The latest sample of each host."""
         return {host.name: host.window.last for host in self._hosts.values() if host.window}

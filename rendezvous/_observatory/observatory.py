@@ -157,6 +157,13 @@ class Observatory:
         with self._lock:
             return self._model.samples()
 
+    def waiting(self, least: float) -> dict[int, str]:
+        """The operation that each rank waits for, empty for a rank that waits for none; none of this if no rank has
+        waited ``least`` seconds for others.
+        """
+        with self._lock:
+            return self._model.waiting(least, self._clock())
+
     def host_samples(self) -> dict[str, HostSample]:
         """Host to its latest sample."""
         with self._lock:
@@ -243,6 +250,10 @@ class Subscription:
         """
         self.revision, value = self._observatory._since(self.revision, timeout)
         return value
+
+    def waiting(self, least: float) -> dict[int, str]:
+        """What each rank waits for; see ``Observatory.waiting``."""
+        return self._observatory.waiting(least)
 
     def __enter__(self) -> Subscription:
         return self

@@ -61,7 +61,8 @@ class Window:
         self._samples: deque[Sample] = deque()
         self._first: Sample | None = None
         self._interval = 1.0
-        self._heard = 0.0  # when the last sample came, by our clock
+        self.heard = 0.0
+        """When the last sample came, by our clock."""
         self._stepped = 0.0  # and when the last one with a new step
         self._steps = Rates()
 
@@ -89,7 +90,7 @@ class Window:
             self._interval = max(1.0, min(60.0, sample.at - previous.at))
         if previous is None or sample.steps.count > previous.steps.count:
             self._stepped = now
-        self._heard = now
+        self.heard = now
         self._steps = _of_steps(self._samples[0].steps, sample.steps) or self._steps
 
     @property
@@ -111,7 +112,7 @@ class Window:
         steps = self._steps
         if now - self._stepped > quiet + 3 * steps.step_seconds:
             steps = dataclasses.replace(steps, steps_per_second=0.0)
-        return steps if now - self._heard > quiet else _traffic(first, last, steps)
+        return steps if now - self.heard > quiet else _traffic(first, last, steps)
 
     def whole(self) -> Rates:
         """The means of all its steps, and of all the time that the process has been seen."""

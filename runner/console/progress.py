@@ -21,6 +21,7 @@ NOT_TRIED = "not tried yet"
 """The detail of a host whose turn has not come: only a limited number are connected to at a time."""
 
 _LOOK_AGAIN = 0.5  # seconds between looks at who is in hvd.init()
+_LOADING = 30.0  # seconds for which it is shown that workers have been started, and for which none has done more
 _SLOWEST = 5
 _NAMED = 16  # hosts that a line of a log names
 _COLOURS = {"connecting": "\x1b[33m", "python": "\x1b[36m", "probing": "\x1b[34m", "ready": "\x1b[32m"}
@@ -145,7 +146,8 @@ class Arriving:
 class InitProgress:
     """How many workers are in ``hvd.init()``, in words.
 
-    A job whose program never calls it is not recognisable as such: it counts as starting until ``give_up``.
+    A job whose program never calls it is not recognisable as such: it counts as starting until ``give_up``. So while
+    none has called it, nothing is said about it: importing takes its time, and it may never be called.
 
     Args:
         look: what is known now; None once there is nothing more to be waited for.
@@ -170,11 +172,16 @@ class InitProgress:
         return self._state is None
 
     def screen(self, now: float, width: int, height: int, *, colour: bool) -> list[str]:
-        """The live view: one line."""
-        return [cut(f"{self._counted()}, {seconds(now - self._started)}", width)][:height]
+        """The live view: one line, or none while no worker has come and it is getting late."""
+        elapsed, state = now - self._started, self._state
+        if (state is None or not state.arrived) and elapsed > _LOADING:
+            return []
+        return [cut(f"{self._counted()}, {seconds(elapsed)}", width)][:height]
 
     def line(self, now: float) -> str:
-        """The same for a log."""
+        """The same for a log; empty while no worker has come."""
+        if self._state is None or not self._state.arrived:
+            return ""
         return f"{self._counted()} after {seconds(now - self._started)}"
 
     def done(self, now: float) -> str:
@@ -184,9 +191,8 @@ class InitProgress:
     def _counted(self) -> str:
         state = self._state or Arriving(0, 0, 0)
         started = str(state.size) if state.started == state.size else f"{state.started} of {state.size}"
-        return (
-            f"{started} worker{'s' if state.size != 1 else ''} started, {state.arrived} of {state.size} in hvd.init()"
-        )
+        arrived = f"{state.arrived} of {state.size} in hvd.init()" if state.arrived else "loading"
+        return f"{started} worker{'s' if state.size != 1 else ''} started, {arrived}"
 
 
 class Backoff:

@@ -49,7 +49,7 @@ class Source(Protocol):
         """The live view: at most ``height`` lines, none wider than ``width``."""
 
     def line(self, now: float) -> str:
-        """The same in one line, for a log."""
+        """The same in one line, for a log; empty if there is nothing to say."""
 
     def done(self, now: float) -> str:
         """What to say in a log in the end, where ``line`` was."""
@@ -109,8 +109,8 @@ class LiveDisplay:
                 self._draw(now, window)
             return self._next_drawing
         self._hide()
-        if self._lines.due(now):
-            self._surface.notice(self._source.line(now))
+        if self._lines.due(now) and (line := self._source.line(now)):
+            self._surface.notice(line)
             self._said = True
         return self._lines.next
 

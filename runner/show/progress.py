@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from hvdgloo.rendezvous._observatory import words
@@ -11,10 +11,20 @@ from hvdgloo.rendezvous._observatory.view import Job, Snapshot, Straggler, Updat
 from hvdgloo.runner.console.progress import cut, seconds
 
 
+WAITING_AFTER = 5.0
+"""Seconds that ranks have waited for others after which the line says for which operations: those of a job that hangs
+would show it only with the stall report, a minute later.
+"""
+
+_NAMED = 3  # operations, and ranks that wait for one
+_LONGEST = 40  # characters of an operation's name
+
+
 class Reader(Protocol):
     """Where news of the job comes from: ``hvdgloo.rendezvous._observatory.observatory.Subscription``."""
 
     def next(self, timeout: float = 0.0) -> Update | Snapshot | None: ...
+    def waiting(self, least: float) -> dict[int, str]: ...
 
 
 class RunProgress:
@@ -60,6 +70,9 @@ class RunProgress:
     def _text(self) -> str:
         job = self._job
         ranks = f"{job.size} rank{'s' if job.size != 1 else ''}"
+        if self._reader is not None and (waiting := self._reader.waiting(WAITING_AFTER)):
+            steps = f", {job.steps:,} step{'s' if job.steps != 1 else ''}" if job.steps else ""
+            return f"{ranks}{steps}: {_described(waiting)}"
         if job.steps:
             rate = f", {words.number(job.steps_per_second)} steps/s" if job.steps_per_second else ""
             done = f"{job.steps:,} step{'s' if job.steps != 1 else ''}{rate}"
@@ -75,3 +88,25 @@ class RunProgress:
         first = self._stragglers[0]
         each = first.unit.removesuffix("s")
         return f", slowest: rank {first.rank} ({first.host}), {words.duration(first.seconds)} in each {each}"
+
+
+def _described(waiting: Mapping[int, str]) -> str:
+    """Which ranks wait for which operation, in words."""
+    by_name: dict[str, list[int]] = {}
+    for rank, name in waiting.items():
+        by_name.setdefault(name, []).append(rank)
+    groups = [(ranks, name) for name, ranks in by_name.items() if name]
+    groups += [(ranks, name) for name, ranks in by_name.items() if not name]
+    parts: list[str] = []
+    for ranks, name in groups[:_NAMED]:
+        verb = "" if parts else " wait" if len(ranks) > 1 else " waits"
+        parts.append(f"{_ranks(ranks)}{verb} for {name[:_LONGEST] or 'none'}")
+    more = len(groups) - _NAMED
+    return ", ".join(parts) + (f", and others for {more} more" if more > 0 else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > _NAMED:
+        return f"{len(ranks)} ranks"
+    named = [str(rank) for rank in ranks]
+    return f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named[:-1])} and {named[-1]}"

@@ -215,6 +215,23 @@ def test_changes_of_an_elastic_job_are_seen(launcher: Launcher, private: Path) -
 TRAINS = STEPS.replace("hvd.init()\n", "hvd.init()\nhvd.barrier()\n", 1)
 
 
+def test_on_a_terminal_a_job_that_hangs_says_what_its_ranks_wait_for(private: Path, tmp_path: Path) -> None:
+    """Without that, the screen is empty until the stall report comes, a minute after the job has hung."""
+    hangs = """
+import os
+import numpy as np
+import hvdgloo.numpy as hvd
+hvd.init()
+hvd.allreduce(np.ones(4, np.float32), name="next" if hvd.rank() else "val_loss")
+"""
+    (tmp_path / "train.py").write_text(hangs)
+    command = ("-m", "hvdgloo.runner", "-np", "2", warm.python(*warm.NUMPY), "train.py")
+    with terminal(*command, env=clean_environment(), cwd=tmp_path, columns=120) as screen:
+        screen.wait_for(r"2 ranks: rank 0 waits for allreduce\.val_loss, rank 1 for allreduce\.next, \S+ s")
+        screen.process.send_signal(signal.SIGINT)
+        assert screen.end() == 128 + signal.SIGINT
+
+
 def test_on_a_terminal_a_line_says_how_far_the_job_is_and_goes_away(private: Path, tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(TRAINS)
     command = ("-m", "hvdgloo.runner", "-np", "2", warm.python(*warm.NUMPY), "worker.py")

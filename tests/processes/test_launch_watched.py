@@ -272,7 +272,7 @@ def test_workers_that_import_are_counted_until_all_are_in_init(tmp_path: Path) -
     )
     arguments = Gates.arguments("a", "b", program=program)
     with terminal(*arguments, env=environment(), cwd=tmp_path) as screen:
-        screen.wait_for(r"2 workers started, 0 of 2 in hvd\.init\(\), \S+ s")
+        screen.wait_for(r"2 workers started, loading, \S+ s")
         (tmp_path / "go.0").touch()
         screen.wait_for(r"2 workers started, 1 of 2 in hvd\.init\(\), \S+ s")
         (tmp_path / "go.1").touch()

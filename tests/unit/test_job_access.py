@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from hvdgloo._job.access import check_addresses
+from hvdgloo._job import access
+from hvdgloo._job.access import Access, check_addresses
+from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.topology import Host, Topology, Worker
 
 
@@ -44,3 +49,19 @@ def test_containers_that_share_a_network_may_use_its_loopback() -> None:
 def test_pain_13_one_family_per_job() -> None:
     with pytest.raises(ConfigError, match=r"rank 0 .* has the address 10.0.0.1 and rank 1 .* has fd00::2, but"):
         check_addresses(topology("10.0.0.1", "fd00::2"), "10.0.0.1")
+
+
+def test_a_server_whose_process_does_not_run_is_waited_for_until_the_start_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system accepts connections for it. It may be the user's own program, held by one long call."""
+    monkeypatch.setattr(access, "_SAY_SO_SECONDS", 0.1)
+    server = RendezvousServer(size=1, secret=b"s" * 32).listen()
+    late = threading.Timer(1.0, server.start)
+    late.start()
+    config = Config(rendezvous=server.endpoint, secret=b"s" * 32, connect_timeout=0.2, start_timeout=20.0)
+    try:
+        Access(config).client.close()
+    finally:
+        late.join()
+        server.stop()

@@ -814,3 +814,19 @@ def test_of_a_job_of_a_second_there_are_still_its_steps_and_their_time() -> None
     assert found.job.steps_per_second == 50
     assert found.ranks.step_seconds == [0.02, 0.02]
     assert found.series.at == []
+
+
+def test_what_ranks_wait_for_is_known_while_one_of_them_has_waited_for_long() -> None:
+    clock = Clock()
+    observatory = watched(clock)
+    observatory.observe("h1", sample(0, doing="waiting", pending="val_loss", pending_seconds=1.0))
+    observatory.observe("h1", sample(1, doing="computing", pending="next", pending_seconds=9.0))
+    assert observatory.waiting(5.0) == {}, "one waits for a second, and the other is busy"
+    clock.now += 4.5
+    assert observatory.subscribe().waiting(5.0) == {0: "val_loss", 1: ""}
+    observatory.observe("h1", sample(1, at=1004.5, doing="waiting", pending="next", pending_seconds=13.5))
+    assert observatory.waiting(5.0) == {0: "val_loss", 1: "next"}
+    observatory.worker(1, "failed", "exited with status 1")
+    assert observatory.waiting(5.0) == {0: "val_loss"}
+    observatory.observe("h1", sample(0, at=1005.0, operations=1))
+    assert observatory.waiting(5.0) == {}

@@ -425,7 +425,7 @@ class TestArriving:
             assert surface.shown == []
         clock[0] = 2.0
         assert display.tick() == 3.0
-        assert surface.shown == ["2 workers started, 0 of 2 in hvd.init(), 2.0 s"]
+        assert surface.shown == ["2 workers started, loading, 2.0 s"]
         display.close()
         assert surface.shown == []
         assert surface.notices == []
@@ -437,18 +437,18 @@ class TestArriving:
             display.tick()
             seen.append(surface.shown)
         assert seen == [
-            ["2 workers started, 0 of 2 in hvd.init(), 2.0 s"],
+            ["2 workers started, loading, 2.0 s"],
             ["2 workers started, 1 of 2 in hvd.init(), 3.0 s"],
             [],
             [],
         ]
 
     def test_a_log_gets_one_line(self) -> None:
-        surface, clock, display = self.scene(Arriving(100, 17, 0))
+        surface, clock, display = self.scene(Arriving(100, 17, 2))
         for now in range(100):
             clock[0] = float(now)
             display.tick()
-        assert surface.notices == ["17 of 100 workers started, 0 of 100 in hvd.init() after 5.0 s"]
+        assert surface.notices == ["17 of 100 workers started, 2 of 100 in hvd.init() after 5.0 s"]
         display.close()
         assert len(surface.notices) == 1
 
@@ -458,11 +458,23 @@ class TestArriving:
             display.tick()
         assert surface.notices == []
 
-    def test_a_program_that_never_calls_it_is_left_alone_in_the_end(self) -> None:
+    def test_a_log_gets_none_while_all_import(self) -> None:
+        """That none has called it yet looks like a fault, and is none."""
+        surface, clock, display = self.scene(Arriving(2, 2, 0))
+        for now in range(100):
+            clock[0] = float(now)
+            display.tick()
+        display.close()
+        assert surface.notices == []
+
+    def test_a_program_that_never_calls_it_is_left_alone(self) -> None:
         surface, clock, display = self.scene(Arriving(1, 1, 0), window=Window(80, 24))
-        clock[0] = 119.0
+        clock[0] = 29.0
         display.tick()
-        assert surface.shown == ["1 worker started, 0 of 1 in hvd.init(), 119 s"]
+        assert surface.shown == ["1 worker started, loading, 29 s"]
+        clock[0] = 31.0
+        display.tick()
+        assert surface.shown == []
         clock[0] = 121.0
         assert display.tick() is None
         assert surface.shown == []

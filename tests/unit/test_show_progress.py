@@ -19,11 +19,15 @@ SLOW = Straggler(3, "h2", 0.92, 1000, "steps", 0.0142, [], "rank 3 (h2) was last
 class News:
     """One reader's news."""
 
-    def __init__(self, *news: Snapshot | Update) -> None:
+    def __init__(self, *news: Snapshot | Update, waits: dict[int, str] | None = None) -> None:
         self.coming = list(news)
+        self.waits = waits or {}
 
     def next(self, timeout: float = 0.0) -> Snapshot | Update | None:
         return self.coming.pop(0) if self.coming else None
+
+    def waiting(self, least: float) -> dict[int, str]:
+        return self.waits
 
 
 def shown(news: News | None, elapsed: float = 125.0, width: int = 120) -> list[str]:
@@ -54,6 +58,29 @@ def test_it_has_what_is_known(job: Job, text: str) -> None:
 @pytest.mark.parametrize("news", [None, News(), News(Snapshot(job=Job(size=4)))], ids=["nobody", "nothing", "idle"])
 def test_a_program_that_does_not_use_hvdgloo_has_no_line(news: News | None) -> None:
     assert shown(news) == []
+
+
+@pytest.mark.parametrize(
+    ("waits", "text"),
+    [
+        ({0: "val_loss", 1: "next"}, "rank 0 waits for val_loss, rank 1 for next"),
+        ({0: "loss", 1: "", 2: "loss"}, "ranks 0 and 2 wait for loss, rank 1 for none"),
+        (dict.fromkeys(range(5), "a") | {5: ""}, "5 ranks wait for a, rank 5 for none"),
+        ({rank: f"op{rank}" for rank in range(6)},
+         "rank 0 waits for op0, rank 1 for op1, rank 2 for op2, and others for 3 more"),
+        ({0: "x" * 300, 1: "y"}, f"rank 0 waits for {'x' * 40}, rank 1 for y"),
+    ],
+)  # fmt: skip
+def test_a_job_that_hangs_says_which_rank_waits_for_which_operation(waits: dict[int, str], text: str) -> None:
+    news = News(Snapshot(job=Job(size=len(waits), steps=120, steps_per_second=0.1), stragglers=[SLOW]), waits=waits)
+    assert shown(news, elapsed=9.0, width=300) == [f"{len(waits)} ranks, 120 steps: {text}, 9.0 s"]
+
+
+def test_a_job_that_hangs_before_its_first_step_has_a_line() -> None:
+    waits = {0: "val_loss", 1: "next"}
+    assert shown(News(Snapshot(job=Job(size=2)), waits=waits), elapsed=9.0) == [
+        "2 ranks: rank 0 waits for val_loss, rank 1 for next, 9.0 s"
+    ]
 
 
 def test_it_follows_what_changes() -> None:
