@@ -24,6 +24,7 @@ from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._job.context import Context
 from hvdgloo._training.options import make_reducer, named_groups
 from hvdgloo.keras._distributed import KerasOptions, names_of
+from hvdgloo.torch._compilation import uncompiled, uncompiled_methods
 from hvdgloo.torch._frontend import FRONTEND
 from hvdgloo.types import Collective, ReduceOp
 
@@ -240,6 +241,11 @@ class TorchSync:
         return FRONTEND.sharers(self._options.process_set)
 
 
+# Keras compiles the whole step if jit_compile is set.
+uncompiled_methods(TorchSync)
+
+
+@uncompiled
 def _ready(sync: weakref.ref[TorchSync], name: str, parameter: Tensor) -> None:
     alive = sync()
     if alive is not None and parameter.grad is not None:

@@ -13,6 +13,7 @@ from hvdgloo._backends import gpu
 from hvdgloo._collectives.adapter import Tape
 from hvdgloo._platform.huge_pages import LARGE_BYTES, advise_large_pages
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.torch._compilation import uncompiled
 from hvdgloo.types import Buffer, DType, TensorSpec
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, dtype.value): dtype for dtype in DType}
@@ -156,6 +157,7 @@ class _Differentiable(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         if ctx.keep and torch.is_grad_enabled():
             raise InvalidArgumentError("the gradient of a Min, Max or Product allreduce cannot be differentiated again")

@@ -14,6 +14,7 @@ part is still where it belongs, and if not, a new one is made.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ class Buckets:
         self._parts = {name: bucket.part(name, parameters[name]) for name, bucket in self._bucket_of.items()}
         self._strides = {name: part.stride() for name, part in self._parts.items()}
         self._elsewhere: dict[str, Tensor] = {}
-        self._private = _uses_of_a_private_gradient()
+        self._private = uses_of_a_private_gradient()
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts
@@ -235,8 +236,13 @@ def _uses(gradient: Tensor) -> tuple[int, ...]:
     return sys.getrefcount(gradient), _storage_uses(gradient.untyped_storage()._cdata)
 
 
-def _uses_of_a_private_gradient() -> tuple[int, ...]:
-    """What ``_uses`` returns for a gradient that only its parameter refers to. It differs between versions."""
+@functools.cache
+def uses_of_a_private_gradient() -> tuple[int, ...]:
+    """Find out what ``_uses`` returns for a gradient to which only its parameter refers.
+
+    It differs between versions of torch. In a backward pass that torch compiles there are more references, and
+    gradients are taken for shared ones, so the first call must not be made in one.
+    """
     found: list[tuple[int, ...]] = []
     probe = torch.nn.Parameter(torch.ones(2))
 

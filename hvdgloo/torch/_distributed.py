@@ -15,8 +15,8 @@ import copy
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -26,6 +26,8 @@ from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._training.options import Groups
 from hvdgloo._training.subclass import shell_class
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.torch._buckets import uses_of_a_private_gradient
+from hvdgloo.torch._compilation import uncompiled
 from hvdgloo.torch._parameters import NamedParameters, ReductionOptions, parameters_of
 from hvdgloo.torch._session import Closure, Session, Tensor
 from hvdgloo.types import ReduceOp
@@ -61,7 +63,7 @@ class _OwnMethod:
 
 
 def _own(function: F) -> F:
-    return cast(F, _OwnMethod(function))
+    return cast(F, _OwnMethod(uncompiled(function)))
 
 
 class _ParamGroups:
@@ -157,15 +159,13 @@ class DistributedTorchOptimizer(torch.optim.Optimizer):
         self._hvd.synchronize()
 
     @_own
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> AbstractContextManager[None]:
         """Inside, ``step()`` does not reduce gradients: ``synchronize()`` was called before.
 
         Raises:
             OptimizerCallError: (a ValueError and an AssertionError) with op=Adasum, where there is nothing to skip.
         """
-        with self._hvd.skip():
-            yield
+        return self._hvd.skip()
 
     @_own
     def step(self, closure: Closure | None = None) -> Any:
@@ -250,6 +250,7 @@ def wrap(
         raise InvalidArgumentError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, DistributedTorchOptimizer):
         raise InvalidArgumentError("the optimizer is already distributed; wrap it only once")
+    uses_of_a_private_gradient()
     session = Session(frontend, optimizer, named_parameters, groups, options)
     made: DistributedTorchOptimizer = object.__new__(_class_for(type(optimizer)))
     made.__dict__ = optimizer.__dict__

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import torch
 
 from hvdgloo._collectives.frontend import Frontend
-from hvdgloo._collectives.names import REDUCTIONS
+from hvdgloo._collectives.names import PLACES, REDUCTIONS
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._job import process
 from hvdgloo.common.util import get_average_backwards_compatibility_fun
 from hvdgloo.torch._adapter import TorchAdapter
+from hvdgloo.torch._compilation import uncompiled_methods
 from hvdgloo.torch._sparse import start_sparse_allreduce
 
 
@@ -38,6 +39,8 @@ class TorchFrontend(Frontend[torch.Tensor]):
         """
         return start_sparse_allreduce(self, tensor, name, op, process_set)
 
+
+uncompiled_methods(TorchFrontend, *PLACES)
 
 FRONTEND = TorchFrontend(TorchAdapter(), process.current, module=__name__)
 

@@ -33,6 +33,7 @@ from hvdgloo._training.reducer import GradientReducer
 from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError, NotInitializedError, OptimizerCallError
 from hvdgloo.torch import _sparse as sparse
 from hvdgloo.torch._buckets import Buckets, agree, plan, suits
+from hvdgloo.torch._compilation import uncompiled
 from hvdgloo.torch._parameters import NamedParameters, ReductionOptions, groups_of, names_of, parameters_of
 from hvdgloo.torch.compression import Compression
 from hvdgloo.types import ReduceOp
@@ -558,6 +559,7 @@ class Session:
         return type(None), ()
 
 
+@uncompiled
 def _computed(session: weakref.ref[Session], name: str, parameter: Tensor) -> None:
     alive = session()
     if alive is not None:

@@ -10,6 +10,7 @@ from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet
 from hvdgloo._collectives.spec import gathering
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.torch._compilation import uncompiled
 from hvdgloo.types import ReduceOp
 
 Tensor = torch.Tensor
@@ -40,6 +41,7 @@ def start_sparse_allreduce(
     parts = [entries.indices().t().contiguous(), entries.values()]
     pending = frontend.start(operation, parts, name, grouped=True)
 
+    @uncompiled
     def finish() -> Tensor:
         indices, values = pending.result()
         if op == ReduceOp.AVERAGE:

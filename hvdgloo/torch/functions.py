@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hvdgloo.torch import _state as state
+from hvdgloo.torch._compilation import uncompiled
 from hvdgloo.torch._frontend import FRONTEND
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
 ]
 
 
+@uncompiled
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite all ranks' tensors with one rank's, usually before training.
 
@@ -32,6 +34,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     state.broadcast_parameters(FRONTEND, params, root_rank)
 
 
+@uncompiled
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:

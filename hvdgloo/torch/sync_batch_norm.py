@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.torch._compilation import uncompiled
 from hvdgloo.torch._frontend import FRONTEND
 from hvdgloo.types import ReduceOp
 
@@ -62,7 +63,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or self.frontend.size() == 1:
             output: Tensor = super().forward(input)
             return output
-        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self.frontend)  # type: ignore[no-untyped-call]
+        output, mean, variance, count = _normalise(input, self.weight, self.bias, self.eps, self.frontend)
         if self.track_running_stats:
             self._track(mean, variance, count)
         return output
@@ -74,6 +75,15 @@ class SyncBatchNorm(_BatchNorm):
         for running, new in ((self.running_mean, mean), (self.running_var, variance * (count / (count - 1)))):
             assert running is not None
             running.mul_(1 - share).add_(new * share)
+
+
+@uncompiled
+def _normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, frontend: Frontend[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The part of the layer that ranks do together; what it returns is what ``_Normalise`` does."""
+    output, mean, variance, count = _Normalise.apply(x, weight, bias, eps, frontend)  # type: ignore[no-untyped-call]
+    return output, mean, variance, count
 
 
 class _Normalise(torch.autograd.Function):
@@ -92,6 +102,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @uncompiled
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> Any:
         x, mean, variance, count, *affine = ctx.saved_tensors
         # Over this rank's batch: the sums of the gradient, and of its products with the normalised values.

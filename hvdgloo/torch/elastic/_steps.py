@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hvdgloo.torch._compilation import uncompiled
 
 
 class Waiting(Protocol):
@@ -21,6 +24,7 @@ _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKe
 _readers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+@uncompiled
 def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     global _steps
     for reader in list(_readers):
@@ -29,11 +33,15 @@ def _step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _stepped[optimizer] = _steps
 
 
-register_optimizer_step_pre_hook(_step_begins)
+@functools.cache
+def _watch() -> None:
+    # Not when the module is imported: the hook is a graph break in every compiled step, elastic or not.
+    register_optimizer_step_pre_hook(_step_begins)
 
 
 def so_far() -> int:
-    """How many steps all optimizers have begun."""
+    """Return how many steps all optimizers have begun since the first call."""
+    _watch()
     return _steps
 
 

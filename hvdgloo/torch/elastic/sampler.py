@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from hvdgloo.torch import mpi_ops
+from hvdgloo.torch._compilation import uncompiled_methods
 
 
 class ElasticSampler(Sampler[int]):
@@ -72,3 +73,7 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return self.num_samples
+
+
+# Dynamo would compile again for each number of processed samples.
+uncompiled_methods(ElasticSampler)

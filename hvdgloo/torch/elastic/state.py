@@ -14,6 +14,7 @@ from hvdgloo.config import Config
 from hvdgloo.elastic._values import copied, digest
 from hvdgloo.elastic.state import ObjectState
 from hvdgloo.torch import _state as broadcasting
+from hvdgloo.torch._compilation import uncompiled_methods
 from hvdgloo.torch._distributed import DistributedTorchOptimizer, plain_class
 from hvdgloo.torch._frontend import FRONTEND
 from hvdgloo.torch.elastic import _steps
@@ -378,6 +379,9 @@ class TorchState(ObjectState):
         self._settle()
         known = [handler.fingerprint() for handler in self._handlers.values() if _receives(handler)]
         return digest([super()._fingerprint(), *known])
+
+
+uncompiled_methods(TorchState)
 
 
 def _saves_in_parts(handler: StateHandler) -> TypeGuard[_Handler]:
