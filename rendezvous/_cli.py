@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 
 from hvdgloo._net.tls import Tls
+from hvdgloo._platform.files import PRIVATE, create
 from hvdgloo._platform.spelling import suggestions
 from hvdgloo.config import Config, format_endpoint, parse_listener, parse_value, read_secret_file, settings
 from hvdgloo.errors import ConfigError, MissingDependencyError
@@ -372,9 +373,7 @@ def _existing(path: str) -> bytes:
 def _write_secret(path: str) -> bytes:
     secret = generate_secret()
     try:
-        # Exclusively: a file or link that was put there in the meantime is not written through.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        with os.fdopen(create(path, PRIVATE), "w", encoding="ascii") as file:
             file.write(secret.hex() + "\n")
     except OSError as error:
         raise ConfigError(f"--secret-file {path}: {error.strerror}") from None

@@ -11,11 +11,18 @@ import hashlib
 import os
 import socket
 
+from hvdgloo._platform.spelling import in_one_line
+
 
 @functools.cache
 def _identity(pid: int) -> str:
-    parts = [_boot_id(), _network_namespace(), socket.gethostname()]
+    parts = [_boot_id(), _network_namespace(), host_name()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def host_name(given: str | None = None) -> str:
+    """Return what this machine is called in printable text: ``given``, or else its own name; both may be any bytes."""
+    return in_one_line(given or socket.gethostname())[:255]
 
 
 def host_identity() -> str:

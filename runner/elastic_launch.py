@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -22,6 +21,7 @@ from hvdgloo.errors import JobFailedError
 from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
 from hvdgloo.rendezvous._elastic.roster import Roster
+from hvdgloo.rendezvous._identity import host_name
 from hvdgloo.runner.admission import Admission, launcher_addresses
 from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.startup_view import StartDisplay
@@ -174,7 +174,7 @@ class _Course:
             self.outcome = self._driver.run()
         except Exception as error:  # noqa: BLE001 - nothing waits for this thread, and the job cannot go on without it
             text = f"the launcher's driver failed: {type(error).__name__}: {error}"
-            self._supervisor.fail_soon(Failure(None, socket.gethostname(), 1, text))
+            self._supervisor.fail_soon(Failure(None, host_name(), 1, text))
             return
         ended = self.outcome.ended if self.outcome is not None else None
         if ended is not None and ended.failure is not None:

@@ -15,6 +15,7 @@ from hvdgloo._net.tls import Tls
 from hvdgloo.config import parse_endpoint
 from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous._beside import Arrived, Listening, ServerFailed, ServerRequest
+from hvdgloo.rendezvous._identity import host_name
 from hvdgloo.rendezvous._server.server import RendezvousServer
 from hvdgloo.rendezvous._server.sidecar import arrivals
 from hvdgloo.runner.job.outcome import Failure
@@ -142,7 +143,7 @@ class InLauncher:
                 self._server.start()
                 self._serving = True
         except Exception as error:  # noqa: BLE001 - nothing waits for this thread, and the job cannot go on without it
-            name = socket.gethostname()
+            name = host_name()
             text = f"the rendezvous server in the launcher failed: {type(error).__name__}: {error}"
             self._supervisor.fail_soon(Failure(None, name, 1, text))
 

@@ -16,7 +16,6 @@ Source: "Trace Event Format", the Chromium project's document of that name.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdgloo._engine.messages import Request, Response
+from hvdgloo._platform.files import replacing
 from hvdgloo._platform.queues import take_within
 from hvdgloo.errors import ConfigError
 
@@ -269,21 +269,21 @@ class Timeline:
 
     def _move(self, capacity: int) -> None:
         """Replace the file by a copy with room for ``capacity`` bytes before the closing bracket."""
-        part = f"{self.path}.part"
+        kept = -1
         try:
-            with open(part, "wb") as file:
+            with replacing(self.path) as file:
                 position = 0
                 while self._file >= 0 and position < self._end:
                     data = os.pread(self._file, min(_COPY, self._end - position), position)
                     file.write(data)
                     position += len(data)
                 file.write((b"[" if not self._end else b"") + b" " * (capacity - max(1, self._end)) + _CLOSE)
-            os.replace(part, self.path)
+                kept = os.dup(file.fileno())  # by its name it could be somebody else's file a moment later
         except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(part)
+            if kept >= 0:
+                os.close(kept)
             raise
-        old, self._file = self._file, os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        old, self._file = self._file, kept
         if old >= 0:
             os.close(old)
         self._end, self._capacity = max(1, self._end), capacity

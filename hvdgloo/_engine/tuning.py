@@ -22,6 +22,7 @@ from typing import IO, Any, TypeAlias, TypeVar
 from hvdgloo._engine import fusion, inline
 from hvdgloo._engine.messages import Response
 from hvdgloo._engine.settings import Choice
+from hvdgloo._platform.files import overwrite
 from hvdgloo.errors import ConfigError
 
 LEAST_GAIN = 1.015
@@ -350,7 +351,7 @@ class _Log:
     def __init__(self, path: str) -> None:
         try:
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-            self._file: IO[str] | None = open(path, "w", encoding="utf-8", newline="", buffering=1)  # noqa: SIM115
+            self._file: IO[str] | None = os.fdopen(overwrite(path), "w", encoding="utf-8", newline="", buffering=1)
         except OSError as error:
             raise ConfigError(f"--autotune-log-file {path}: {error.strerror}") from None
         self._scores: dict[Choice, list[float]] = {}

@@ -24,6 +24,7 @@ from hvdgloo._platform.nics import tell_nccl
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, InvalidArgumentError, RendezvousError
 from hvdgloo.rendezvous import RendezvousClient, WorkerInfo, host_identity
+from hvdgloo.rendezvous._identity import host_name
 from hvdgloo.topology import Topology
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Access:
         return WorkerInfo(
             rank=rank,
             index=self.config.index,
-            host_name=self.config.hostname or socket.gethostname(),
+            host_name=host_name(self.config.hostname),
             host_identity=host_identity(),
             address=self.address,
             port=port,

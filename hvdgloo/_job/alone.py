@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from hvdgloo._job.settings import engine_settings
 from hvdgloo._observe.counters import Counters
 from hvdgloo.config import Config
 from hvdgloo.rendezvous import MemoryStore
+from hvdgloo.rendezvous._identity import host_name
 from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, Collective, TensorSpec
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def open_alone(config: Config, kind: type[Engine] = Engine, *, counters: Counters | None = None) -> Engine:
     """The running engine of a process that is all ranks itself, and of ``kind``; it writes into ``counters``."""
-    topology = Topology.local(1, pid=os.getpid(), name=config.hostname or socket.gethostname())
+    topology = Topology.local(1, pid=os.getpid(), name=host_name(config.hostname))
     alone = LocalGroup(1).backend(0)
     planes = Planes(config, plane_settings(config), topology, 0, MemoryStore(), "", "127.0.0.1")
     engine = kind(

@@ -15,11 +15,13 @@ ever unpickled.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from hvdgloo._net import framing
+from hvdgloo._platform.spelling import encodable
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 """An integer that is not negative."""
@@ -37,13 +39,16 @@ class Codec(Generic[T]):
     Args:
         kind: the type: a class, or a union of ``Message`` classes.
         what: the messages' name in errors, e.g. "control message".
+        shown: texts are only shown, so bytes in them that are not UTF-8 are decoded as ``spelling.encodable`` has them.
     """
 
-    def __init__(self, kind: Any, what: str) -> None:
+    def __init__(self, kind: Any, what: str, *, shown: bool = False) -> None:
         self._kind = kind
         self._what = what
+        unescape = _spelled_out if shown else _unescape
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-        self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=_unescape)
+        self._decoder = msgspec.msgpack.Decoder(kind, ext_hook=unescape)
+        self._unescaper = msgspec.msgpack.Decoder(ext_hook=unescape)
 
     def encode(self, message: T) -> bytes:
         """A message's bytes, without framing.
@@ -78,12 +83,29 @@ class Codec(Generic[T]):
             except msgspec.ValidationError:
                 if _ESCAPE not in bytes(data):
                     raise
-                message = msgspec.convert(_UNESCAPER.decode(data), self._kind)
+                message = msgspec.convert(self._unescaper.decode(data), self._kind)
         except (ValueError, RecursionError) as error:
             # Whatever error a hostile or foreign byte string causes, the caller sees only this one.
             article = "an" if self._what[0] in "aeiou" else "a"
             raise ValueError(f"not {article} {self._what}: {error}") from error
         return message
+
+
+def to_json(value: Any) -> bytes:
+    """A value as JSON in ASCII, in one line; and unlike msgspec's, with any path in it (see below)."""
+    return json.dumps(msgspec.to_builtins(value), separators=(",", ":")).encode("ascii")
+
+
+def from_json(data: bytes, kind: type[T]) -> T:
+    """The inverse of ``to_json``.
+
+    Raises:
+        ValueError: the bytes are no such value.
+    """
+    try:
+        return msgspec.convert(json.loads(data), kind)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 # Paths, arguments and environment variables may hold bytes that are not UTF-8. Python represents them as strings with
@@ -119,7 +141,8 @@ def _unescape(code: int, data: memoryview) -> str:
     return str(data, "utf-8", "surrogatepass")
 
 
-_UNESCAPER = msgspec.msgpack.Decoder(ext_hook=_unescape)
+def _spelled_out(code: int, data: memoryview) -> str:
+    return encodable(_unescape(code, data))
 
 
 def _plain(value: Any) -> Any:

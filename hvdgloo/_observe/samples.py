@@ -257,7 +257,7 @@ class HostSample(Message, frozen=True, tag=3):
 
 Observation = Union[Sample, Note, HostSample]
 
-CODEC: Codec[Observation] = Codec(Observation, "observation")
+CODEC: Codec[Observation] = Codec(Observation, "observation", shown=True)
 """What travels from a worker to its agent in one datagram, and on to the launcher in a frame."""
 
 

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
+
+_LONE = re.compile("[\ud800-\udfff]")
+
+
+def encodable(text: str) -> str:
+    """Return the text with each byte that is not UTF-8 spelled out (``\\xff``), so that any encoder takes it.
+
+    Python keeps such bytes of arguments, paths and variables as lone surrogates, which JSON and HTML cannot have.
+    """
+    return text if text.isascii() else _LONE.sub(_spelled, text)
+
+
+def _spelled(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
 
 
 def in_one_line(text: str) -> str:
     """A text as it can be shown within a line: what is not printable is escaped as in Python."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in encodable(text))
 
 
 def suggestions(word: str, known: Iterable[str], limit: int = 2) -> list[str]:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from hvdgloo._platform.spelling import in_one_line
 from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.ray import _calls
 from hvdgloo.ray._calls import Connection, Listener
@@ -81,7 +82,7 @@ def own_place() -> Place:
 
     context = ray.get_runtime_context()
     gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-    return Place(context.get_node_id(), ray.util.get_node_ip_address(), socket.gethostname(), gpus)
+    return Place(context.get_node_id(), ray.util.get_node_ip_address(), in_one_line(socket.gethostname()), gpus)
 
 
 def bring_agent_of(

@@ -142,7 +142,7 @@ def _of_ranks(snapshot: view.Snapshot, samples: list[tuple[str, Sample]]) -> Ite
     for name, help_text, value in _OF_RANKS:
         family = _family(name, help_text, ["rank", "host"])
         for host, sample in samples:
-            family.add_metric([str(sample.rank), _plain(host)], value(sample))
+            family.add_metric([str(sample.rank), host], value(sample))
         yield family
     steps = _family(
         "hvdgloo_step_seconds_total",
@@ -169,7 +169,7 @@ def _of_ranks(snapshot: view.Snapshot, samples: list[tuple[str, Sample]]) -> Ite
         )
     ]
     for host, sample in samples:
-        labels = [str(sample.rank), _plain(host)]
+        labels = [str(sample.rank), host]
         for part, of_steps in _STEP_PARTS:
             steps.add_metric([*labels, part], of_steps(sample.steps))
         before_first.add_metric(labels, sample.steps.before_first)
@@ -177,7 +177,7 @@ def _of_ranks(snapshot: view.Snapshot, samples: list[tuple[str, Sample]]) -> Ite
             causes.add_metric([*labels, cause], of_causes(sample.causes))
         for flow in sample.flows:
             for family, total in zip(flows, (flow.operations, flow.bytes, flow.seconds), strict=True):
-                family.add_metric([*labels, _plain(flow.plane), str(flow.process_set)], total)
+                family.add_metric([*labels, flow.plane, str(flow.process_set)], total)
     yield from (steps, before_first, causes, *flows)
     rates = _family(
         "hvdgloo_straggler_ratio",
@@ -185,7 +185,7 @@ def _of_ranks(snapshot: view.Snapshot, samples: list[tuple[str, Sample]]) -> Ite
         ["rank", "host"],
     )
     for straggler in snapshot.stragglers:
-        rates.add_metric([str(straggler.rank), _plain(straggler.host)], straggler.share)
+        rates.add_metric([str(straggler.rank), straggler.host], straggler.share)
     yield rates
 
 
@@ -197,7 +197,7 @@ def _of_lateness(lateness: Lateness, hosts: dict[int, str]) -> Iterator[Metric]:
         "hvdgloo_caused_wait_seconds_total", "For how long the first to come waited then", ["rank", "host"]
     )
     for late in lateness.ranks:
-        labels = [str(late.rank), _plain(hosts.get(late.rank, ""))]
+        labels = [str(late.rank), hosts.get(late.rank, "")]
         count.add_metric(labels, late.count)
         seconds.add_metric(labels, late.seconds)
     yield from (count, seconds)
@@ -218,21 +218,16 @@ def _of_lateness(lateness: Lateness, hosts: dict[int, str]) -> Iterator[Metric]:
 def _of_hosts(snapshot: view.Snapshot, samples: dict[str, HostSample]) -> Iterator[Metric]:
     up = _family("hvdgloo_host_up", "1 while the host is part of the job, 0 once it is lost or has left", ["host"])
     for host in snapshot.hosts:
-        up.add_metric([_plain(host.name)], host.state == "up")
+        up.add_metric([host.name], host.state == "up")
     yield up
     for name, help_text, value in _OF_HOSTS:
         family = _family(name, help_text, ["host"])
         for host_name, sample in samples.items():
-            family.add_metric([_plain(host_name)], value(sample))
+            family.add_metric([host_name], value(sample))
         yield family
     for name, help_text, of_gpu in _OF_GPUS:
         family = _family(name, help_text, ["host", "gpu", "model"])
         for host_name, sample in samples.items():
             for gpu in sample.gpus:
-                family.add_metric([_plain(host_name), str(gpu.index), _plain(gpu.name)], of_gpu(gpu))
+                family.add_metric([host_name, str(gpu.index), gpu.name], of_gpu(gpu))
         yield family
-
-
-def _plain(label: str) -> str:
-    """Names may hold bytes that are not UTF-8, as lone surrogates, which the format cannot have."""
-    return label.encode("utf-8", "replace").decode()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 
 from hvdgloo._observe.samples import HostSample, Lateness, Observation, Sample
+from hvdgloo._platform.spelling import encodable
 from hvdgloo.rendezvous._observatory import view
 from hvdgloo.rendezvous._observatory.model import Model
 
@@ -21,11 +22,12 @@ class Observatory:
 
     What readers see changes once a second, in ``tick``. That is called by a thread of its own between ``start`` and
     ``close`` (or in a ``with`` block); it sleeps while nothing comes in and nothing happens in the job. Memory is
-    bounded, however long the job runs and whatever its ranks say.
+    bounded, however long the job runs and whatever its ranks say. All text is made ``encodable`` as it comes in, so
+    that every reader can have it as JSON.
 
     Args:
         job: its id, without meaning.
-        command: as the user typed it.
+        command: as the user typed it but for secrets.
         started: when the job was, in seconds since 1970.
         versions: package to version.
         least, most: how many ranks an elastic job may have; both None for a job of fixed size.
@@ -49,7 +51,15 @@ class Observatory:
         self._told = threading.Condition(self._lock)
         self._closing = threading.Event()
         self._model = Model(
-            view.Job(job, command, started=started, now=started, least=least, most=most, versions=dict(versions))
+            view.Job(
+                job,
+                encodable(command),
+                started=started,
+                now=started,
+                least=least,
+                most=most,
+                versions={package: encodable(version) for package, version in versions.items()},
+            )
         )
         self._revision = 0
         self._updates: deque[view.Update] = deque(maxlen=_MISSED)
@@ -64,13 +74,13 @@ class Observatory:
         of an epoch that is over is ignored.
         """
         with self._lock:
-            self._model.observe(host, observation, self._clock())
+            self._model.observe(encodable(host), observation, self._clock())
             self._fed.notify()
 
     def placed(self, epoch: int, seats: Iterable[tuple[int, str, int, int]]) -> None:
         """Which ranks there are: (rank, host, local rank, pid), pid 0 if it is not known yet. Replaces what was."""
         with self._lock:
-            self._model.placed(epoch, seats)
+            self._model.placed(epoch, ((rank, encodable(host), local, pid) for rank, host, local, pid in seats))
             self._fed.notify()
 
     def worker(self, rank: int, state: str, reason: str = "") -> None:
@@ -80,19 +90,19 @@ class Observatory:
             reason: of the last two, which make an event, such as "was killed by signal 9 (SIGKILL)".
         """
         with self._lock:
-            self._model.worker(rank, state, reason, self._clock())
+            self._model.worker(rank, state, encodable(reason), self._clock())
             self._fed.notify()
 
     def host(self, name: str, state: str) -> None:
         """What has become of a host: "up", "lost" (with its ranks) or "left". A change makes an event."""
         with self._lock:
-            self._model.host(name, state, self._clock())
+            self._model.host(encodable(name), state, self._clock())
             self._fed.notify()
 
     def event(self, kind: str, text: str, rank: int = -1, more: str = "") -> None:
         """Something has happened; see ``view.Event``."""
         with self._lock:
-            self._model.event(kind, text, rank, more, self._clock())
+            self._model.event(kind, encodable(text), rank, encodable(more), self._clock())
             self._fed.notify()
 
     def output(self, rank: int, stream: int, data: bytes) -> None:
@@ -104,13 +114,13 @@ class Observatory:
     def starting(self, text: str) -> None:
         """What the job's start waits for, in a line, until the job runs."""
         with self._lock:
-            self._model.starting(text)
+            self._model.starting(encodable(text))
             self._fed.notify()
 
     def ended(self, exit_code: int, message: str = "") -> None:
         """The job is over, which readers see at once: 0 if it succeeded; otherwise ``message`` says what failed."""
         with self._lock:
-            self._model.ended(exit_code, message, self._clock())
+            self._model.ended(exit_code, encodable(message), self._clock())
         self.tick()
 
     # What goes out.

@@ -26,7 +26,7 @@ class Job(msgspec.Struct, omit_defaults=False):
 
     Attributes:
         id: of the job, without meaning.
-        command: as the user typed it.
+        command: as the user typed it but for secrets.
         state: "starting", "running", "ended" or "failed".
         message: what failed, or while it starts what is waited for, in a line; empty if there is nothing to say.
         exit_code: None while it runs.

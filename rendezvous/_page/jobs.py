@@ -10,6 +10,8 @@ from typing import BinaryIO
 
 import msgspec
 
+from hvdgloo._net.codec import from_json, to_json
+from hvdgloo._platform.files import PRIVATE, create
 from hvdgloo._platform.runtime import remove_stale
 from hvdgloo.errors import ConfigError
 
@@ -23,7 +25,7 @@ class JobFile(msgspec.Struct, frozen=True):
     Attributes:
         id: of the job, without meaning.
         pid: of its launcher.
-        command: as the user typed it.
+        command: as the user typed it but for secrets.
         started: in seconds since 1970.
         unix: path of the Unix socket at which it can be seen.
         token: that has to be shown there: the status token, which reads.
@@ -62,14 +64,14 @@ def published(job: JobFile, folder: str) -> Iterator[None]:
     try:
         with suppress(FileNotFoundError):
             os.unlink(new)
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = create(new, PRIVATE)
     except OSError as error:
         raise _unwritable(path, error) from None
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         try:
             # Not a POSIX lock: those are gone as soon as anything in this process opens and closes the file.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.write(msgspec.json.encode(job))
+            file.write(to_json(job))
             os.replace(new, path)
         except OSError as error:
             raise _unwritable(path, error) from None
@@ -91,9 +93,9 @@ def jobs(folder: str) -> list[JobFile]:
         path = os.path.join(folder, name)
         try:
             with open(path, "rb") as file:
-                job = msgspec.json.decode(file.read(), type=JobFile)
+                job = from_json(file.read(), JobFile)
                 over = _is_free(file)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, ValueError):
             continue  # it has just ended, or is of another version
         if over:
             for left in (path, job.unix):

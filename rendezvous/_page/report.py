@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from hvdgloo._platform.files import PRIVATE, replacing
 from hvdgloo.rendezvous._observatory import view
 from hvdgloo.rendezvous._observatory.observatory import Observatory
 from hvdgloo.rendezvous._page.files import files
@@ -36,7 +37,7 @@ class Recording(msgspec.Struct):
 
 
 def write(observatory: Observatory, path: str) -> list[str]:
-    """Writes what was seen of a job as one HTML file, and as JSON beside it.
+    """Writes what was seen of a job as one HTML file, and as JSON beside it, for this user alone to read.
 
     Args:
         observatory: that has seen it.
@@ -127,13 +128,6 @@ def _digests(texts: Iterable[str]) -> str:
 
 
 def _replace(path: str, data: bytes) -> None:
-    """Writes a file at once or not at all."""
-    temporary = f"{path}.{os.getpid()}.part"
-    with open(temporary, "wb") as file:  # a process that had the same number may have left one
-        try:
-            file.write(data)
-            file.flush()
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+    """Writes a file at once or not at all, for this user alone: a report has all that the job's ranks have printed."""
+    with replacing(path, PRIVATE) as file:
+        file.write(data)

@@ -23,6 +23,7 @@ from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.tls import Tls
 from hvdgloo.config import format_endpoint
 from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous._identity import host_name
 from hvdgloo.rendezvous._page.access import Access
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class PageServer:
             raise RuntimeError("this page has no address")
         host, port = self._bound
         if host in ("0.0.0.0", "::"):
-            host = socket.gethostname()
+            host = host_name()
         return f"{'http' if self._tls is None else 'https'}://{format_endpoint(host, port)}/"
 
     def _wait(self) -> None:

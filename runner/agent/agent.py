@@ -279,12 +279,12 @@ class Agent:
             self._handlers[type(frame)](frame)  # type: ignore[index]  # no preamble, hence no Noise
 
     def _hello(self) -> Hello:
-        from hvdgloo.rendezvous._identity import host_identity
+        from hvdgloo.rendezvous._identity import host_identity, host_name
 
         return Hello(
             PROTOCOL,
             __version__,
-            socket.gethostname(),
+            host_name(),
             host_identity(),
             os.getpid(),
             machine.usable_cores(),

@@ -8,12 +8,12 @@ configuration file (``yaml=``). Adding one takes one call in ``build_parser``.
 from __future__ import annotations
 
 import argparse
-import shlex
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from hvdgloo._platform import masking
 from hvdgloo._platform.spelling import suggestions
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.cli import setting_flags
@@ -580,7 +580,7 @@ def misplaced(command: Sequence[str], spellings: Sequence[str]) -> str:
         flag, equals, _ = word.partition("=")
         if flag in spellings:
             own = [word] if equals else [word, *command[position + 1 : position + 2]]
-            before = shlex.join([PROGRAM, *own, *command[:position]])
+            before = masking.shown([PROGRAM, *own, *command[:position]])
             return f"{flag} comes after the program, so the program gets it; for {PROGRAM} itself, write {before}"
     return ""
 

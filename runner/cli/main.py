@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
-from hvdgloo._platform import interrupts
+from hvdgloo._platform import interrupts, masking
 from hvdgloo.config import without_place
 from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError, LaunchError, MissingDependencyError
 from hvdgloo.rendezvous._auth import generate_secret
@@ -251,7 +250,7 @@ def command_line(
         elastic=elastic,
         max_restarts=arguments.max_restarts,
         views=Views(
-            title=shlex.join(command),
+            title=masking.shown(command),
             page=arguments.page,
             control=arguments.page_control,
             report=arguments.report,

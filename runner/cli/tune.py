@@ -8,6 +8,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from hvdgloo._platform.files import overwrite
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, JobFailedError
 from hvdgloo.runner.cli import setting_flags
@@ -56,7 +57,7 @@ def run(
     campaign.check_size(spec)
     files = [path for path in (given.save, given.plot) if path is not None]
     for path in files:  # before anything is measured
-        _write(path, "", mode="a")
+        _write(path, "", append=True)
 
     def say(text: str) -> None:
         stderr.write(f"hvdgloo-run: {text}\n")
@@ -75,10 +76,10 @@ def run(
     return report.as_json(found) if given.json else report.as_text(found)
 
 
-def _write(path: str, text: str, mode: str = "w") -> None:
+def _write(path: str, text: str, *, append: bool = False) -> None:
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        with open(path, mode, encoding="utf-8") as file:
+        with os.fdopen(overwrite(path, append=append), "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None

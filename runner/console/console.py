@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from hvdgloo._platform.files import check_link
 from hvdgloo._platform.writable import why_not_writable
 from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.runner.console.interrupted_imports import InterruptedImport
@@ -353,6 +354,8 @@ def make_directory(directory: str) -> None:
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory)
         earlier = [entry.path for entry in os.scandir(directory) if entry.name.startswith("rank.")]
+        for folder in earlier:
+            check_link(folder)
     except OSError as error:
         not_a_folder = isinstance(error, FileExistsError | NotADirectoryError)
         where = "it" if error.filename == directory else error.filename
@@ -365,7 +368,11 @@ def make_directory(directory: str) -> None:
 
 
 def _make_private(folder: str) -> None:
-    """Create a folder, and those above it, for this user alone; what exists stays as it is. Raises OSError."""
+    """Create a folder, and those above it, for this user alone; what exists stays as it is.
+
+    Raises:
+        OSError: it cannot be created, or its name is a link of another user's.
+    """
     above = os.path.dirname(os.path.abspath(folder))
     if not os.path.isdir(above):
         _make_private(above)
@@ -374,6 +381,7 @@ def _make_private(folder: str) -> None:
     except FileExistsError:
         if not os.path.isdir(folder):
             raise
+        check_link(folder)
 
 
 def _open_files(

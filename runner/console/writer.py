@@ -9,13 +9,14 @@ from __future__ import annotations
 import errno
 import os
 import select
-import stat
 import struct
 import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO, Protocol, TextIO
+
+from hvdgloo._platform.files import overwrite
 
 MEMORY = 4 * 1024 * 1024
 _BATCH = 64 * 1024
@@ -64,8 +65,7 @@ class FileTarget:
     """
 
     def __init__(self, path: str, *, append: bool = False) -> None:
-        mode = "ab" if append else "wb"
-        self._file: IO[bytes] = open(path, mode, buffering=0, opener=_private)  # noqa: SIM115 - closed by close()
+        self._file: IO[bytes] = os.fdopen(overwrite(path, append=append, private=True), "wb", buffering=0)
 
     def write(self, data: bytes) -> None:
         rest = memoryview(data)
@@ -74,15 +74,6 @@ class FileTarget:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _private(path: str, flags: int) -> int:
-    """Open a file, which others cannot read if it is a new one, or an old one of this user's."""
-    descriptor = os.open(path, flags, 0o600)
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-        os.fchmod(descriptor, 0o600)
-    return descriptor
 
 
 class Writer:

@@ -27,6 +27,7 @@ from typing import TypeVar
 import msgspec
 
 from hvdgloo._net import framing
+from hvdgloo._net.codec import from_json, to_json
 from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo._net.handshake import receive_exactly
 from hvdgloo._net.visitors import Steps, received, sent
@@ -185,14 +186,14 @@ class Meeting:
         return hmac.digest(self._key, purpose.encode() + b"\0" + self._nonces, "sha256")
 
     def _message(self, purpose: str, value: Arrival | Answer) -> bytes:
-        body = msgspec.json.encode(value)
+        body = to_json(value)
         return framing.head(len(body)) + body + FrameMac(self._mac(purpose)).tag(body)
 
     def _read(self, purpose: str, data: bytes, kind: type[T]) -> T:
         """Raises ValueError if it was altered, or is something else."""
         body, tag = data[: -framing.TAG], data[-framing.TAG :]
         FrameMac(self._mac(purpose)).check(body, tag, f"the {purpose} of an agent's task")
-        return msgspec.json.decode(body, type=kind)
+        return from_json(body, kind)
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ class Bootstrap:
 
     def encode(self) -> bytes:
         """In one line."""
-        return msgspec.json.encode(self) + b"\n"
+        return to_json(self) + b"\n"
 
     def __repr__(self) -> str:
         return "Bootstrap(...)"  # nothing secret in a traceback
@@ -216,4 +217,4 @@ class Bootstrap:
 
 def read_bootstrap(line: bytes) -> Bootstrap:
     """The inverse of ``encode``."""
-    return msgspec.json.decode(line, type=Bootstrap)
+    return from_json(line, Bootstrap)

@@ -19,7 +19,7 @@ from typing import ParamSpec
 
 from hvdgloo.config import without_place
 from hvdgloo.errors import AuthenticationError, LaunchError
-from hvdgloo.rendezvous._identity import host_identity
+from hvdgloo.rendezvous._identity import host_identity, host_name
 from hvdgloo.runner.inbound.meeting import Arrival, Bootstrap, Meeting
 from hvdgloo.runner.job.command import THREAD_VARIABLES
 from hvdgloo.runner.worker import function_task
@@ -93,7 +93,7 @@ def start_agent(
         index,
         __version__,
         function_task.python_version(),
-        host=host or socket.gethostname(),
+        host=host_name(host),
         name=name,
         machine=machine or f"{host_identity()} {os.environ.get('CONTAINER_ID', '')}",
         cwd=cwd or os.getcwd(),

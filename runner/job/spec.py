@@ -157,7 +157,7 @@ class Views:
     """How a job is shown to those who look at it.
 
     Attributes:
-        title: the command, as the user typed it.
+        title: the command, as the user typed it but for secrets (see ``masking``).
         page: address and port at which browsers see it while it runs, port 0 for any; None for no page.
         control: those who see the page may have steps traced.
         report: file in which it is shown after its end; None for none.

@@ -10,8 +10,9 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
+from hvdgloo._platform.files import overwrite, replacing
 from hvdgloo.errors import ConfigError
 
 _FIRST = 1 << 16  # characters, among which a trace's first event is
@@ -32,26 +33,22 @@ def merge(paths: Sequence[str], out: str) -> int:
     """
     traces = sorted(((*origin(path), path) for path in paths), key=lambda trace: trace[1])
     base = min(start for start, _, _ in traces)
-    # What is there already stays whole until all has been read, and may be one of the files.
-    written = out if os.path.exists(out) and not os.path.isfile(out) else f"{os.path.realpath(out)}.{os.getpid()}.part"
     try:
-        with open(written, "w", encoding="utf-8") as file:
+        if os.path.exists(out) and not os.path.isfile(out):  # /dev/stdout, a pipe
+            with os.fdopen(overwrite(out), "wb") as device:
+                return _write(device, traces, base)
+        with replacing(out) as file:  # what is there already may be one of the traces
             count = _write(file, traces, base)
-        if written != out:
-            os.replace(written, os.path.realpath(out))
     except OSError as error:
-        _remove(written, out)
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
-    except BaseException:
-        _remove(written, out)
-        raise
     return count
 
 
-def _write(file: TextIO, traces: Iterable[tuple[int, int, str]], base: int) -> int:
+def _write(file: IO[bytes], traces: Iterable[tuple[int, int, str]], base: int) -> int:
     """Write all events, of which one rank's are in memory at a time; returns how many there are."""
     encode = json.JSONEncoder(separators=(",", ":")).encode
-    file.write("[\n" + encode(_metadata(0, "process_name", {"name": "", "start_time_since_epoch_in_micros": base})))
+    head = _metadata(0, "process_name", {"name": "", "start_time_since_epoch_in_micros": base})
+    file.write(b"[\n" + encode(head).encode())
     count = first = 1
     for start, rank, path in traces:
         last = 0
@@ -64,17 +61,11 @@ def _write(file: TextIO, traces: Iterable[tuple[int, int, str]], base: int) -> i
                 event["args"]["name"] = f"rank {rank} {event['args']['name']}".strip()
             elif event["name"] == "process_sort_index":
                 event["args"]["sort_index"] = event["pid"]
-            file.write(",\n" + encode(event))
+            file.write(b",\n" + encode(event).encode())
             count += 1
         first = last + 1
-    file.write("\n]\n")
+    file.write(b"\n]\n")
     return count
-
-
-def _remove(written: str, out: str) -> None:
-    if written != out:
-        with contextlib.suppress(OSError):
-            os.unlink(written)
 
 
 def origin(path: str) -> tuple[int, int]:

@@ -10,7 +10,6 @@ from hvdgloo.rendezvous._observatory import words
 from hvdgloo.rendezvous._observatory.view import Job, Snapshot, Straggler, Update
 from hvdgloo.runner.console.progress import cut, seconds
 
-
 WAITING_AFTER = 5.0
 """Seconds that ranks have waited for others after which the line says for which operations: those of a job that hangs
 would show it only with the stall report, a minute later.

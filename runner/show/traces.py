@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO
 
+from hvdgloo._platform.files import PRIVATE, create
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous._page.control import BusyError, Trace
 from hvdgloo.runner.protocol.frames import Traced, TraceSteps, Tracing
@@ -154,7 +155,7 @@ class Traces:
 
     def _write(self, order: _Order, frame: Traced) -> None:
         if frame.rank not in order.files:
-            order.files[frame.rank] = open(self._part(order, frame.rank), "wb", buffering=0)  # noqa: SIM115
+            order.files[frame.rank] = os.fdopen(create(self._part(order, frame.rank), PRIVATE), "wb", buffering=0)
         order.files[frame.rank].write(frame.data)
         if frame.last:
             order.files[frame.rank].close()

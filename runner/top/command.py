@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TextIO
 
+from hvdgloo._platform.files import create
 from hvdgloo._platform.runtime import runtime_folder
 from hvdgloo._platform.spelling import in_one_line, suggestions
 from hvdgloo.errors import ConfigError, MissingDependencyError
@@ -206,7 +207,7 @@ def _trace(source: Source, steps: int, stdout: TextIO) -> None:
         raise ConfigError(f"top: trace {trace.number} has failed: {trace.text}")
     path = f"hvdgloo-trace-{trace.number}.json"
     try:
-        with open(path, "xb") as file:
+        with os.fdopen(create(path), "wb") as file:
             file.write(source.traced(trace.number))
     except OSError as error:
         raise ConfigError(f"top: {path} cannot be written: {error.strerror or error}") from None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
+from hvdgloo._platform import masking
 from hvdgloo.config import Config
 from hvdgloo.config import settings as declarations
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
@@ -170,7 +171,7 @@ def _python_program(command: Sequence[str]) -> tuple[list[str], bool]:
     if words[:1] == ["-m"] and len(words) > 1:
         return words[1:], True
     if not words or not words[0].endswith(".py"):
-        raise ConfigError(f"tune: {' '.join(command)}: it is no Python file, nor -m and a module")
+        raise ConfigError(f"tune: {masking.shown(command)}: it is no Python file, nor -m and a module")
     return words, False
 
 

@@ -72,6 +72,11 @@ UNPICKLES = {
     ("hvdgloo.ray._worker", "_call"): "from this worker's actor, by a socket whose ends prove their user",
 }
 
+WRITES_FILES = {
+    "hvdgloo._platform.files": "the one place where files are opened for writing",
+    "hvdgloo.spark.keras._models": "in a temporary folder that only this user can enter",
+}
+
 _ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 _UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "_pickle"}
 _UNPICKLING = {"load", "loads", "Unpickler", "open"}
@@ -149,6 +154,32 @@ def _unpickling(call: ast.Call) -> bool:
     return (owner in _UNPICKLERS and name in _UNPICKLING) or dotted(call.func) == "torch.load"
 
 
+def writes_files(module: Module) -> list[int]:
+    """Calls that open a file for writing by its name; ``/dev/null`` is none, and a temporary file has no known name."""
+    return [node.lineno for node in _calls(module.tree) if _writing(node)]
+
+
+def _writing(call: ast.Call) -> bool:
+    called = dotted(call.func)
+    given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg in {"mode", "flags"})]
+    if called == "os.mkfifo" or called.startswith("shutil.copy") or called == "shutil.move":
+        return True
+    if not given or dotted(given[0]) == "os.devnull":
+        return False
+    if called == "os.open":
+        return not {dotted(node) for node in ast.walk(call)}.isdisjoint(_WRITING_FLAGS)
+    if called in {"open", "io.open"}:
+        mode = given[1] if len(given) > 1 else ast.Constant("r")
+        # What is not known is taken for writing.
+        return not isinstance(mode, ast.Constant) or not set(str(mode.value)).isdisjoint("wax+")
+    # A path's methods; a store's, which are called the same, take the path as well.
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    return method in {"write_text", "write_bytes"} and len(call.args) == 1
+
+
+_WRITING_FLAGS = {"os.O_WRONLY", "os.O_RDWR", "os.O_CREAT"}
+
+
 def _calls(tree: ast.AST) -> Iterable[ast.Call]:
     inside = nodes(tree) if isinstance(tree, ast.Module) else ast.walk(tree)
     return (node for node in inside if isinstance(node, ast.Call))
@@ -165,6 +196,14 @@ def _places(rule: Callable[[Module], list[int]], exceptions: Iterable[str] = ())
 
 def test_only_config_reads_the_environment() -> None:
     assert _places(reads_environment, READS_ENVIRONMENT) == []
+
+
+def test_no_file_is_opened_for_writing_but_by_the_functions_that_follow_nobody_else_s_links() -> None:
+    assert _places(writes_files, WRITES_FILES) == []
+
+
+def test_exceptions_about_files_are_still_needed() -> None:
+    assert [name for name in WRITES_FILES if not writes_files(library()[name])] == []
 
 
 def test_exceptions_about_the_environment_are_still_needed() -> None:
@@ -251,6 +290,23 @@ def test_the_rule_about_the_environment_can_be_broken(text: str) -> None:
 )
 def test_the_rule_about_shells_can_be_broken(text: str) -> None:
     assert len(runs_text(parse("hvdgloo.x", text))) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("open(x, 'w')", 1),
+        ("open(x, mode='ab', buffering=0)", 1),
+        ("open(x, mode)", 1),
+        ("open(x, 'r+')\nopen(x, 'xb')", 2),
+        ("os.open(x, os.O_WRONLY | os.O_CREAT, 0o600)\nos.open(x, flags=os.O_RDWR)", 2),
+        ("Path(x).write_text('y')\npath.write_bytes(data)\nshutil.copyfile(x, y)", 3),
+        ("open(x)\nopen(x, 'rb')\nopen(x, encoding='ascii')\nopen(os.devnull, 'w')", 0),
+        ("os.open(x, os.O_RDONLY)\nos.open(os.devnull, os.O_RDWR)\nstore.write_text(path, text)", 0),
+    ],
+)
+def test_the_rule_about_files_can_be_broken(text: str, count: int) -> None:
+    assert len(writes_files(parse("hvdgloo.x", text))) == count
 
 
 def test_the_rule_about_errors_can_be_broken() -> None:

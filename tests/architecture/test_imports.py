@@ -19,12 +19,12 @@ GRAPH: dict[str, set[str]] = {
     # Everybody's ground.
     "hvdgloo._platform": set(),
     "hvdgloo.config": {"_platform"},
-    "hvdgloo._net": set(),
+    "hvdgloo._net": {"_platform"},
     "hvdgloo._observe": {"_net"},
     # The server, and how it is reached.
-    "hvdgloo.rendezvous": {"_net", "config", "rendezvous._client", "rendezvous._server"},
+    "hvdgloo.rendezvous": {"_net", "_platform", "config", "rendezvous._client", "rendezvous._server"},
     "hvdgloo.rendezvous._elastic": {"_net"},
-    "hvdgloo.rendezvous._observatory": {"_observe"},
+    "hvdgloo.rendezvous._observatory": {"_observe", "_platform"},
     "hvdgloo.rendezvous._page": {
         "_net",
         "_platform",
@@ -67,7 +67,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.torch": {"_backends", "_collectives", "_job", "_platform", "_training", "common", "config", "elastic"},
     "hvdgloo.mxnet": {"_collectives", "_job", "_training", "common", "elastic"},
     "hvdgloo.tensorflow": {"_collectives", "_job", "_platform", "_training", "common", "elastic"},
-    "hvdgloo.tensorflow.data": {"_job", "_net", "config", "rendezvous", "tensorflow"},
+    "hvdgloo.tensorflow.data": {"_job", "_net", "_platform", "config", "rendezvous", "tensorflow"},
     "hvdgloo.tensorflow.keras": {"_collectives", "_training", "keras", "tensorflow"},
     "hvdgloo.keras": {"_collectives", "_job", "_platform", "_training", "elastic", "numpy", "tensorflow", "torch"},
     "hvdgloo.as_horovod": set(),
@@ -163,6 +163,7 @@ GRAPH: dict[str, set[str]] = {
     },
     "hvdgloo.runner.top": {"_platform", "rendezvous._observatory", "rendezvous._page"},
     "hvdgloo.runner.tuning": {
+        "_platform",
         "_engine",
         "_job",
         "config",

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 import hvdgloo.run
-from hvdgloo.errors import JobFailedError
+from hvdgloo.errors import ConfigError, JobFailedError
 from hvdgloo.rendezvous._page import jobs
+from hvdgloo.runner.top import command as top
 from hvdgloo.runner.top.source import UnixConnection
 from tests.support import warm
 from tests.support.elastic_launch import Job
@@ -140,6 +141,52 @@ def test_report_is_written_after_a_failure_and_the_summary_says_where(launcher: 
     job = recording["snapshot"]["job"]
     assert (job["state"], job["exit_code"], job["message"]) == ("failed", 1, what)
     assert "I am 0" in [line["text"] for line in recording["lines"]]
+
+
+ODD = os.fsdecode(b"\xff")
+"""Not UTF-8."""
+
+
+def test_a_command_with_bytes_that_are_not_utf_8_runs_and_is_shown_without_its_secrets(
+    launcher: Launcher, private: Path
+) -> None:
+    flags = ("-np", "2", "--page", "--report", f"{ODD}.html", "--timeline-filename", f"{ODD}.timeline")
+    script = launcher.script(STEPS)
+    given = (ODD, "--password=hunter2", "--token", "hunter3", "s3://ann:hunter4@bucket")
+    process = launcher.start(*flags, warm.python(*warm.NUMPY), script, *given)
+    shown = Shown(private)
+    seen = shown.until(lambda seen: at_work(2)(seen) and seen["settings"], "both ranks at work")
+    masked = f"{script} '\\xff' '--password=***' --token '***' 's3://ann:***@bucket'"
+    assert seen["job"]["command"].endswith(masked)
+    assert shown.file.command.endswith(masked)
+    assert seen["settings"]["timeline.filename"] == "\\xff.timeline"
+    with pytest.raises(ConfigError, match=r"--password=\*\*\*"):
+        top.find("another", os.environ)
+    end(launcher)
+    _, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, error
+    for suffix in ("html", "json"):
+        report = launcher.folder / f"{ODD}.{suffix}"
+        assert "hunter" not in report.read_text()
+        assert report.stat().st_mode & 0o777 == 0o600
+    assert b"hunter" not in error
+
+
+NAMED = """if True:
+    import os, socket, sys
+    socket.sethostname(b"h\\xff\\x1b")
+    os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a host name of its own takes root's rights")
+def test_a_host_whose_name_is_not_utf_8_has_jobs_like_any_other(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import numpy as np, hvdgloo.numpy as hvd; hvd.init(); print(hvd.allreduce(np.ones(1), op=hvd.Sum))"
+    )
+    wrapper = ["unshare", "--uts", "--", sys.executable, "-c", NAMED]
+    done = launcher.run("-np", "2", "--no-prefix", "--log-ranks", "0", script, wrapper=wrapper, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (0, "[2.]\n"), done.stderr
 
 
 def test_report_of_a_job_that_could_not_be_started(launcher: Launcher) -> None:

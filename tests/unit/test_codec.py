@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo._net.codec import Codec, Count, Message
+from hvdgloo._net.codec import Codec, Count, Message, from_json, to_json
 from hvdgloo._net.framing import FrameDecoder
 
 
@@ -26,6 +27,11 @@ class Letter(Message, frozen=True, tag=0):
 
 class Call(Message, frozen=True, tag=1):
     number: int
+
+
+class Anything(Message, frozen=True):
+    values: dict[str, Any]
+    text: str = ""
 
 
 CODEC: Codec[Letter | Call] = Codec(Letter | Call, "post")
@@ -73,6 +79,37 @@ def test_damaged_bytes_are_a_value_or_a_value_error(message: Letter | Call, data
     damaged = bytearray(CODEC.encode(message))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     assert isinstance(decoded(bytes(damaged)), Letter | Call | None)
+
+
+@given(letters)
+def test_what_is_only_shown_can_be_encoded_by_everybody(message: Letter) -> None:
+    shown: Codec[Letter | Call] = Codec(Letter | Call, "post", shown=True)
+    arrived = shown.decode(CODEC.encode(message))
+    msgspec.json.encode(arrived)
+    texts = [message.text, *message.environment]
+    if not any(re.search("[\ud800-\udfff]", text) for text in [*texts, *message.environment.values()]):
+        assert arrived == message
+
+
+def test_bytes_in_a_text_that_is_only_shown_are_spelled_out_whatever_the_field_s_type() -> None:
+    kept: Codec[Anything] = Codec(Anything, "post", shown=True)
+    assert kept.decode(kept.encode(Anything({"a": "\udcff\ud812"}))) == Anything({"a": "\\xff\\ud812"})
+    assert kept.decode(kept.encode(Anything({}, "\udcff"))) == Anything({}, "\\xff")
+
+
+@given(st.binary())
+def test_json_holds_the_bytes_of_any_path(path: bytes) -> None:
+    text = path.decode("utf-8", "surrogateescape")
+    data = to_json({"x": text})
+    assert data.isascii()
+    assert b"\n" not in data
+    assert from_json(data, dict[str, str]) == {"x": text}
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"{", b'{"x": 1}', b"[" * 100_000, b"null"])
+def test_what_is_no_such_json_is_a_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        from_json(data, dict[str, str])
 
 
 def test_environments_hold_any_bytes() -> None:

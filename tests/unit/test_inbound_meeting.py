@@ -16,7 +16,7 @@ from hvdgloo.errors import AuthenticationError, LaunchError
 from hvdgloo.rendezvous._auth import generate_secret
 from hvdgloo.rendezvous._beside import ServerRequest
 from hvdgloo.runner.inbound import reception as module
-from hvdgloo.runner.inbound.meeting import _HELLO, MAGIC, Answer, Keys, Meeting
+from hvdgloo.runner.inbound.meeting import _HELLO, MAGIC, Answer, Bootstrap, Keys, Meeting, read_bootstrap
 from hvdgloo.runner.inbound.reception import Reception
 from hvdgloo.runner.inbound.sealed import SealedChannel
 from hvdgloo.runner.network.probe import probe_key
@@ -289,3 +289,15 @@ def test_neither_the_secret_nor_what_follows_from_it_is_sent_and_the_agent_has_b
     for hidden in (SECRET, SECRET.hex().encode(), probe_key(SECRET)):
         assert hidden not in wire
     close(launcher, agent)
+
+
+def test_names_and_variables_of_a_task_may_be_any_bytes(reception: Reception) -> None:
+    odd = "h\udcff"
+    sock, _ = visit(reception, arrival(0, host=odd, cwd=f"/{odd}", path=odd))
+    with sock:
+        eventually(lambda: len(reception.arrived) == 1)
+        (found,) = reception.arrived
+    assert (found.host, found.cwd, found.path) == (odd, f"/{odd}", odd)
+    told = Bootstrap(b"\xff", b"d", b"u", 3, 0, {odd: odd})
+    assert told.encode().count(b"\n") == 1
+    assert read_bootstrap(told.encode()).environ == {odd: odd}

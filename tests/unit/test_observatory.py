@@ -830,3 +830,32 @@ def test_what_ranks_wait_for_is_known_while_one_of_them_has_waited_for_long() ->
     assert observatory.waiting(5.0) == {0: "val_loss"}
     observatory.observe("h1", sample(0, at=1005.0, operations=1))
     assert observatory.waiting(5.0) == {}
+
+
+def test_any_text_from_outside_can_be_read_as_json_by_everybody() -> None:
+    """Python keeps bytes of paths, names and arguments that are not UTF-8 in a form that JSON cannot have."""
+    odd = "x\udcff\ud800"
+    observatory = Observatory(job="j", command=odd, started=1000.0, versions={"torch": odd}, clock=Clock())
+    observatory.placed(0, [(0, odd, 0, 7)])
+    observatory.starting(odd)
+    observatory.event("warning", odd, 0, odd)
+    settings = {odd: [odd, {"path": odd}]}
+    told = sample(size=1, settings=settings, pending=odd, planes=[Plane(odd, 0, "cpu", odd)], stacks=[(0, odd)])
+    for observation in (told, HostSample(1000.0, 2, 0.5), Note(0, 1000.0, "warning", odd)):
+        observatory.observe(odd, CODEC.decode(CODEC.encode(observation)))
+    observatory.output(0, 1, b"\xff\n")
+    observatory.host(odd, "lost")
+    observatory.worker(0, "failed", odd)
+    observatory.ended(1, odd)
+
+    seen = json.loads(view.encode(observatory.snapshot()))
+    spelled = "x\\xff\\ud800"
+    assert (seen["job"]["command"], seen["job"]["message"], seen["job"]["versions"]) == (
+        spelled,
+        spelled,
+        {"torch": spelled},
+    )
+    assert [(host["name"], host["state"]) for host in seen["hosts"]] == [(spelled, "lost")]
+    assert seen["settings"] == {spelled: [spelled, {"path": spelled}]}
+    assert {event["text"] for event in seen["events"]} > {spelled, f"rank 0 ({spelled}) {spelled}"}
+    assert [line.text for line in observatory.lines()] == ["\N{REPLACEMENT CHARACTER}"]

@@ -158,7 +158,7 @@ def test_names_of_hosts_may_be_anything() -> None:
     observatory.observe(odd, Sample(rank=0, size=1, epoch=0, pid=1, at=1.0, operations=5))
     observatory.tick()
 
-    assert value(observatory, "hvdgloo_operations_total", rank="0", host='h"1\\\n?') == 5
+    assert value(observatory, "hvdgloo_operations_total", rank="0", host='h"1\\\n\\xff') == 5
 
 
 def test_every_metric_is_documented(job: SimulatedJob) -> None:

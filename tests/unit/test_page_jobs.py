@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hvdgloo.errors import ConfigError
@@ -83,6 +84,12 @@ def test_the_file_is_for_this_user_alone_and_goes_away(tmp_path: Path) -> None:
         assert file.name == "0123456789ab.job"
         assert file.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_whose_path_and_command_are_any_bytes_is_found(tmp_path: Path) -> None:
+    odd = msgspec.structs.replace(JOB, command="train.py \udcff", unix="/\udcfe/s")
+    with published(odd, str(tmp_path)):
+        assert jobs(str(tmp_path)) == [odd]
 
 
 def test_what_is_no_job_is_passed_over(tmp_path: Path) -> None:

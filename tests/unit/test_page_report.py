@@ -231,7 +231,8 @@ def test_the_json_is_what_its_type_says(tmp_path: Path) -> None:
     assert len(read.series[3].at) == 61
 
 
-def test_what_an_earlier_process_of_this_number_left_is_in_nobodys_way(tmp_path: Path) -> None:
-    (tmp_path / f"report.html.{os.getpid()}.part").write_text("half")
+def test_a_report_is_for_this_user_alone_even_in_the_place_of_one_that_was_not(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("another")
     written(tmp_path, finished())
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["report.html", "report.json"]
+    modes = {entry.name: entry.stat().st_mode & 0o777 for entry in tmp_path.iterdir()}
+    assert modes == {"report.html": 0o600, "report.json": 0o600}

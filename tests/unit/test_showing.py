@@ -91,7 +91,7 @@ class Stage:
     @property
     def job(self) -> jobs.JobFile:
         (file,) = self.folder.glob("*.job")
-        return cast(jobs.JobFile, jobs.msgspec.json.decode(file.read_bytes(), type=jobs.JobFile))
+        return jobs.from_json(file.read_bytes(), jobs.JobFile)
 
     def ask(self, path: str, method: str = "GET", body: bytes = b"") -> tuple[int, Any]:
         """Ask the job as ``top`` does."""

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import secrets
-import socket
 import time
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ import psutil
 
 from hvdgloo.errors import StoreError
 from hvdgloo.rendezvous import host_identity
+from hvdgloo.rendezvous._identity import host_name
 from hvdgloo.spark.common._files import Files
 
 _FORGOTTEN_S = 7 * 24 * 3600.0
@@ -68,7 +68,7 @@ def claim(files: Files, url: str) -> Release | Claim:
     """
     mine = f"{url}.in-use-{secrets.token_hex(8)}"
     process = psutil.Process()
-    own = Claim(host_identity(), socket.gethostname(), process.pid, process.create_time(), time.time())
+    own = Claim(host_identity(), host_name(), process.pid, process.create_time(), time.time())
     files.write(mine, json.dumps(dataclasses.asdict(own)).encode())
 
     def release() -> None:

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from hvdgloo._platform.files import replacing
 from hvdgloo.errors import StoreError
 from hvdgloo.spark.data import ParquetBatches
 from hvdgloo.spark.data._filesystems import open_filesystem
@@ -149,18 +150,11 @@ def _whole(path: str) -> str:
 def _replace_locally(path: str, content: bytes) -> None:
     folder = os.path.dirname(path)
     os.makedirs(folder, exist_ok=True)
-    part = os.path.join(folder, f".{os.path.basename(path)}.{secrets.token_hex(4)}.part")
-    try:
-        with open(part, "xb") as file:
-            file.write(content)
-            file.flush()
-            # Renamed before its content is on the disk, a file can be empty after a crash of the machine.
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
+    with replacing(path) as file:
+        file.write(content)
+        file.flush()
+        # Renamed before its content is on the disk, a file can be empty after a crash of the machine.
+        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from hvdgloo._platform.files import create
+
 __all__ = ["ScalarLogs", "are_possible"]
 
 
@@ -41,7 +43,7 @@ class ScalarLogs:
         now = time.time()
         # By "tfevents" TensorBoard knows such files.
         name = f"events.out.tfevents.{int(now):010}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
-        self._writer = records.RecordWriter(open(os.path.join(folder, name), "xb"))  # noqa: SIM115 - closed by __exit__
+        self._writer = records.RecordWriter(os.fdopen(create(os.path.join(folder, name)), "wb"))
         self._add(self._event(wall_time=now, file_version="brain.Event:2"))
 
     def __enter__(self) -> ScalarLogs:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdgloo._platform.files import PRIVATE, replacing
 from hvdgloo.config import parse_endpoint
 from hvdgloo.errors import ConfigError, WaitTimeoutError
 from hvdgloo.tensorflow.data._registry import ComputeClient
@@ -87,15 +87,8 @@ class TfDataServiceConfig:
 
     def write(self, filename: str | os.PathLike[str]) -> None:
         """Write a file that only its user can read. It appears whole, or replaces another one at once."""
-        path = Path(filename)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                json.dump(self.to_dict(), file)
-                file.flush()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with replacing(os.fspath(filename), PRIVATE) as file:
+            file.write(json.dumps(self.to_dict()).encode())
 
     @classmethod
     def read(
