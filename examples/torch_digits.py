@@ -154,6 +154,8 @@ def main() -> None:
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
+        # The saved rate is for as many ranks as there were then.
+        hvd.scale_learning_rate(optimizer, hvd.size() / saved["ranks"])
         first_epoch = saved["epoch"]
         print(f"resuming after epoch {first_epoch} from {checkpoint}")
     first_epoch = hvd.broadcast_object(first_epoch, root_rank=0, name="first_epoch")
@@ -173,8 +175,8 @@ def main() -> None:
             checkpoint.parent.mkdir(parents=True, exist_ok=True)
             unfinished = checkpoint.with_suffix(".tmp")
             # The optimizer's state is that of a plain torch.optim.SGD, which can load it without hvdgloo.
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
-            torch.save(state, unfinished)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({**state, "epoch": epoch + 1, "ranks": hvd.size()}, unfinished)
             unfinished.replace(checkpoint)  # atomic: a job that dies while saving leaves the previous one
     seconds = time.perf_counter() - started
 

@@ -46,6 +46,7 @@ __all__ = bind(
         "SyncBatchNorm",
         "broadcast_optimizer_state",
         "broadcast_parameters",
+        "scale_learning_rate",
         "sparse_allreduce_async",
     ],
 )

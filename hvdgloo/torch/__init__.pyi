@@ -28,7 +28,11 @@ from hvdgloo.torch import optimizer as optimizer
 from hvdgloo.torch import sync_batch_norm as sync_batch_norm
 from hvdgloo.torch._frontend import FRONTEND
 from hvdgloo.torch.compression import Compression
-from hvdgloo.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from hvdgloo.torch.functions import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    scale_learning_rate,
+)
 from hvdgloo.torch.optimizer import DistributedOptimizer
 from hvdgloo.torch.sync_batch_norm import SyncBatchNorm
 from hvdgloo.types import ReduceOp
@@ -96,6 +100,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "scale_learning_rate",
     "shutdown",
     "size",
     "sparse_allreduce_async",

@@ -1,4 +1,4 @@
-"""State that all ranks must start from, under the names that Horovod's programs import."""
+"""State that all ranks must start from, under the names that Horovod's programs import, and their learning rate."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hvdgloo.torch import _learning_rate as learning_rate
 from hvdgloo.torch import _state as state
 from hvdgloo.torch._compilation import uncompiled
 from hvdgloo.torch._frontend import FRONTEND
@@ -15,6 +16,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "scale_learning_rate",
 ]
 
 
@@ -53,6 +55,28 @@ def broadcast_optimizer_state(
         InvalidArgumentError: (a ValueError) for LBFGS, whose state cannot be sent.
     """
     state.broadcast_optimizer_state(FRONTEND, optimizer, root_rank)
+
+
+def scale_learning_rate(
+    optimizer: torch.optim.Optimizer, factor: float, *schedulers: torch.optim.lr_scheduler.LRScheduler
+) -> None:
+    """Multiply all learning rates, because another number of ranks goes on with the training.
+
+    A checkpoint's rates are for the number of ranks that wrote it, and ``load_state_dict`` restores them. If the
+    checkpoint has that number, ``hvd.scale_learning_rate(optimizer, hvd.size() / saved["workers"])`` corrects them.
+    The whole schedule is multiplied: the schedulers' base rates, and their highest and lowest ones.
+
+    Args:
+        optimizer: plain or distributed.
+        factor: the new number of ranks divided by the number that the rates are for.
+        schedulers: all that the optimizer has, from ``torch.optim.lr_scheduler`` or derived from its classes, after
+            their own ``load_state_dict``. Those in a ``SequentialLR`` or a ``ChainedScheduler`` are included.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) the factor is not a positive number; the optimizer's schedulers were not
+            passed, or are those of another optimizer.
+    """
+    learning_rate.scale(optimizer, factor, schedulers)
 
 
 broadcast_object = FRONTEND.broadcast_object

@@ -147,6 +147,7 @@ EXPORTS = {
         "SyncBatchNorm",
         "broadcast_optimizer_state",
         "broadcast_parameters",
+        "scale_learning_rate",
         "sparse_allreduce_async",
     },
     "hvdgloo.elastic": {"ObjectState", "State", "notification_manager", "run", "run_fn"},

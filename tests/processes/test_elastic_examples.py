@@ -1,4 +1,4 @@
-"""Elastic programs for torch in the shape that Horovod's documentation and examples teach, under ``--as-horovod``."""
+"""Elastic programs for torch: in the shape that Horovod's documentation and examples teach, and our page's own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
-from tests.support.elastic_examples import lose_one_and_get_another
+from tests.support.elastic_examples import follow_three_sizes, lose_one_and_get_another
 from tests.support.elastic_launch import Job
 from tests.support.launching import launcher_in
+from tests.support.pages import program
 
 pytest.importorskip("torch")
 
@@ -206,3 +207,8 @@ def test_pytorch_mnist_elastic(job: Job) -> None:
 
 def test_pytorch_synthetic_benchmark_elastic(job: Job) -> None:
     lose_one_and_get_another(job, 0, BENCHMARK, warm.python())
+
+
+def test_the_pages_program_trains_at_the_rate_for_the_workers_who_are_there(job: Job) -> None:
+    text = program("docs/elastic.md", "TorchState(model").replace("state.epoch < EPOCHS", 'not os.path.exists("over")')
+    follow_three_sizes(job, text, 'optimizer.param_groups[0]["lr"]', 0.05, warm.python())

@@ -71,11 +71,13 @@ def test_torch_digits_goes_on_from_its_checkpoint(launcher: Launcher) -> None:
     assert plain.param_groups[0]["lr"] == pytest.approx(0.04)
     assert len(plain.state) == len(parameters)
 
-    second = run_digits(launcher, *flags, "--epochs", "15", np=2)
+    second = run_digits(launcher, *flags, "--epochs", "15", np=3)
     assert len(re.findall("resuming after epoch 2", second)) == 1
     assert "epoch 3/15" in second
     assert "epoch 2/15" not in second
     assert accuracy_in(second) >= 97.0
+    resumed = torch.load(saved / "checkpoint.pt", weights_only=True)
+    assert resumed["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.06), "the rate for three ranks"
 
 
 @pytest.mark.extended

@@ -38,3 +38,24 @@ def lose_one_and_get_another(job: Job, victim: int, program: str, python: str, *
     over = job.members(1, 2, "over")
     assert over[0].step == over[1].step > again[0].step
     assert "Traceback" not in job.error
+
+
+def follow_three_sizes(job: Job, program: str, rate: str, of_one: float, python: str, **env: str) -> None:
+    """Run an elastic program of a page's with two workers, then three, then one, and look at its learning rate.
+
+    Args:
+        program: ends once there is a file named ``over``; its function ``train`` begins anew with each change.
+        rate: the expression for its learning rate.
+        of_one: the rate that is right for one worker.
+    """
+    begins = "def train(state):\n"
+    assert begins in program
+    program = program.replace(begins, f'{begins}    say("epoch", round(1000 * float({rate})))\n')
+    flags = ["-np", "2", "--min-np", "1", *job.discovers("localhost:2"), python]
+    job.start(*flags, program=SAYING + program, env={"OMP_NUM_THREADS": "1", **env})
+    for size in (2, 3, 1):
+        job.discovers(f"localhost:{size}")
+        assert [member.step for member in job.members(1, size)] == [round(1000 * of_one * size)] * size
+    job.finish()
+    assert job.end() == 0, job.error
+    assert "Traceback" not in job.error

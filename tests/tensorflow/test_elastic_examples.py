@@ -1,5 +1,5 @@
-"""Elastic programs for TensorFlow 2 and its Keras in the shape that Horovod's documentation and examples teach, under
-``--as-horovod``."""
+"""Elastic programs for TensorFlow 2 and its Keras: in the shape that Horovod's documentation and examples teach, and
+our page's own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
-from tests.support.elastic_examples import lose_one_and_get_another
+from tests.support.elastic_examples import follow_three_sizes, lose_one_and_get_another
 from tests.support.elastic_launch import Job
 from tests.support.launching import launcher_in
+from tests.support.pages import program
 
 pytestmark = pytest.mark.timeout(240)  # seconds; mostly a tenth of it
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -159,3 +160,27 @@ def test_tensorflow2_mnist_elastic(job: Job) -> None:
 
 def test_tensorflow2_keras_mnist_elastic(job: Job) -> None:
     lose_one_and_get_another(job, 1, FIT, warm.python("hvdgloo.tensorflow.keras", **QUIET), **QUIET)
+
+
+def test_the_pages_loop_trains_at_the_rate_for_the_workers_who_are_there(job: Job) -> None:
+    text = program("docs/elastic.md", "TensorFlowKerasState").replace("state.step < 60", 'not os.path.exists("over")')
+    python = warm.python(*warm.TENSORFLOW, **QUIET)
+    follow_three_sizes(job, text, "optimizer.learning_rate", 0.05, python, **QUIET)
+
+
+STOP = """
+class Stop(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = os.path.exists("over")
+
+
+callbacks.insert(0, Stop())
+EPOCHS = 100_000
+"""
+
+
+def test_the_pages_fit_trains_at_the_rate_for_the_workers_who_are_there(job: Job) -> None:
+    text = program("docs/elastic.md", "KerasState(model, batch=0")
+    text = text.replace("@hvd.elastic.run", f"{STOP}@hvd.elastic.run")
+    python = warm.python(*warm.TENSORFLOW, **QUIET)
+    follow_three_sizes(job, text, "model.optimizer.learning_rate", 0.05, python, **QUIET)
