@@ -46,6 +46,7 @@ class _Session(Generic[T]):
         self.operations: dict[tuple[object, ...], PersistentOperation[T]] = {}  # by everything that distinguishes them
         self.numbers = itertools.count(1)
         self.pending: dict[int, tuple[Pending[T], Callable[[list[T]], Any]]] = {}
+        self.join: Handle | None = None  # under way
 
 
 class Core(Generic[T]):
@@ -329,11 +330,18 @@ class Core(Generic[T]):
             its result: a tensor, a list of them for a group, or the pair of an alltoall; None if the handle is unknown
             or was synchronized.
         """
-        entry = None if self._bound is None else self._bound[1].pending.pop(handle, None)
+        known = {} if self._bound is None else self._bound[1].pending
+        entry = known.get(handle)
         if entry is None:
             return None
         pending, shape = entry
-        return shape(pending.result())
+        try:
+            results = pending.result()
+        except Exception:
+            known.pop(handle, None)
+            raise
+        known.pop(handle, None)  # not if the wait was interrupted: it may be waited for again
+        return shape(results)
 
     def _number(self, pending: Pending[T], shape: Callable[[list[T]], Any] = itemgetter(0)) -> int:
         """The number that stands for a pending operation; ``shape`` turns its results into what users get."""

@@ -29,6 +29,7 @@ from hvdgloo._collectives.spec import CollectiveSpec, broadcasting, exchanging, 
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
+from hvdgloo._platform import interrupts
 from hvdgloo.types import Collective, ReduceOp
 
 V = TypeVar("V")
@@ -475,8 +476,17 @@ class Frontend(Core[T]):
             the rank that came last, the same on all ranks.
         """
         context, session = self._bind()
-        handle = context.engine.submit(Request("join", Collective.JOIN))
-        handle.wait()
+        held = interrupts.hold()
+        try:
+            handle = session.join = session.join or context.engine.submit(Request("join", Collective.JOIN))
+        finally:
+            interrupts.release(held)
+        try:
+            handle.wait()
+        except Exception:
+            session.join = None
+            raise
+        session.join = None
         # A rank that joined earlier has counted fewer operations than the others.
         session.names.restart()
         return handle.value

@@ -45,6 +45,7 @@ from hvdgloo._engine.watch import Watch
 from hvdgloo._net import framing
 from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.handshake import Link
+from hvdgloo._platform import interrupts
 from hvdgloo.errors import (
     BackendError,
     HorovodInternalError,
@@ -191,8 +192,12 @@ class Control:
     def lend(self, awaited: Handle) -> None:
         """The calling thread waits for an operation: have it do the control thread's work until that has ended, but not
         for long. The others' answers usually arrive sooner than a thread can go to sleep and be woken."""
-        if self._turn_lock.acquire(blocking=False):
-            self._work_here(awaited, may_wait=True)
+        held = interrupts.hold()  # before the turn is taken
+        try:
+            if self._turn_lock.acquire(blocking=False):
+                self._work_here(awaited, may_wait=True)
+        finally:
+            interrupts.release(held)
 
     def _work_here(self, awaited: Handle | None, *, may_wait: bool) -> None:
         """Do the control thread's work on a caller's thread, which has taken the turn, and give the turn back."""
@@ -206,8 +211,8 @@ class Control:
                     if self._spin_time:
                         self._spin(awaited)
             except BaseException as error:
-                # As on the thread itself: a message that was only partly sent must fail the job, not hang it. A Ctrl-C
-                # that arrives just here belongs to the caller.
+                # As on the thread itself: a message that was only partly sent must fail the job, not hang it. What
+                # another signal's handler raises just here, or a second Ctrl-C, belongs to the caller.
                 self._give_up(
                     HorovodInternalError(f"the control plane of rank {self._rank} was interrupted: {error!r}")
                 )

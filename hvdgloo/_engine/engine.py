@@ -29,6 +29,7 @@ from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo._net.descriptors import bury
 from hvdgloo._net.handshake import Link
 from hvdgloo._observe.counters import Counters
+from hvdgloo._platform import interrupts
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, JobShutdownError
 from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
@@ -288,13 +289,16 @@ class Engine:
             )
         handle.lend = self._lend
         handle.counters = self.counters
-        filed, agreeing = self._member.add(
-            Submission(request, inputs, results, allocate, ready, splits, persistent, handle)
-        )
-        if filed == _BATCH or (filed == 1 and not agreeing):
-            self._control.submitted(waits=waits)
-        elif filed == 1:
-            self._control.wake()
+        submission = Submission(request, inputs, results, allocate, ready, splits, persistent, handle)
+        held = interrupts.hold()  # what was filed must also be sent
+        try:
+            filed, agreeing = self._member.add(submission)
+            if filed == _BATCH or (filed == 1 and not agreeing):
+                self._control.submitted(waits=waits)
+            elif filed == 1:
+                self._control.wake()
+        finally:
+            interrupts.release(held)
 
     @property
     def start_settings(self) -> Choice:

@@ -138,8 +138,9 @@ class Handle:
                 return
             latch = self._latch
             if latch is None:
-                latch = self._latch = _thread.allocate_lock()
+                latch = _thread.allocate_lock()
                 latch.acquire()
+                self._latch = latch  # held already: an interrupt may come in between
         seconds = -1 if timeout is None else min(max(0.0, timeout), _thread.TIMEOUT_MAX)  # a lock does not take inf
         if not latch.acquire(timeout=seconds):
             raise WaitTimeoutError(f"{self.name} has not completed within {timeout:g} s; it is still pending")

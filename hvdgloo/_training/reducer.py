@@ -7,6 +7,9 @@ overlap with the rest of the backward pass. The reducer knows names, not paramet
 which zeros replace one that never came, is up to its caller.
 
 A reducer outlives its job: in another Context it begins anew, with nothing held back, counted or under way.
+
+It also outlives a Ctrl-C. Nothing is sent without being counted as sent, and ``wait()`` forgets nothing before all of
+it has arrived; so whoever calls it again gets what the first call would have returned.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.persistent import Pending, PersistentOperation
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, resolve_op
+from hvdgloo._platform import interrupts
 from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError
 from hvdgloo.types import Collective, ReduceOp
 
@@ -57,6 +61,10 @@ class _Transfer(Generic[T]):
         others = len(self.names) - 1
         self.label = f"{first}+{others}" if others else first
         self.operation: PersistentOperation[T] | None = None
+
+    def forget(self) -> None:
+        """It is not under way any more: the gradients are the caller's alone."""
+        self.pending, self.gradients, self.sent = None, (), None
 
 
 class GradientReducer(Generic[T]):
@@ -125,6 +133,7 @@ class GradientReducer(Generic[T]):
         self._left: dict[str, int] = {}
         self._open: set[str] = set()
         self._started: list[_Transfer[T]] = []
+        self._reduced: dict[str, T] = {}  # what has arrived of it
 
     def ready(self, name: str, gradient: T, *, final: bool = False) -> None:
         """A backward pass has computed (or accumulated) a gradient. Returns at once.
@@ -158,22 +167,24 @@ class GradientReducer(Generic[T]):
             transfer = self._transfers[name] = self._made(_Transfer((name,)))
         if len(transfer.names) == 1:
             self._send(transfer, (gradient if transfer.whole is None else transfer.whole,))
-        else:
-            held = transfer.held
-            held[name] = gradient
-            if len(held) == len(transfer.names):
-                transfer.held = {}
-                try:
-                    if self._gathered is not None:
-                        self._gathered()
-                    if transfer.whole is not None:
-                        self._send(transfer, (transfer.whole,))
-                    else:
-                        self._send(transfer, [held[member] for member in transfer.names])
-                except BaseException:
-                    self._open.difference_update(transfer.names)
-                    raise
+            return
+        held = transfer.held
+        held[name] = gradient
         self._open.add(name)
+        if len(held) == len(transfer.names):
+            try:
+                if self._gathered is not None:
+                    self._gathered()
+                if transfer.whole is not None:
+                    self._send(transfer, (transfer.whole,))
+                else:
+                    self._send(transfer, [held[member] for member in transfer.names])
+            except BaseException:
+                if transfer.pending is None and all(postponed is not transfer for postponed, _ in self._postponed):
+                    self._open.difference_update(transfer.names)
+                raise
+            finally:
+                transfer.held = {}
 
     def merge(self, names: Sequence[str], whole: T) -> None:
         """From now on, send ``whole``, in whose memory these gradients lie, instead of them, when all of them are
@@ -203,17 +214,21 @@ class GradientReducer(Generic[T]):
         Raises:
             HorovodInternalError: as ``ready``; what was not sent may become ready again.
         """
-        self._labels = labels
-        for transfer in self._transfers.values():
-            transfer.call(labels[transfer.names[0]])
-        postponed, self._postponed = self._postponed, []
+        held = interrupts.hold()
         try:
-            while postponed:
-                self._send(*postponed[0])
-                del postponed[0]
+            self._labels = labels
+            for transfer in self._transfers.values():
+                transfer.call(labels[transfer.names[0]])
+            postponed, self._postponed = self._postponed, []
+            try:
+                while postponed:
+                    self._send(*postponed[0])
+                    del postponed[0]
+            finally:
+                for transfer, _ in postponed:
+                    self._open.difference_update(transfer.names)
         finally:
-            for transfer, _ in postponed:
-                self._open.difference_update(transfer.names)
+            interrupts.release(held)
 
     def wait(self) -> dict[str, T]:
         """Block until everything that was sent has been reduced; afterwards every name may become ready again.
@@ -226,18 +241,34 @@ class GradientReducer(Generic[T]):
         Raises:
             HorovodInternalError: a reduction failed. None is under way any more, so gradients may be touched again.
         """
-        started, self._started = self._started, []
-        reduced: dict[str, T] = {}
-        failure = self._advance(started)
-        for transfer in started:
-            self._open.difference_update(transfer.names)
-            try:
-                self._receive(transfer, reduced)
-            except Exception as error:  # noqa: BLE001 - all memory must be at rest before the first error is raised
-                failure = failure or error
+        failure = self.rest()
+        held = interrupts.hold()
+        try:
+            started, self._started = self._started, []
+            reduced, self._reduced = self._reduced, {}
+            for transfer in started:
+                transfer.forget()
+                self._open.difference_update(transfer.names)
+        finally:
+            interrupts.release(held)
         if failure is not None:
             raise failure
         return reduced
+
+    def rest(self) -> Exception | None:
+        """Block until nothing is under way, without forgetting that it was sent: ``wait`` returns it.
+
+        Returns:
+            the first failure, which ``wait`` raises.
+        """
+        failure = self._advance()
+        for transfer in self._started:
+            if transfer.pending is not None:
+                try:
+                    self._receive(transfer)
+                except Exception as error:  # noqa: BLE001 - all memory must be at rest before the first error is raised
+                    failure = failure or error
+        return failure
 
     @property
     def open(self) -> frozenset[str]:
@@ -270,10 +301,9 @@ class GradientReducer(Generic[T]):
             self.wait()
         except Exception:  # noqa: BLE001 - nobody asks for it any more; the next collective has the job's error
             pass
-        finally:
-            self._left, self._open, self._postponed = {}, set(), []
-            for transfer in self._transfers.values():
-                transfer.held = {}
+        self._left, self._open, self._postponed = {}, set(), []
+        for transfer in self._transfers.values():
+            transfer.held = {}
 
     def _begin_in(self, context: object) -> None:
         """The job is another one, in which the process set has another number."""
@@ -289,11 +319,10 @@ class GradientReducer(Generic[T]):
             transfer.call(self._labels[transfer.names[0]])
         return transfer
 
-    @staticmethod
-    def _advance(started: Sequence[_Transfer[T]]) -> Exception | None:
+    def _advance(self) -> Exception | None:
         """Have compressors that need several collectives start their next ones, all before the first is waited for."""
         failure: Exception | None = None
-        for transfer in started:
+        for transfer in self._started:
             pending = transfer.pending
             if pending is not None and not isinstance(pending, Pending):
                 try:
@@ -303,9 +332,18 @@ class GradientReducer(Generic[T]):
         return failure
 
     def _send(self, transfer: _Transfer[T], gradients: Sequence[T]) -> None:
-        if self._labels is None:
-            self._postponed.append((transfer, gradients))
-            return
+        """Start a transfer, unless names are not known yet, and count its gradients as sent."""
+        held = interrupts.hold()
+        try:
+            if self._labels is None:
+                self._postponed.append((transfer, gradients))
+            else:
+                self._start(transfer, gradients)
+            self._open.update(transfer.names)
+        finally:
+            interrupts.release(held)
+
+    def _start(self, transfer: _Transfer[T], gradients: Sequence[T]) -> None:
         in_place = self._in_place
         sent: Sequence[T] | None = None
         if not self._plain:
@@ -330,24 +368,24 @@ class GradientReducer(Generic[T]):
         transfer.gradients, transfer.sent = gradients, sent
         self._started.append(transfer)
 
-    def _receive(self, transfer: _Transfer[T], reduced: dict[str, T]) -> None:
-        """Wait for what is under way, and add the results by name; merged gradients share one."""
-        pending, gradients, sent = transfer.pending, transfer.gradients, transfer.sent
-        transfer.pending, transfer.gradients, transfer.sent = None, (), None  # the gradients are the caller's alone
+    def _receive(self, transfer: _Transfer[T]) -> None:
+        """Wait for what is under way, and keep the results by name; merged gradients share one."""
+        pending, sent, reduced = transfer.pending, transfer.sent, self._reduced
         assert pending is not None
         names = transfer.names if transfer.whole is None else (transfer.label,)
         results: Sequence[T] = pending.result() if isinstance(pending, Pending) else pending.wait()
         if sent is None:
             reduced.update(zip(names, results, strict=True))
-            return
-        deliver = self._frontend.adapter.deliver
-        for name, gradient, context, one, result in zip(
-            names, gradients, transfer.contexts, sent, results, strict=True
-        ):
-            whole = self._compression.decompress(result, context)
-            if self._in_place and one is not gradient:
-                whole = deliver(whole, gradient, in_place=True)
-            reduced[name] = whole
+        else:
+            deliver = self._frontend.adapter.deliver
+            for name, gradient, context, one, result in zip(
+                names, transfer.gradients, transfer.contexts, sent, results, strict=True
+            ):
+                whole = self._compression.decompress(result, context)
+                if self._in_place and one is not gradient:
+                    whole = deliver(whole, gradient, in_place=True)
+                reduced[name] = whole
+        transfer.forget()
 
 
 def check_passes(passes: int) -> None:

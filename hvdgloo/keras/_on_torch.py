@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._job.context import Context
@@ -52,6 +53,7 @@ class TorchSync:
         self._hooked: dict[str, Any] = {}
         self._hooks: list[Any] = []
         self._sent: dict[str, tuple[Tensor, int]] = {}  # by hooks: gradients, and their versions at the time
+        self._asked: Pending[Tensor] | None = None  # the last question to the others
         self._is_new = True  # no step since the hooks were made
         self._hooks_wanted = False
         self._context: Context | None = None  # of the last step
@@ -136,6 +138,8 @@ class TorchSync:
         return self._send(given)
 
     def _send(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._reducer.open:
+            self._reducer.reset()  # the previous step was interrupted
         for name, gradient in given.items():
             self._reducer.ready(name, gradient.detach())
         return self._reducer.wait()
@@ -158,7 +162,9 @@ class TorchSync:
         state = _NOTHING if is_first else _CHANGED if changed else _SENT
         most = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(self._options.process_set))
         mine = torch.tensor([state, is_first], dtype=torch.uint8)
-        asked = FRONTEND.start(most, [mine], f"changed.{next(iter(self._hooked))}")
+        if self._asked is not None:
+            self._asked.result()  # the previous step was interrupted
+        asked = self._asked = FRONTEND.start(most, [mine], f"changed.{next(iter(self._hooked))}")
         if is_first and int(asked.result()[0][0]) == _NOTHING:
             return None
         reduced = self._settle()
@@ -182,7 +188,7 @@ class TorchSync:
 
     def _abandon(self) -> None:
         self._follow()
-        if not self._sent:
+        if not (self._sent or self._reducer.open):
             return
         try:
             self._settle()
@@ -191,6 +197,7 @@ class TorchSync:
 
     def _drop(self) -> None:
         self._sent.clear()
+        self._asked = None
         try:
             self._reducer.reset()
         except Exception:  # noqa: BLE001 - as above

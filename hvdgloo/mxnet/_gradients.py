@@ -122,6 +122,8 @@ class MXNetGradientSync:
         if keys not in self._reducers:
             self._reducers[keys] = self._reducer(keys)
         reducer = self._reducers[keys]
+        if reducer.open:
+            reducer.reset()  # the previous step was interrupted
         try:
             for key in reversed(keys):
                 reducer.ready(self._name(key), gradients[key])

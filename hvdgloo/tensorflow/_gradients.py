@@ -42,6 +42,9 @@ class GradientSync:
         frontend: where collectives are submitted.
         options: how gradients are reduced.
 
+    Attributes:
+        unfinished: what a step that was interrupted, or failed, may have left under way.
+
     Raises:
         InvalidArgumentError: (a ValueError) an option cannot be used.
     """
@@ -51,6 +54,7 @@ class GradientSync:
         self.options = options
         self._sources: dict[int, Any] = {}
         self._latest: Context | None = None
+        self.unfinished: _Batch | None = None
         make_reducer(frontend, options, [])  # raises for what it cannot do
         check(options.groups)
 
@@ -196,7 +200,7 @@ class GradientSync:
                 parts.append([sent])
                 contexts.append(ctx)
         batch = _Batch(self, names, self._groups(names, gradients, variables))
-        received = _in_graph(batch, parts) if in_graph([None]) else _eagerly(batch, parts)
+        received = _in_graph(batch, parts) if in_graph([None]) else _eagerly(self, batch, parts)
         return [
             sparse.combine(gradient, result, self.options.op, self.frontend.number_of(self.options.process_set))
             if sparse.is_sparse(gradient)
@@ -249,8 +253,7 @@ class _Batch:
 
     def begin(self) -> None:
         """A step begins: drop what is left over from one that did not finish. Before each step's first ``ready``."""
-        if self._reducer.open or self._sparse:
-            self._abandon()
+        self.abandon()
         if self._context is not self._frontend.context:
             self._open()
         self._own = {}
@@ -276,12 +279,12 @@ class _Batch:
         if not self._is_shared:
             # Copies: TensorFlow may write where a result is.
             return [[np.copy(tensor) for tensor in self._own[index]] for index in range(len(self._names))]
-        gathering, self._sparse = self._sparse, {}
         try:
             reduced = self._reducer.wait()
         finally:
             # Also when reducing failed: memory must be at rest before the error leaves.
-            gathered = {index: _settled(pending) for index, pending in gathering.items()}
+            gathered = {index: _settled(pending) for index, pending in self._sparse.items()}
+        gathering, self._sparse = self._sparse, {}
         results = []
         for index, name in enumerate(self._names):
             if name in reduced:
@@ -301,14 +304,13 @@ class _Batch:
         self._gather = gathering(process_set)
         self._reducer = make_reducer(self._frontend, self._options, self._groups)
 
-    def _abandon(self) -> None:
-        gathering, self._sparse = self._sparse, {}
-        for pending in gathering.values():
+    def abandon(self) -> None:
+        """Wait for what is left over from a step that did not finish, and drop it."""
+        for pending in self._sparse.values():
             _settled(pending)
-        try:
+        self._sparse = {}
+        if self._reducer.open:
             self._reducer.reset()
-        except Exception:  # noqa: BLE001 - it belonged to a step that has failed and said why
-            pass
 
 
 def _settled(pending: Pending[Tensor]) -> Exception | None:
@@ -319,10 +321,15 @@ def _settled(pending: Pending[Tensor]) -> Exception | None:
     return None
 
 
-def _eagerly(batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+def _eagerly(sync: GradientSync, batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    if sync.unfinished is not None:
+        sync.unfinished.abandon()
+    sync.unfinished = batch
     for index in reversed(range(len(parts))):
         batch.ready(index, *parts[index])
-    return batch.wait()
+    results = batch.wait()
+    sync.unfinished = None
+    return results
 
 
 def _in_graph(batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -130,12 +130,12 @@ class Buckets:
 
     def deliver(self) -> None:
         """Results have arrived: tell autograd that gradients have changed, and copy those that belong elsewhere."""
-        elsewhere, self._elsewhere = self._elsewhere, {}
         for part in self._parts.values():
             torch.autograd.graph.increment_version(part)
         with torch.no_grad():
-            for name, gradient in elsewhere.items():
+            for name, gradient in self._elsewhere.items():
                 gradient.copy_(self._parts[name])
+        self._elsewhere = {}
 
     def forget(self) -> None:
         """The gradients so far will not be reduced."""
@@ -202,13 +202,16 @@ def plan(parameters: Mapping[str, Tensor], order: Iterable[str], limit: int) -> 
 
 def agree(
     frontend: Frontend[Tensor], process_set: int, names: Sequence[str], planned: Sequence[Sequence[str]], label: str
-) -> list[list[str]]:
-    """The plan of the set's first rank, which applies to all.
+) -> Callable[[], list[list[str]]]:
+    """Ask for the plan of the set's first rank, which applies to all.
 
     Args:
         names: of all gradients, in an order that is the same on all ranks.
         planned: this rank's plan.
         label: names this exchange.
+
+    Returns:
+        a function that waits for it and returns it.
     """
     index = {name: i for i, name in enumerate(names)}
     # For each place in the common order: bucket and place of the gradient, or -1.
@@ -218,12 +221,16 @@ def agree(
             places[index[name]] = number, position
     root = frontend.context.engine.process_sets[process_set][0]
     operation = CollectiveSpec(Collective.BROADCAST, root=root, process_set=process_set)
-    agreed = frontend.start_array(operation, places, label)()
-    buckets: dict[int, dict[int, str]] = {}
-    for name, (number, position) in zip(names, agreed.tolist(), strict=True):
-        if number >= 0:
-            buckets.setdefault(number, {})[position] = name
-    return [[members[position] for position in sorted(members)] for _, members in sorted(buckets.items())]
+    answer = frontend.start_array(operation, places, label)
+
+    def agreed() -> list[list[str]]:
+        buckets: dict[int, dict[int, str]] = {}
+        for name, (number, position) in zip(names, answer().tolist(), strict=True):
+            if number >= 0:
+                buckets.setdefault(number, {})[position] = name
+        return [[members[position] for position in sorted(members)] for _, members in sorted(buckets.items())]
+
+    return agreed
 
 
 _storage_uses = getattr(torch._C, "_storage_Use_Count", None)

@@ -21,6 +21,7 @@ from hvdgloo._collectives.core import Core
 from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._job.context import Context
+from hvdgloo._platform import interrupts
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import ReduceOp
 
@@ -159,12 +160,16 @@ class _Steps:
         return self._frontend.start(operation, tensors, name, in_place=True, grouped=len(tensors) > 1)
 
     def advance(self) -> None:
-        if self._first is None:
+        if self._first is None or self._second is not None:
             return
         self._first.result()
-        for approximation in self._large.values():
-            approximation.project()
-        self._second = self._start(self._average, [a.q for a in self._large.values()], f"{self._name}.q")
+        held = interrupts.hold()  # what was projected twice would not be what the others have
+        try:
+            for approximation in self._large.values():
+                approximation.project()
+            self._second = self._start(self._average, [a.q for a in self._large.values()], f"{self._name}.q")
+        finally:
+            interrupts.release(held)
 
     def wait(self) -> list[Tensor]:
         if self._small is not None:

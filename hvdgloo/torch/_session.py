@@ -14,23 +14,36 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
-from contextlib import contextmanager
-from typing import Any, cast
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
+import torch.utils.checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdgloo._backends import gpu
 from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import process_set_id
 from hvdgloo._collectives.spec import reduction
 from hvdgloo._job.context import Context
+from hvdgloo._platform import interrupts
 from hvdgloo._training.options import Groups
 from hvdgloo._training.reducer import GradientReducer
-from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError, NotInitializedError, OptimizerCallError
+from hvdgloo.errors import (
+    GradientsInFlightError,
+    HorovodInternalError,
+    InvalidArgumentError,
+    NotInitializedError,
+    OptimizerCallError,
+)
 from hvdgloo.torch import _sparse as sparse
 from hvdgloo.torch._buckets import Buckets, agree, plan, suits
 from hvdgloo.torch._compilation import uncompiled
@@ -40,6 +53,7 @@ from hvdgloo.types import ReduceOp
 
 Tensor = torch.Tensor
 Closure = Callable[[], Any]
+T = TypeVar("T")
 
 _ELEMENTWISE = (Compression.none, Compression.fp16, Compression.bf16)
 """Compressors that treat many gradients at once just as they treat each of them."""
@@ -55,6 +69,7 @@ class _Gradients(enum.Enum):
     LOCAL = "not reduced yet, or in flight"
     REDUCED = "reduced on the way, for a GradScaler"
     SYNCHRONIZED = "reduced because the user asked for it"
+    ARRIVED = "reduced, and not used yet: an interrupted step goes on from here"
 
 
 class _Kind(enum.IntEnum):
@@ -63,6 +78,21 @@ class _Kind(enum.IntEnum):
     NONE = 0  # no gradient so far
     SPARSE = 1
     DENSE = 2
+
+
+@dataclass
+class _Stepped:
+    """What an Adasum optimizer's step has changed, and what comes of it.
+
+    Attributes:
+        before: the parameters as they were.
+        result: the return value of the user's step.
+        pending: the changes' reductions, and how to undo their compression; None before they have started.
+    """
+
+    before: dict[str, Tensor]
+    result: Any
+    pending: dict[str, tuple[Pending[Tensor], Any]] | None = None
 
 
 def _kind_of(parameter: Tensor, options: ReductionOptions) -> _Kind:
@@ -127,6 +157,9 @@ class Session:
         self._first_order: dict[str, None] | None = {}  # as gradients became ready; None once there are buckets
         self._buckets: Buckets | None = None
         self._sparse: dict[str, Callable[[], Tensor]] = {}  # gradients under way, to what waits for them
+        self._asked: dict[str, Callable[[], Any]] = {}  # what is being agreed upon, to what waits for the answer
+        self._stepped: _Stepped | None = None  # with op=Adasum: what is being combined
+        self._broken_off = False  # the last step(), synchronize() or the like raised
         self._kinds: dict[str, _Kind] = {}
         self._labels: dict[str, str] | None = None  # what gradients are called in this Context's messages
         self._active = False
@@ -183,6 +216,9 @@ class Session:
         self._first_order = {}
         self._kinds.clear()
         self._sparse.clear()
+        self._asked.clear()
+        self._stepped = None
+        self._broken_off = False
         self._streams.clear()
         self._gradients = _Gradients.LOCAL
 
@@ -199,8 +235,12 @@ class Session:
             for name in [name for name, parameter in self._tracked.items() if not parameter.requires_grad]:
                 self._untrack(name)
             self._tracked = {name: self._tracked[name] for name in self._parameters if name in self._tracked}
-        self._labels = dict(zip(self._parameters, self.frontend.reserve_names(list(self._parameters)), strict=True))
-        self.reducer.release(self._labels)
+        held = interrupts.hold()
+        try:
+            self._labels = dict(zip(self._parameters, self.frontend.reserve_names(list(self._parameters)), strict=True))
+            self.reducer.release(self._labels)
+        finally:
+            interrupts.release(held)
 
     # Parameters and hooks
 
@@ -279,7 +319,10 @@ class Session:
             gradient = parameter.grad if self._buckets is None else None
             if gradient is None or gradient.is_sparse:
                 gradient = self._dense_gradient(name, parameter)
-            self.reducer.ready(name, gradient)
+            try:
+                self.reducer.ready(name, gradient)
+            except GradientsInFlightError as error:
+                raise _naming_checkpoints(error, name) from None
         # Sparse ones are gathered when all passes have added to them.
 
     def _gathered(self) -> None:
@@ -315,7 +358,11 @@ class Session:
             gradient = gradient.to_sparse(1)
         op = ReduceOp.AVERAGE if self.options.op is None else self.options.op
         label, process_set = self._label(name), self.options.process_set
-        self._sparse[name] = sparse.start_sparse_allreduce(self.frontend, gradient, label, op, process_set)
+        held = interrupts.hold()
+        try:
+            self._sparse[name] = sparse.start_sparse_allreduce(self.frontend, gradient, label, op, process_set)
+        finally:
+            interrupts.release(held)
 
     def _label(self, name: str) -> str:
         """What a gradient is called in messages. Known since this Context's first step began."""
@@ -327,16 +374,40 @@ class Session:
         A gradient that is dense on some rank is sent as dense by all from then on: that rank may already have sent it.
         """
         unknown = {name: p for name, p in self._tracked.items() if name not in self._kinds}
-        if not unknown:
+        if not unknown and "kinds" not in self._asked:
             return
         if self.options.sparse_as_dense:
             self._kinds.update(dict.fromkeys(unknown, _Kind.DENSE))
             return
-        kinds = torch.tensor([_kind_of(parameter, self.options) for parameter in unknown.values()], dtype=torch.uint8)
-        self.frontend.allreduce_(kinds, op=ReduceOp.MAX, process_set=self.options.process_set)
-        for name, kind in zip(unknown, kinds.tolist(), strict=True):
-            if kind != _Kind.NONE:
-                self._kinds[name] = _Kind(kind)
+
+        def ask() -> Callable[[], dict[str, _Kind]]:
+            own = [_kind_of(parameter, self.options) for parameter in unknown.values()]
+            most = reduction(None, ReduceOp.MAX, 1.0, 1.0, self.options.process_set)
+            answer = self.frontend.start_array(most, np.array(own, np.uint8), None)
+            return lambda: {n: _Kind(k) for n, k in zip(unknown, answer().tolist(), strict=True) if k != _Kind.NONE}
+
+        self._agree("kinds", ask, self._kinds.update)
+
+    def _agree(self, what: str, ask: Callable[[], Callable[[], T]], use: Callable[[T], None]) -> None:
+        """Exchange something with all ranks, and use the answer. Where that was interrupted, the next call goes on."""
+        answer = self._asked.get(what)
+        if answer is None:
+            held = interrupts.hold()
+            try:
+                answer = self._asked[what] = ask()
+            finally:
+                interrupts.release(held)
+        try:
+            agreed = answer()
+        except Exception:
+            del self._asked[what]
+            raise
+        held = interrupts.hold()
+        try:
+            del self._asked[what]
+            use(agreed)
+        finally:
+            interrupts.release(held)
 
     def _reduce(self) -> None:
         if self._lost:
@@ -344,34 +415,74 @@ class Session:
                 f"{', '.join(sorted(self._lost))}: given to a later DistributedOptimizer, which now reduces the "
                 "gradients; this one cannot step any more"
             )
-        opened = self.reducer.open
+        self._broken_off = True
+        try:
+            if self._gradients is not _Gradients.ARRIVED:
+                self._exchange()
+            if issubclass(self.base, torch.optim.SparseAdam):
+                self._make_sparse()
+            if self._first_order is not None:
+                self._form_buckets(self._first_order)
+        except HorovodInternalError:  # all ranks have it, and none has the step
+            self._broken_off = False
+            raise
+        self._broken_off = False
+
+    def _exchange(self) -> None:
+        """Send what has not been sent, and wait for all of it. What was under way when an interrupt came is not sent
+        again: the others have it."""
         try:
             self._agree_on_names()
             self._track_unfrozen()
             self._learn_kinds()
             for name, parameter in self._tracked.items():
+                if name in self._sparse or self.reducer.is_open(name):
+                    continue
                 # A parameter frozen since then has nothing to send, unless the rest of its group waits for it.
-                if name in opened or not (parameter.requires_grad or self._has_company(name)):
+                if not (parameter.requires_grad or self._has_company(name)):
                     continue
                 if self._kinds.get(name) is _Kind.SPARSE:
                     self._start_sparse(name, parameter)
                 else:
                     self.reducer.ready(name, self._dense_gradient(name, parameter), final=True)
+        except HorovodInternalError:
+            self._rest()
+            self._sparse.clear()
+            self.reducer.reset()
+            raise
+        except Exception:
+            self._rest()  # memory must be at rest before the error leaves
+            raise
+        gathered, failure = self._rest()
+        held = interrupts.hold()
+        try:
+            if self._buckets is not None:
+                self._buckets.deliver()
+            for name, gradient in gathered.items():
+                self._tracked[name].grad = gradient
+            self._sparse.clear()
+            self._streams.clear()
+            self.reducer.wait()
+            if failure is not None:
+                raise failure
+            self._gradients = _Gradients.ARRIVED
         finally:
-            # Also when sending failed: memory must be at rest before the error leaves.
-            gathering, self._sparse = self._sparse, {}
+            interrupts.release(held)
+
+    def _rest(self) -> tuple[dict[str, Tensor], Exception | None]:
+        """Wait until nothing is under way.
+
+        Returns:
+            the sparse gradients that have arrived, and the first failure.
+        """
+        failure = self.reducer.rest()
+        gathered = {}
+        for name, finish in self._sparse.items():
             try:
-                self.reducer.wait()
-            finally:
-                self._streams.clear()
-                if self._buckets is not None:
-                    self._buckets.deliver()
-                for name, finish in gathering.items():
-                    self._tracked[name].grad = finish()
-        if issubclass(self.base, torch.optim.SparseAdam):
-            self._make_sparse()
-        if self._first_order is not None:
-            self._form_buckets(self._first_order)
+                gathered[name] = finish()
+            except Exception as error:  # noqa: BLE001 - raised once all memory is at rest
+                failure = failure or error
+        return gathered, failure
 
     def _make_sparse(self) -> None:
         """Leave gradients that travelled as dense ones, zeros included, as the optimizer needs them."""
@@ -400,12 +511,16 @@ class Session:
         if not names:
             return
         process_set = process_set_id(self.options.process_set)
-        agreed = agree(self.frontend, process_set, names, planned, f"{self._label(names[0])}.buckets")
-        if agreed:
-            self._buckets = Buckets(self.frontend, process_set, self._tracked, agreed)
-            for bucket in self._buckets.all:
-                self.reducer.merge(list(bucket.offsets), bucket.whole)
-        self._first_order = None
+
+        def use(agreed: list[list[str]]) -> None:
+            if agreed:
+                self._buckets = Buckets(self.frontend, process_set, self._tracked, agreed)
+                for bucket in self._buckets.all:
+                    self.reducer.merge(list(bucket.offsets), bucket.whole)
+            self._first_order = None
+
+        label = f"{self._label(names[0])}.buckets"
+        self._agree("buckets", lambda: agree(self.frontend, process_set, names, planned, label), use)
 
     def _leave_buckets(self) -> None:
         """A converted model: start over, as all ranks do, with a step without buckets."""
@@ -468,14 +583,24 @@ class Session:
             self.reducer.ready(name, self._dense_gradient(name, parameter), final=True)
 
     def forget(self) -> None:
-        """Start over with gradients and with counting backward passes."""
+        """Start over with gradients and with counting backward passes.
+
+        A step that was broken off is first brought to where the others are, but for the optimizer's part in it.
+        """
+        if self._broken_off:
+            with suppress(Exception):  # it has been raised, or the next step raises it
+                self._reduce()
+            self._sparse.clear()
+            self._broken_off = False
         self.reducer.reset()
+        if self._gradients is _Gradients.ARRIVED:
+            self._gradients = _Gradients.LOCAL
         if self._buckets is not None:
             self._buckets.forget()
 
     def require_rest(self, action: str) -> None:
         opened = self.reducer.open
-        if opened:
+        if opened and not self._broken_off:
             raise GradientsInFlightError(
                 f"{action} while {len(opened)} gradients ({min(opened)}, ...) are being reduced; call step() or "
                 "synchronize() first"
@@ -499,7 +624,7 @@ class Session:
             return self._adaptive_step(optimizer, closure)
         if closure is not None:
             return self._plain_step(optimizer, functools.partial(self._evaluate, closure))
-        if self._gradients is _Gradients.LOCAL:
+        if self._gradients in (_Gradients.LOCAL, _Gradients.ARRIVED):
             self._reduce()
         elif self._gradients is _Gradients.SYNCHRONIZED:
             warnings.warn(
@@ -509,8 +634,9 @@ class Session:
                 "optimizer.skip_synchronize():' to say that this is meant",
                 stacklevel=3,
             )
-        self._gradients = _Gradients.LOCAL
-        return self._plain_step(optimizer)
+        result = self._plain_step(optimizer)
+        self._gradients = _Gradients.LOCAL  # not before: a step that is repeated has its gradients already
+        return result
 
     def _plain_step(self, optimizer: torch.optim.Optimizer, *closure: Closure | None) -> Any:
         """The step of the user's optimizer; as replaced on it, where somebody has done that."""
@@ -526,20 +652,36 @@ class Session:
         Changes and not gradients, because an optimizer with a state (momentum, Adam) would scale an adapted gradient
         again (Maleki et al., 2021, section 3.3).
         """
-        self._agree_on_names()
-        trained = {name: p for name, p in self._tracked.items() if p.requires_grad}
-        before = {name: p.detach().clone() for name, p in trained.items()}
-        result = self._plain_step(optimizer, closure) if closure is not None else self._plain_step(optimizer)
-        changes = {name: p.detach() - before[name] for name, p in trained.items()}
-        operation = reduction(None, ReduceOp.ADASUM, 1.0, 1.0, self.options.process_set)
-        compression = self.options.compression
-        sent = {name: compression.compress(change) for name, change in changes.items()}
-        pending = {name: self.frontend.start(operation, [each], self._label(name)) for name, (each, _) in sent.items()}
-        with torch.no_grad():
-            for name, combined in pending.items():
-                whole = compression.decompress(combined.result()[0], sent[name][1])
-                trained[name].copy_(before[name] + whole)
-        return result
+        stepped = self._stepped
+        if stepped is None:
+            self._agree_on_names()
+            trained = {name: p for name, p in self._tracked.items() if p.requires_grad}
+            before = {name: p.detach().clone() for name, p in trained.items()}
+            given = () if closure is None else (closure,)
+            stepped = self._stepped = _Stepped(before, self._plain_step(optimizer, *given))
+        if stepped.pending is None:
+            compress = self.options.compression.compress
+            sent = {name: compress(self._tracked[name].detach() - value) for name, value in stepped.before.items()}
+            operation = reduction(None, ReduceOp.ADASUM, 1.0, 1.0, self.options.process_set)
+            held = interrupts.hold()
+            try:
+                pending = {n: self.frontend.start(operation, [each], self._label(n)) for n, (each, _) in sent.items()}
+                stepped.pending = {name: (pending[name], context) for name, (_, context) in sent.items()}
+            except Exception:
+                self._stepped = None
+                raise
+            finally:
+                interrupts.release(held)
+        try:
+            with torch.no_grad():
+                for name, (combined, context) in stepped.pending.items():
+                    whole = self.options.compression.decompress(combined.result()[0], context)
+                    self._tracked[name].copy_(stepped.before[name] + whole)
+        except Exception:
+            self._stepped = None
+            raise
+        self._stepped = None
+        return stepped.result
 
     def _evaluate(self, closure: Closure) -> Any:
         """A closure as the user's optimizer sees it: the gradients and the loss are those of all ranks.
@@ -557,6 +699,24 @@ class Session:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # Part of the plain optimizer's state, which some classes pickle as a whole: nothing is left of us there.
         return type(None), ()
+
+
+def _naming_checkpoints(error: GradientsInFlightError, name: str) -> GradientsInFlightError:
+    """The error of a hook, saying what to do about reentrant checkpoints, each of which runs a backward pass of its
+    own."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != torch.utils.checkpoint.__name__:
+        frame = frame.f_back
+    if frame is None:  # it is the other one that ran in a checkpoint's, if any did
+        return GradientsInFlightError(
+            f"{error}; or its layer is used several times, also under a reentrant torch.utils.checkpoint: then call "
+            "checkpoint(..., use_reentrant=False)"
+        )
+    return GradientsInFlightError(
+        f"the gradient of {name} became ready twice in one backward pass: its layer is used several times under "
+        "torch.utils.checkpoint, and each reentrant checkpoint runs a backward pass of its own; call checkpoint(..., "
+        "use_reentrant=False)"
+    )
 
 
 @uncompiled

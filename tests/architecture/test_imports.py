@@ -61,7 +61,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo._collectives": {"_backends", "_engine", "_job", "_platform", "rendezvous"},
     "hvdgloo.elastic": {"_collectives", "_job", "_platform", "rendezvous"},
     "hvdgloo.common": {"_collectives", "_job", "_platform", "elastic"},
-    "hvdgloo._training": {"_collectives", "common"},
+    "hvdgloo._training": {"_collectives", "_platform", "common"},
     "hvdgloo.data": set(),
     "hvdgloo.numpy": {"_collectives", "_job", "elastic"},
     "hvdgloo.torch": {"_backends", "_collectives", "_job", "_platform", "_training", "common", "config", "elastic"},

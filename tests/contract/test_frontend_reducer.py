@@ -6,14 +6,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hvdgloo._collectives import agreement
+from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._job.context import Context
 from hvdgloo._training.reducer import GradientReducer
 from hvdgloo.errors import GradientsInFlightError, HorovodInternalError, InvalidArgumentError
+from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import DType, ReduceOp
 from tests.support.arrays import assert_close
 from tests.support.frameworks import Framework
+from tests.support.interrupting import at_each_line, interrupted_at
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
@@ -180,6 +185,75 @@ def test_a_failure_leaves_nothing_under_way(world: MakeWorld, framework: Framewo
         assert framework.array(reducer.wait()["bad"]).tolist() == [1.0]
 
     world(SIZE).run(rank_body)
+
+
+@pytest.mark.parametrize("backend", ["local"], indirect=True)
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "new"])
+def test_waiting_again_after_ctrl_c_returns_all_of_it(world: MakeWorld, framework: Framework, in_place: bool) -> None:
+    two = world(2)
+    reducers = [
+        GradientReducer(framework.frontend(context), in_place=in_place, compression=framework.compression.fp16)
+        for context in two.contexts
+    ]
+
+    def begin(rank: int) -> GradientReducer[Any]:
+        for i in range(3):
+            reducers[rank].ready(f"w{i}", framework.writable(framework.float64([i + rank, float(i)])))
+        return reducers[rank]
+
+    def trial(line: int) -> bool:
+        other = threading.Thread(target=lambda: begin(1).wait(), daemon=True)
+        other.start()
+        reducer = begin(0)
+        results: list[dict[str, Any]] = []
+        interrupted = interrupted_at(line, lambda: results.append(reducer.wait()))
+        if reducer.open:
+            with pytest.raises(GradientsInFlightError):
+                reducer.ready("w1", framework.float64([0.0, 0.0]))
+            results.append(reducer.wait())
+        if results:  # or they were on the way to the caller
+            assert [framework.array(results[0][f"w{i}"]).tolist() for i in range(3)] == [[i + 0.5, i] for i in range(3)]
+        other.join(10)
+        assert not other.is_alive()
+        return interrupted
+
+    at_each_line(trial, 5)
+
+
+@pytest.mark.parametrize("backend", ["local"], indirect=True)
+@pytest.mark.parametrize("call", ["synchronize", "join", "highest"])
+def test_other_waits_go_on_after_ctrl_c(world: MakeWorld, call: str) -> None:
+    contexts = world(2).contexts
+    frontends = [Frontend(NumpyAdapter(), lambda context=context: context) for context in contexts]
+
+    def begin(rank: int) -> Callable[[], Any]:
+        if call == "synchronize":
+            handle = frontends[rank].allreduce_async(np.array([float(rank)]), op=ReduceOp.SUM)
+            return lambda: float(frontends[rank].synchronize(handle)[0])
+        if call == "join":
+            return lambda: int(frontends[rank].join() >= 0)
+        return lambda: agreement.highest(contexts[rank], "elastic", [rank])[0]
+
+    def is_under_way() -> bool:
+        session = frontends[0]._bind()[1]
+        return bool(session.pending or session.join or agreement._asked.get(contexts[0]))
+
+    def trial(line: int) -> bool:
+        other = threading.Thread(target=lambda: begin(1)(), daemon=True)
+        other.start()
+        finish = begin(0)
+        results: list[Any] = []
+        interrupted = interrupted_at(line, lambda: results.append(finish()))
+        if not results and not is_under_way():
+            other.join(0.2)  # if that is all it waited for, only the result was lost
+        if not results and (is_under_way() or other.is_alive()):
+            results.append(finish())
+        other.join(10)
+        assert not other.is_alive()
+        assert results in ([1], [])
+        return interrupted
+
+    at_each_line(trial, 3)
 
 
 def test_reset_drops_what_is_held_back(world: MakeWorld, framework: Framework) -> None:

@@ -16,10 +16,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
-from hvdgloo.errors import HorovodInternalError, InvalidArgumentError  # noqa: E402
+from hvdgloo.errors import GradientsInFlightError, HorovodInternalError, InvalidArgumentError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._distributed import DistributedTorchOptimizer, wrap  # noqa: E402
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
@@ -311,6 +312,32 @@ def test_zero_grad_while_gradients_are_in_flight(world: MakeWorld) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert all(p.grad is None for p in model.parameters())
+
+    world(2).run(rank_body)
+
+
+@pytest.mark.parametrize("outside", ["neither", "first", "second"])
+def test_a_layer_that_reentrant_checkpoints_share(world: MakeWorld, outside: str) -> None:
+    """Its gradient becomes ready twice in one backward pass; not so without reentrance."""
+
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()))
+
+        def loss(*, reentrant: bool) -> Tensor:
+            layer, inputs = model[0], INPUTS.clone().requires_grad_()
+            first, second = (
+                layer(inputs) if outside == place else checkpoint(layer, inputs, use_reentrant=reentrant)
+                for place in ("first", "second")
+            )
+            return model[2](torch.tanh(first + second)).square().mean()
+
+        with pytest.raises(GradientsInFlightError, match=r"0\.\d.*use_reentrant=False"):
+            loss(reentrant=True).backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        loss(reentrant=False).backward()
+        optimizer.step()
 
     world(2).run(rank_body)
 
