@@ -12,6 +12,7 @@ _LIMITS = {
     "index": 2**31,
     "port": 2**16,
     "pid": 2**31,
+    "parent": 2**31,
     "control_fanin": 2**31,
     "control_tree_ranks": 2**31,
 }
@@ -29,6 +30,7 @@ class WorkerInfo:
         address: IP address at which other workers reach it.
         port: that of its control listener; 0 if it has none.
         pid: its process id.
+        parent: the process that has started it; 0 if that is not known.
         control_fanin, control_tree_ranks: see ``Topology``; as it is set there. Without a fan-in it can only be
             connected with rank 0.
 
@@ -43,6 +45,7 @@ class WorkerInfo:
     address: str
     port: int
     pid: int
+    parent: int = 0
     control_fanin: int = 0
     control_tree_ranks: int = 0
 
@@ -75,6 +78,26 @@ class WorkerInfo:
             listed = ", ".join(sorted(str(name)[:50] for name in expected ^ set(data))[:8])
             raise ValueError(f"a worker's fields are {', '.join(sorted(expected))}; missing or unknown: {listed}")
         return cls(**data)
+
+
+def started_by(holder: WorkerInfo, info: WorkerInfo, name: str) -> str:
+    """Why a worker cannot have a place whose holder has started it: it is none, and has only run the worker's program.
+
+    Args:
+        holder: who has the place.
+        info: who asks for it.
+        name: of the place: ``rank 0``.
+
+    Returns:
+        a sentence; empty if it was not started by the holder.
+    """
+    if not info.parent or (holder.pid, holder.host_identity) != (info.parent, info.host_identity):
+        return ""
+    return (
+        f"this process was started by {name} itself (pid {holder.pid} on host {holder.host_name}): a spawned process, "
+        "such as a DataLoader's worker, imports the main module again. In that module, put hvd.init() under "
+        'if __name__ == "__main__"'
+    )
 
 
 def control_tree(workers: Sequence[WorkerInfo]) -> tuple[int, int]:

@@ -126,6 +126,7 @@ class Access:
             address=self.address,
             port=port,
             pid=os.getpid(),
+            parent=os.getppid(),
             # In a tree, ranks of one host meet at an abstract socket, which only Linux has.
             control_fanin=self.config.control_fanin if sys.platform == "linux" else 0,
             control_tree_ranks=self.config.control_tree_ranks,

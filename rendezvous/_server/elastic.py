@@ -44,7 +44,7 @@ from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.rendezvous._server.epochs import NotAcceptedError, StoppingError
 from hvdgloo.rendezvous._server.pauses import Pause, Steps
 from hvdgloo.rendezvous._store import Latch
-from hvdgloo.rendezvous._worker_info import WorkerInfo, control_tree
+from hvdgloo.rendezvous._worker_info import WorkerInfo, control_tree, started_by
 from hvdgloo.topology import Host, Topology, Worker, places
 
 logger = logging.getLogger(__name__)
@@ -331,8 +331,9 @@ class ElasticEpochs:
         if info is not None:
             if before is not None and self._connected.get(worker) and _process(before) != _process(info):
                 raise NotAcceptedError(
-                    f"there is a worker {worker} already: process {before.pid} on host {before.host_name}. Give each "
-                    "process another HVDGLOO_WORKER, or none",
+                    started_by(before, info, f"worker {worker}")
+                    or f"there is a worker {worker} already: process {before.pid} on host {before.host_name}. Give "
+                    "each process another HVDGLOO_WORKER, or none",
                     taken=True,
                 )
             if before is None or is_latest:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdgloo.rendezvous._worker_info import WorkerInfo, control_tree
+from hvdgloo.rendezvous._worker_info import WorkerInfo, control_tree, started_by
 from hvdgloo.topology import Host, Topology, Worker, fill
 
 
@@ -97,11 +97,15 @@ class Membership:
             other = self._seats[self._slots[slot]].info
             what = "rank" if info.rank is not None else "index"
             raise NotAcceptedError(
-                f"{what} {slot} of epoch {self.epoch} is taken by pid {other.pid} on host {other.host_name}; "
+                started_by(other, info, f"{what} {slot}")
+                or f"{what} {slot} of epoch {self.epoch} is taken by pid {other.pid} on host {other.host_name}; "
                 "two workers were started for one place, or this one was started again",
                 taken=True,
             )
         if self.complete:
+            for each in self.seats:
+                if own := started_by(each.info, info, "a worker"):
+                    raise NotAcceptedError(own, taken=True)
             raise NotAcceptedError(f"epoch {self.epoch} is complete: {self.summary()}", taken=True)
         self._seats[client] = Seat(client, info, self._arrivals)
         self._arrivals += 1

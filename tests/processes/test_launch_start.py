@@ -443,3 +443,24 @@ def test_pain_20_who_has_not_come_to_init_is_said(launcher: Launcher) -> None:
     (launcher.folder / "said").touch()
     _, rest = process.communicate(timeout=30)
     assert process.returncode == 0, rest
+
+
+@pytest.mark.parametrize("flags", [[], ["--min-np", "1"]], ids=["fixed", "elastic"])
+def test_a_spawned_process_that_runs_the_program_again_is_told_why_it_cannot_join(
+    launcher: Launcher, flags: list[str]
+) -> None:
+    program = """
+    import multiprocessing
+    import hvdgloo.numpy as hvd
+    hvd.init()
+    if __name__ == "__main__":
+        child = multiprocessing.get_context("spawn").Process(target=print)
+        child.start()
+        child.join()
+        assert child.exitcode == 1
+    """
+    done = launcher.run("-np", "2", *flags, launcher.script(program))
+    assert done.returncode == 0, done.stderr
+    who = r"worker \S+" if flags else "rank [01]"
+    assert len(set(re.findall(rf"this process was started by {who} itself \(pid \d+", done.stderr))) == 2
+    assert done.stderr.count('put hvd.init() under if __name__ == "__main__"') == 2

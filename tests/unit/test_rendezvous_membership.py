@@ -79,6 +79,23 @@ class TestWithLauncher:
         assert caught.value.taken
         assert membership.arrived == 1
 
+    def test_a_process_that_a_worker_has_spawned_is_told_how_to_leave_the_job_alone(self) -> None:
+        """A spawned data loader's worker imports the program anew, with all that is in it."""
+        membership = joined(Membership(0, hosts=HOSTS), info(rank=1, host_name="n7", pid=77, host_identity="a"))
+        itself = (
+            r"started by rank 1 itself \(pid 77 on host n7\): .* put hvd.init\(\) under if __name__ == \"__main__\""
+        )
+        with pytest.raises(NotAcceptedError, match=itself) as caught:
+            membership.join("another", info(rank=1, parent=77, host_identity="a"))
+        assert caught.value.taken
+        with pytest.raises(NotAcceptedError, match="is taken by pid 77"):
+            membership.join("another", info(rank=1, parent=77, host_identity="b"))
+
+    def test_so_is_one_that_would_be_a_worker_too_many(self) -> None:
+        membership = joined(Membership(0, size=1), info(pid=77))
+        with pytest.raises(NotAcceptedError, match="started by a worker itself"):
+            membership.join("another", info(parent=77))
+
     def test_the_same_client_may_repeat_itself(self) -> None:
         membership = joined(Membership(0, hosts=HOSTS), info(rank=1))
         membership.join("client0", info(rank=1))
