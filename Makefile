@@ -32,6 +32,8 @@ PLANES = not (numpy and (gloo or segment or hierarchical or inline or tree))
 
 VENV_GPU ?= .venv-gpu
 READY_GPU := $(VENV_GPU)/.ready
+# A folder of wheels for test-gpu, for machines without a network.
+WHEELS ?=
 
 VENV_TF ?= .venv-tf
 READY_TF := $(VENV_TF)/.ready
@@ -222,11 +224,11 @@ docs: $(READY_DOCS)
 test-docs: $(READY_DOCS)
 	$(VENV_DOCS)/bin/python -m pytest tests/site
 
-# With the torch that is installed on a machine with a GPU, which this environment sees. Part of the tests needs two GPUs.
-# At the end there is a report, gpu-report.md, to be sent; without a GPU it says so, and fails. A test that hangs fails
-# alone: pytest's thread that watches would end them all.
+# With the torch of PYTHON, on a machine with a GPU. Part of the tests needs two GPUs. At the end there is a report,
+# gpu-report.md, to be sent; without a GPU it says so, and fails. A test that hangs fails alone: pytest's thread that
+# watches would end them all. The machine's torch may warn of what ours does not.
 test-gpu: $(READY_GPU)
-	HVDGLOO_TEST_REQUIRE_GPU=1 $(VENV_GPU)/bin/python -m pytest -o timeout=180 -o timeout_method=signal tests/gpu
+	HVDGLOO_TEST_REQUIRE_GPU=1 $(VENV_GPU)/bin/python -m pytest -W default -o timeout=180 -o timeout_method=signal tests/gpu
 
 # Not part of the tests: libraries that use Horovod, each in an environment of its own (docs/compatibility.md).
 # CLIENTS="ignite open_clip" runs these only.
@@ -269,9 +271,17 @@ $(READY): $(READY_DEMO)
 	@$(BIN)/python -m compileall -q -j 2 $(call PURELIB,$(VENV)) >/dev/null || true # templates are not Python
 	@touch $@
 
+# The environment sees the packages of PYTHON's own environment, which may itself be a virtual one, and the checkout. So
+# only what is missing there is installed, from the folder WHEELS if that is given; then no network is needed.
 $(READY_GPU): setup.cfg setup.py Makefile
-	$(PYTHON) -m venv --system-site-packages $(VENV_GPU)
-	$(INSTALL) $(VENV_GPU)/bin/python "the tools of tests; torch is the machine's" --editable ".[test]"
+	rm -rf $(VENV_GPU)
+	$(PYTHON) -m venv --without-pip $(VENV_GPU)
+	@$(PYTHON) -c "import sys; print('$(CURDIR)'); [print(f'import site; site.addsitedir({folder!r})') for folder in sys.path if \
+	    folder.endswith('-packages')]" > $(call PURELIB,$(VENV_GPU))/machine.pth
+	@$(VENV_GPU)/bin/python -m pip --version >/dev/null 2>&1 || $(VENV_GPU)/bin/python -m ensurepip
+	$(INSTALL) $(VENV_GPU)/bin/python "what tests/gpu lacks (up to 20 MB to fetch); torch is the machine's" --extra test-gpu \
+	    $(if $(WHEELS),--no-index --find-links "$(WHEELS)") || { echo "Without a network: where there is one, run" \
+	    "'pip download --dest wheels .[test-gpu]' for this version of Python, bring the folder here and say WHEELS=wheels"; exit 1; }
 	touch $@
 
 # tf_keras comes without its dependencies, or it would bring the large build of TensorFlow.

@@ -8,6 +8,7 @@ shown only if it fails. Nothing beside the standard library is needed, since mak
 from __future__ import annotations
 
 import argparse
+import configparser
 import http.client
 import os
 import queue
@@ -63,6 +64,33 @@ class Story:
             return f"{name}, which is here already" if megabytes >= _SMALL_MB or how == "Processing" else None
         self.megabytes += megabytes
         return f"{name}, {megabytes:.0f} MB" if megabytes >= _SMALL_MB else None
+
+
+def requirements(extra: str, metadata: Path = Path("setup.cfg")) -> list[str]:
+    """List what hvdgloo and one of its extras need, without hvdgloo itself.
+
+    Args:
+        extra: the extra's name in the metadata.
+        metadata: the project's setup.cfg.
+
+    Raises:
+        KeyError: there is no such extra.
+    """
+    parser = configparser.ConfigParser()
+    parser.read(metadata, encoding="utf-8")
+    extras = parser["options.extras_require"]
+    needed, wanted = _lines(parser["options"]["install_requires"]), [extra]
+    while wanted:
+        for line in _lines(extras[wanted.pop()]):
+            if own := re.fullmatch(r"hvdgloo\[(.*)\]", line):
+                wanted += own[1].replace(" ", "").split(",")
+            else:
+                needed.append(line)
+    return needed
+
+
+def _lines(value: str) -> list[str]:
+    return [line for line in value.splitlines() if line and not line.startswith("#")]
 
 
 def size_mb(folder: Path) -> float:
@@ -151,7 +179,10 @@ def main() -> int:
     parser.add_argument("python", type=Path, help="the environment's interpreter")
     parser.add_argument("what", help="what it is for")
     parser.add_argument("--index", help="take packages from here, if it answers; otherwise from where pip takes them")
+    parser.add_argument("--extra", help="install what hvdgloo with this extra needs, without hvdgloo itself")
     known, arguments = parser.parse_known_args()
+    if known.extra:
+        arguments += requirements(known.extra)
     print(f"{known.python.parent.parent}: installing {known.what}", flush=True)
     if known.index and not answers(known.index):
         _say(sys.stdout, f"{known.index} does not answer: pip asks where it always does, and torch may be CUDA's build")

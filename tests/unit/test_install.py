@@ -161,8 +161,20 @@ def test_every_installation_goes_through_it_and_says_how_much_there_is_to_fetch(
     assert not re.search(r"^[^#\n]*pip install", text, re.M), "with $(INSTALL) it says what it does"
     said = re.findall(r"^\t\$\(INSTALL\) \S+ \"([^\"]*)\"", text, re.M)
     assert len(said) == text.count("$(INSTALL) $(") > 8
-    without = {"hvdgloo", "the tools of tests; torch is the machine's"}
+    without = {"hvdgloo"}
     assert [what for what in said if what not in without and not re.search(r"\d+ MB to fetch", what)] == []
+
+
+def test_an_extra_s_requirements_are_those_of_the_extras_that_it_names_too(tmp_path: Path) -> None:
+    metadata = tmp_path / "setup.cfg"
+    metadata.write_text(
+        "[options]\ninstall_requires =\n    flask >= 2.3\n[options.extras_require]\ntls =\n    cryptography\n"
+        "unit =\n    hvdgloo[tls, top]\n    # a reason\n    pytest >= 8, < 9.2\ntop =\n    rich\nother =\n    ray\n"
+    )
+    needed = install.requirements("unit", metadata)
+    assert sorted(needed) == ["cryptography", "flask >= 2.3", "pytest >= 8, < 9.2", "rich"]
+    with pytest.raises(KeyError):
+        install.requirements("units", metadata)
 
 
 def test_the_demo_installs_no_tool_of_the_tests(tmp_path: Path) -> None:
