@@ -11,12 +11,13 @@ import hashlib
 import os
 import socket
 
+from hvdgloo._platform.machine import boot_id
 from hvdgloo._platform.spelling import in_one_line
 
 
 @functools.cache
 def _identity(pid: int) -> str:
-    parts = [_boot_id(), _network_namespace(), host_name()]
+    parts = [boot_id(), _network_namespace(), host_name()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -32,16 +33,6 @@ def host_identity() -> str:
     """
     # Determined anew after a fork: the child may have entered another namespace.
     return _identity(os.getpid())
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        import uuid
-
-        return f"node {uuid.getnode():012x}"
 
 
 def _network_namespace() -> str:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import logging
 import os
-import socket
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from datetime import timedelta
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from hvdgloo._backends import kernels
 from hvdgloo._backends.base import first_line
+from hvdgloo._platform.machine import boot_id
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +93,25 @@ def choose(index: int) -> torch.device:
 
 
 def identity(device: torch.device) -> str:
-    """What tells a GPU from all others of the job."""
-    properties = torch.cuda.get_device_properties(device)
-    return str(getattr(properties, "uuid", None) or f"{socket.gethostname()}:{device.index}")
+    """Tell a GPU from all others of the job by what NCCL compares: its machine and its place on the PCI bus.
+
+    ``NCCL_HOSTID`` stands for the machine where it is set. Slices of one GPU (MIG) have UUIDs of their own, but share
+    its place: NCCL before 2.30 takes them for one GPU and refuses them to each other.
+    """
+    place = f"{os.environ.get('NCCL_HOSTID') or boot_id()} {_bus(device)}"
+    return hashlib.sha256(place.encode()).hexdigest()[:32]  # NCCL_HOSTID may have any length
+
+
+def _bus(device: torch.device) -> str:
+    """Name a GPU's place on the PCI bus, or its UUID where the driver does not tell the place."""
+    library, function = (
+        ("libamdhip64.so", "hipDeviceGetPCIBusId") if platform() == "rocm" else ("libcuda.so.1", "cuDeviceGetPCIBusId")
+    )
+    place = ctypes.create_string_buffer(32)
+    with contextlib.suppress(OSError, AttributeError):
+        if not getattr(ctypes.CDLL(library), function)(place, len(place), device.index):
+            return place.value.decode()
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
 
 
 def host_index(device: torch.device) -> int:
@@ -281,6 +298,10 @@ def nccl_group(store: Any, rank: int, size: int) -> Any:
     """
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = _LONGEST_OPERATION  # the engine's deadlines rule
+    # Of torch's pool of streams, those of normal priority may be the program's as well.
+    options.is_high_priority_stream = True
+    with contextlib.suppress(AttributeError):  # not every build of torch has it
+        options.config.blocking = 1  # whatever TORCH_NCCL_USE_COMM_NONBLOCKING says
     levels: Any = dist  # which has them without saying so
     with _settings(_OURS):
         level = levels.get_debug_level()

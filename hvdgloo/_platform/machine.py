@@ -1,4 +1,4 @@
-"""What this machine has: cores, GPUs, packages; and whether the kernel ran out of memory.
+"""What this machine has: a name, cores, GPUs, packages; and whether the kernel ran out of memory.
 
 Nothing here imports a framework: asking torch for the number of GPUs would take longer than starting the job.
 """
@@ -24,6 +24,17 @@ def has_package(name: str) -> bool:
     except (ImportError, ValueError):
         return False
     return spec is not None and spec.origin is not None
+
+
+def boot_id() -> str:
+    """Name this boot of this machine; its containers share the name. Outside Linux: the machine's hardware address."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        import uuid
+
+        return f"node {uuid.getnode():012x}"
 
 
 def usable_cores() -> int:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdgloo._backends import gpu, nccl  # noqa: E402
+from hvdgloo._backends.cuda import Gpu  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._engine import executor  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
@@ -394,7 +398,12 @@ def test_a_joined_rank_s_control_thread_touches_no_gpu(gpus: Simulated, monkeypa
 
 
 class _Options:
+    """torch's, of which the nested one is that of a communicator."""
+
     _timeout = None
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(blocking=-1)
 
 
 def test_an_old_torch_is_refused_in_one_sentence(gpus: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,9 +457,11 @@ def test_no_environment_lets_torch_end_the_process_through_our_group(monkeypatch
     class Group:
         Options = _Options
 
-        def __init__(self, *_: object) -> None:
+        def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
             seen.update({name: os.environ.get(name) for name in HOSTILE})
             seen["level"] = torch.distributed.get_debug_level().name
+            # Whatever TORCH_NCCL_USE_COMM_NONBLOCKING says, and whatever streams the program gets.
+            assert (options.config.blocking, options.is_high_priority_stream) == (1, True)
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
     for name, value in HOSTILE.items():
@@ -464,6 +475,17 @@ def test_no_environment_lets_torch_end_the_process_through_our_group(monkeypatch
         torch.distributed.set_debug_level(before)
     assert seen == {**dict.fromkeys(HOSTILE, "0"), "level": "OFF"}
     assert {name: os.environ[name] for name in HOSTILE} == HOSTILE  # a user's own groups keep what the user has set
+
+
+def test_a_gpu_is_one_where_nccl_takes_it_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {"GPU 0": "0000:17:00.0", "slice 1 of it": "0000:17:00.0", "another": "0000:65:00.0"}
+    monkeypatch.setattr(gpu, "_bus", places.__getitem__)
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    here = {name: gpu.identity(name) for name in places}  # type: ignore[arg-type]
+    assert here["GPU 0"] == here["slice 1 of it"] != here["another"]
+    monkeypatch.setenv("NCCL_HOSTID", "pretend-1" * 100)
+    assert gpu.identity("GPU 0") not in here.values()  # type: ignore[arg-type]
+    assert len(json.dumps(asdict(Gpu(gpu.identity("GPU 0"), 22809, "2.5.1+cu124")))) < 256  # type: ignore[arg-type]
 
 
 def test_one_thread_at_a_time_changes_the_environment() -> None:

@@ -27,6 +27,23 @@ def planes():
     return [backend.name for backend in process.current().engine._groups[0].backends]
 """
 
+OWN_HOST = """
+import os
+os.environ["NCCL_HOSTID"] = "host-of-rank-" + os.environ["HVDGLOO_RANK"]
+"""
+"""Comes before START: to NCCL, which otherwise refuses two ranks on one GPU, each rank is on a host of its own."""
+
+# torch's sanitizer sees the kernels only of threads that have entered its mode; the data thread enters it here.
+WATCHED = """
+import torch.cuda._sanitizer
+from hvdgloo._backends import gpu
+use_own_stream = gpu.use_own_stream
+def use_own_stream_and_be_watched(device):
+    torch.cuda._sanitizer.cuda_sanitizer.dispatch.__enter__()
+    use_own_stream(device)
+gpu.use_own_stream = use_own_stream_and_be_watched
+"""
+
 COLLECTIVES = """
 for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
               torch.uint8, torch.int8, torch.uint16, torch.uint32, torch.uint64):
@@ -163,6 +180,69 @@ if not on_cpu:
 assert hvd.allreduce(torch.ones(4, device=device), op=hvd.Sum).tolist() == [float(size)] * 4
 """
 
+# A graph is captured, in the strictest mode, while a collective is under way.
+CAPTURE_BESIDE = """
+if not on_cpu:
+    hvd.allreduce(torch.ones(1, device=device))
+    static, large, side = torch.ones(1024, device=device), torch.ones(1 << 24, device=device), torch.cuda.Stream()
+    settle()
+    for i in range(5):
+        torch.cuda._sleep(200_000_000)
+        handle = hvd.allreduce_async_(large, op=hvd.Average, name="beside")
+        time.sleep(0.02)  # until the data thread has it; the delay on the GPU is several times as long
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="global")
+            doubled = static * 2 + i
+            graph.capture_end()
+            graph.replay()
+        hvd.synchronize(handle)
+        side.synchronize()
+        assert (doubled == 2 + i).all() and (large == 1).all()
+"""
+
+# Operations of random kinds and sizes on several streams, behind random delays, with memory that is used again at once.
+STRESS = """
+import contextlib, random
+choose = random.Random(7)  # the same on every rank
+streams = [None] if on_cpu else [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+def on(stream):
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+def check(handle, kind, i, stream):
+    with on(stream):
+        result = hvd.synchronize(handle)
+        torch.full_like(result, -3e8)  # takes the memory that was just freed
+        k = i % 5
+        wanted = {"allreduce": (size * (size + 1) / 2 + size * k,) * 2, "allgather": (1 + k, size + k),
+                  "broadcast": (1 + k,) * 2}[kind]
+        assert (result.min().item(), result.max().item()) == wanted, (i, kind)
+pending = []
+for i in range(STEPS):
+    count = choose.choice([1, 7, 1000, 1 << 16, 1 << 20, 3_000_001])
+    kind = choose.choice(["allreduce", "allreduce", "allgather", "broadcast"])
+    stream, cycles = choose.choice(streams), choose.choice([0, 0, 3_000_000, 30_000_000])
+    with on(stream):
+        torch.full((count,), -1e9, device=device)
+        tensor = torch.empty(count, device=device)
+        if cycles and not on_cpu:
+            torch.cuda._sleep(cycles)
+        tensor.fill_(float(rank + 1 + i % 5))
+        if kind == "allreduce":
+            handle = hvd.allreduce_async_(tensor, op=hvd.Sum)
+        elif kind == "allgather":
+            handle = hvd.allgather_async(tensor)
+        else:
+            handle = hvd.broadcast_async(tensor, root_rank=0)
+        del tensor
+        torch.full((count,), -2e9, device=device)
+    pending.append((handle, kind, i, stream))
+    while len(pending) > choose.choice([0, 3, 8]):
+        check(*pending.pop(0))
+for each in pending:
+    check(*each)
+"""
+"""With STEPS."""
+
 CHANNELS_LAST = """
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), hvd.SyncBatchNorm(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3))
@@ -289,6 +369,51 @@ hvd.shutdown()
 print("done")
 """
 """With WHEN: "connecting", "allreduce" or "shutdown"."""
+
+RAISES = """
+import sys
+hvd.allreduce(torch.ones(1, device=device))
+try:
+    for step in range(10_000):
+        if rank == 1 and step == 20:
+            raise ValueError("the program's own")
+        hvd.allreduce(torch.ones(1 << 22, device=device), name="x")
+except hvd.HorovodInternalError as error:
+    assert "rank 1" in str(error), error
+    print("done", flush=True)
+    os._exit(0)
+"""
+
+APART = """
+hvd.allreduce(torch.ones(1 << 20, device=device))
+settle()
+if rank:
+    time.sleep(SECONDS)  # what is tested is that the ranks' ends lie apart
+hvd.shutdown()
+print("done")
+"""
+"""With SECONDS between the ends of the first rank and of the others."""
+
+AGAIN = """
+for turn in range(3):
+    if turn:
+        hvd.init()
+    assert (hvd.allreduce(torch.ones(1 << 16, device=device), op=hvd.Sum) == size).all()
+    hvd.barrier()
+    hvd.shutdown()
+print("done")
+"""
+
+LOADER = """
+hvd.allreduce(torch.ones(1, device=device))
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        return torch.tensor([float(i)])
+for batch in torch.utils.data.DataLoader(Numbers(), batch_size=8, num_workers=2, pin_memory=not on_cpu):
+    hvd.allreduce(batch.to(device, non_blocking=True))
+"""
 
 THROUGHPUT = """
 import json

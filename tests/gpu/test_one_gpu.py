@@ -84,9 +84,29 @@ if not on_cpu:
     assert "CSAN detected" in errors[0]
 
 
+def test_torch_s_sanitizer_watches_the_data_thread(tmp_path: Path) -> None:
+    """A race that is planted there is found, too."""
+    race = """
+if not on_cpu:
+    from hvdgloo._backends import cuda
+    pack, shared = cuda.PinnedMemory.pack, torch.zeros(1 << 20, device=device)
+    def racing(self, target, sources):
+        try:
+            shared.add_(1)
+        except Exception as error:
+            print(error, file=__import__("sys").stderr)
+        pack(self, target, sources)
+    cuda.PinnedMemory.pack = racing
+    shared += 1
+    hvd.allreduce(torch.ones(1, device=device))
+"""
+    errors, _ = run(2, programs.WATCHED + race, SHARED, tmp_path, fresh=True, TORCH_CUDA_SANITIZER="1")
+    assert "CSAN detected" in errors[0]
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_torch_s_sanitizer_finds_no_race(tmp_path: Path, size: int) -> None:
-    part = programs.COLLECTIVES + programs.CHANNELS_LAST
+    part = programs.WATCHED + programs.COLLECTIVES + programs.CHANNELS_LAST
     # torch reads it when it is imported.
     errors, _ = run(size, part, ALONE if size == 1 else SHARED, tmp_path, fresh=True, TORCH_CUDA_SANITIZER="1")
     assert not [error for error in errors if "CSAN detected" in error]

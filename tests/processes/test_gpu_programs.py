@@ -23,8 +23,9 @@ ON_CPU = {"HVDGLOO_TEST_DEVICE": "cpu"}
 
 def test_the_programs_on_the_cpu(tmp_path: Path) -> None:
     """All in one job; those about streams and captures do nothing there."""
-    parts = [getattr(programs, name) for name in ("COLLECTIVES", "UNEVEN", "STREAMS", "CAPTURE", "CHANNELS_LAST")]
-    code = programs.START + "".join([*parts, programs.TRAINING, programs.SETS, programs.JOIN, programs.END])
+    beside = ("COLLECTIVES", "UNEVEN", "STREAMS", "CAPTURE", "CAPTURE_BESIDE", "CHANNELS_LAST", "LOADER")
+    names = (*beside, "TRAINING", "STRESS", "SETS", "JOIN", "END")
+    code = programs.START + "STEPS = 20\n" + "".join(getattr(programs, name) for name in names)
     with Job(2, code, tmp_path, **ON_CPU) as job:
         for ended in job.wait(55):
             assert (ended.returncode, ended.stdout.strip()) == (0, "done"), ended.stderr
@@ -36,6 +37,15 @@ def test_the_program_that_loses_a_rank_on_the_cpu(tmp_path: Path, when: str) -> 
         survivor, lost = job.wait(50)
     assert lost.returncode == -9
     assert (survivor.returncode, survivor.stdout.strip()) == (0, "done"), survivor.stderr
+
+
+def test_the_programs_that_end_on_the_cpu(tmp_path: Path) -> None:
+    for name, statuses in (("RAISES", [0, 1]), ("AGAIN", [0, 0]), ("APART", [0, 0])):
+        (tmp_path / name).mkdir()
+        with Job(2, programs.START + "SECONDS = 0.2\n" + getattr(programs, name), tmp_path / name, **ON_CPU) as job:
+            ended = job.wait(50)
+        assert [each.returncode for each in ended] == statuses, ended
+        assert all(each.stdout.strip() == "done" for each in ended if not each.returncode), ended
 
 
 def test_the_program_that_measures_on_the_cpu(tmp_path: Path) -> None:

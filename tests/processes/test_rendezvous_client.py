@@ -376,7 +376,7 @@ def test_host_identity_tells_network_namespaces_apart(monkeypatch: pytest.Monkey
     from hvdgloo.rendezvous import _identity as identity
 
     here = identity.host_identity()
-    for changed in [("_network_namespace", "net:[1]"), ("_boot_id", "other")]:
+    for changed in [("_network_namespace", "net:[1]"), ("boot_id", "other")]:
         identity._identity.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(identity, changed[0], lambda value=changed[1]: value)
