@@ -30,6 +30,7 @@ from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
 from hvdgloo._platform import interrupts
+from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import Collective, ReduceOp
 
 V = TypeVar("V")
@@ -410,7 +411,12 @@ class Frontend(Core[T]):
         return self._broadcast_all(named, broadcasting(root_rank, process_set), in_place=False)
 
     def _broadcast_all(self, named: Iterable[tuple[str, T]], operation: CollectiveSpec, *, in_place: bool) -> list[T]:
-        pending = [self.start(operation, [tensor], name, in_place=in_place) for name, tensor in named]
+        pending = []
+        for name, tensor in named:
+            try:
+                pending.append(self.start(operation, [tensor], name, in_place=in_place))
+            except InvalidArgumentError as error:
+                raise error if name in str(error) else InvalidArgumentError(f"{name}: {error}") from None
         return [broadcast.result()[0] for broadcast in pending]
 
     # Python objects ---------------------------------------------------------------------------------------------------

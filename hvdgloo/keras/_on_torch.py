@@ -13,11 +13,10 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import process_set_id
@@ -36,9 +35,9 @@ logger = logging.getLogger(__name__)
 # How the given gradients relate to those that hooks have sent; the greatest value of any rank counts.
 _NOTHING, _SENT, _CHANGED = range(3)
 
-_owners: MutableMapping[Tensor, weakref.ref[TorchSync]] = WeakIdKeyDictionary()
-"""Parameter to a weak reference to the TorchSync whose hook it may have: the latest one, by rule and not by the
-accidents of garbage collection, which differ between ranks."""
+_owners: weakref.WeakValueDictionary[int, TorchSync] = weakref.WeakValueDictionary()
+"""A parameter's id to the TorchSync whose hook it may have: the latest one, by rule and not by the accidents of garbage
+collection, which differ between ranks. A TorchSync keeps its parameters, so their ids are theirs while it lives."""
 
 
 class TorchSync:
@@ -68,17 +67,19 @@ class TorchSync:
         self._abandon()
         self._unhook()
         self._is_new = True
+        for variable in self._shared:
+            if _owners.get(id(variable.value)) is self:
+                del _owners[id(variable.value)]
         self._shared = [v for v in variables if id(v) not in self._local]
         self._name(names_of(self._shared))
         self._hooks_wanted = not changes
         if not FRONTEND.may_share(self._options.process_set):
             return
         for variable in self._shared:
-            previous = _owners.get(variable.value)
-            owner = None if previous is None else previous()
+            owner = _owners.get(id(variable.value))
             if owner is not None and owner is not self:
                 owner._lose()
-            _owners[variable.value] = weakref.ref(self)
+            _owners[id(variable.value)] = self
         self._hook()
 
     def ready(self, name: str, gradient: Tensor) -> None:

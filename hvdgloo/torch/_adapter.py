@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
@@ -68,7 +69,7 @@ class TorchAdapter:
         on_device = self.on_gpu(tensor)
         if (tensor.is_cpu or on_device) and tensor.is_contiguous() and not tensor.is_neg():
             return Buffer(tensor.data_ptr(), spec, tensor)
-        if writable and _overlaps_itself(tensor):
+        if writable and overlaps_itself(tensor):
             raise InvalidArgumentError(
                 "elements of the tensor share memory (it was expanded), so a result cannot be written into it"
             )
@@ -189,5 +190,19 @@ def _kept(ctx: Any) -> Sequence[torch.Tensor]:
     return [tensor for tensor, _ in ctx.kept]
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether some elements share their memory, as they do in what was expanded."""
+    extent, places = 0, [(step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
+    for step, size in sorted(places):
+        if step <= extent:
+            break
+        extent += step * (size - 1)
+    else:
+        return False
+    if not tensor.numel():
+        return False
+    # Dimensions that reach into each other need not meet, but nearly always do.
+    offsets = np.zeros((), np.int64)
+    for step, size in places:
+        offsets = np.add.outer(offsets, step * np.arange(size, dtype=np.int64))
+    return len(np.unique(offsets)) < offsets.size

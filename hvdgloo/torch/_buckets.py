@@ -28,6 +28,7 @@ import torch
 from hvdgloo._backends import gpu
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.spec import CollectiveSpec
+from hvdgloo.torch._adapter import overlaps_itself
 from hvdgloo.types import Collective
 
 Tensor = torch.Tensor
@@ -121,10 +122,11 @@ class Buckets:
                 part.zero_()
             else:
                 part.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        if gradient is None or gradient.is_sparse or (self._private and _uses(gradient) == self._private):
+        private = gradient is None or gradient.is_sparse or (self._private and _uses(gradient) == self._private)
+        if private or (gradient is not None and not gradient.is_contiguous() and overlaps_itself(gradient)):
             if parameter.requires_grad:
                 parameter.grad = part
-        else:
+        elif gradient is not None:
             self._elsewhere[name] = gradient
         return part
 

@@ -17,7 +17,7 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -26,7 +26,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 import torch.utils.checkpoint
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdgloo._backends import gpu
 from hvdgloo._collectives.frontend import Frontend
@@ -45,6 +44,7 @@ from hvdgloo.errors import (
     OptimizerCallError,
 )
 from hvdgloo.torch import _sparse as sparse
+from hvdgloo.torch._adapter import overlaps_itself
 from hvdgloo.torch._buckets import Buckets, agree, plan, suits
 from hvdgloo.torch._compilation import uncompiled
 from hvdgloo.torch._parameters import NamedParameters, ReductionOptions, groups_of, names_of, parameters_of
@@ -58,9 +58,10 @@ T = TypeVar("T")
 _ELEMENTWISE = (Compression.none, Compression.fp16, Compression.bf16)
 """Compressors that treat many gradients at once just as they treat each of them."""
 
-_owners: MutableMapping[Tensor, weakref.ref[Session]] = WeakIdKeyDictionary()
-"""Parameter to a weak reference to the Session that reduces its gradient: the latest one, by rule and not
-by the accidents of garbage collection, which differ between ranks."""
+_owners: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+"""A parameter's id to the Session that reduces its gradient: the latest one, by rule and not by the accidents of
+garbage collection, which differ between ranks. A Session keeps its parameters, so their ids are theirs while it lives.
+Nothing refers weakly to a parameter: torch could not swap its content, as loading and converting a model may."""
 
 
 class _Gradients(enum.Enum):
@@ -153,6 +154,7 @@ class Session:
         self._tracked: dict[str, Tensor] = {}
         self._frozen: dict[str, Tensor] = {}
         self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
+        self._contents: dict[str, int] = {}  # of parameters with hooks: which of torch's own objects is inside
         self._lost: set[str] = set()
         self._first_order: dict[str, None] | None = {}  # as gradients became ready; None once there are buckets
         self._buckets: Buckets | None = None
@@ -263,15 +265,29 @@ class Session:
             hook.remove()
 
     def _track(self, name: str, parameter: Tensor) -> None:
-        previous = _owners.get(parameter)
-        session = None if previous is None else previous()
+        session = _owners.get(id(parameter))
         if session is not None:
             session._lose(name_in_session=session.user_names[id(parameter)])
-        _owners[parameter] = weakref.ref(self)
+        _owners[id(parameter)] = self
         self._tracked[name] = parameter
         # The hook must not keep the session alive: the parameter, which holds the hook, may live on without it.
         computed = functools.partial(_computed, weakref.ref(self), name)
         self._hooks[name] = parameter.register_post_accumulate_grad_hook(computed)  # type: ignore[no-untyped-call]
+        self._contents[name] = parameter._cdata
+
+    def _keep_hook(self, name: str, parameter: Tensor) -> bool:
+        """Install a parameter's hook again if its content has been swapped for that of another tensor, as a model's
+        conversion may do: torch then leaves the hook behind.
+
+        Returns:
+            whether it was.
+        """
+        if name not in self._hooks or self._contents[name] == parameter._cdata:
+            return False
+        self._contents[name] = parameter._cdata
+        hooked: Any = parameter
+        hooked._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
+        return True
 
     def _lose(self, name_in_session: str) -> None:
         hook = self._hooks.pop(name_in_session, None)
@@ -317,7 +333,7 @@ class Session:
                 if key not in self._streams:
                     self._streams[key] = device, gpu.current(device)
             gradient = parameter.grad if self._buckets is None else None
-            if gradient is None or gradient.is_sparse:
+            if gradient is None or gradient.is_sparse or not gradient.is_contiguous():
                 gradient = self._dense_gradient(name, parameter)
             try:
                 self.reducer.ready(name, gradient)
@@ -343,6 +359,8 @@ class Session:
                 parameter.grad = gradient
         elif gradient.is_sparse:
             gradient = parameter.grad = gradient.to_dense()
+        elif overlaps_itself(gradient):  # it was expanded, say, and nothing can be written into it
+            gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
         return gradient
 
     def _start_sparse(self, name: str, parameter: Tensor) -> None:
@@ -438,6 +456,7 @@ class Session:
             for name, parameter in self._tracked.items():
                 if name in self._sparse or self.reducer.is_open(name):
                     continue
+                self._keep_hook(name, parameter)
                 # A parameter frozen since then has nothing to send, unless the rest of its group waits for it.
                 if not (parameter.requires_grad or self._has_company(name)):
                     continue
@@ -556,7 +575,8 @@ class Session:
 
     def settle(self) -> None:
         """Reduce what is in flight because someone is about to look at the gradients."""
-        if self.reducer.open:
+        swapped = [name for name, parameter in self._tracked.items() if self._keep_hook(name, parameter)]
+        if self.reducer.open or (swapped and self._gradients is _Gradients.LOCAL):
             self._reduce()
             self._gradients = _Gradients.REDUCED
 

@@ -316,6 +316,90 @@ def test_zero_grad_while_gradients_are_in_flight(world: MakeWorld) -> None:
     world(2).run(rank_body)
 
 
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    """Models are loaded and converted by swapping their parameters' contents."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("swapping")
+@pytest.mark.parametrize("convert", ["load", "float"])
+def test_parameters_whose_contents_are_swapped_stay_distributed(world: MakeWorld, convert: str) -> None:
+    def converted(model: nn.Module) -> None:
+        if convert == "load":
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        else:
+            model.float().double()
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()))
+        for step in range(5):
+            if step == 2:
+                converted(model)
+            loss_of(model, part_of(context)).backward()
+            assert in_flight(optimizer) if step != 2 else not in_flight(optimizer)  # hooks are back in the step after
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model)
+
+    alone = make_model()
+    optimizer = OPTIMIZERS["sgd"](alone.parameters())
+    for step in range(5):
+        if step == 2:
+            converted(alone)
+        loss_of(alone).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for trained in world(2).run(rank_body):
+        alike(trained, values(alone), 1e-5)
+
+
+@pytest.mark.usefixtures("swapping")
+def test_a_grad_scaler_sees_reduced_gradients_of_swapped_parameters(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.0))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for step in range(3):
+            if step == 1:
+                model.load_state_dict({"weight": torch.ones(1, 1)})
+            scaler.scale(model(torch.tensor([[float(context.rank)]])).sum()).backward()
+            scaler.unscale_(optimizer)
+            assert model.weight.grad is not None
+            assert model.weight.grad.item() == 0.5, step
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    world(2).run(rank_body)
+
+
+@pytest.mark.parametrize("bucket", [0, 1 << 20])
+def test_a_gradient_that_shares_memory_with_itself(world: MakeWorld, bucket: int) -> None:
+    """A plain optimizer steps on it."""
+
+    def rank_body(context: Context) -> None:
+        weight = nn.Parameter(torch.zeros(2, 3))
+        optimizer = distribute(context, torch.optim.SGD([weight], lr=1.0))
+        for step in range(1, 4):
+            held = torch.tensor([[float(context.rank)], [2.0]]).expand(2, 3)
+            weight.grad = held
+            optimizer.step()
+            assert weight.tolist() == [[-0.5 * step] * 3, [-2.0 * step] * 3]
+            assert weight.grad is not held
+            weight.grad = torch.arange(4.0).as_strided((2, 3), (1, 1))  # rows overlap
+            optimizer.synchronize()
+            assert weight.grad.tolist() == [[0, 1, 2], [1, 2, 3]]
+            optimizer.zero_grad()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+    world(2, gradient_bucket=bucket).run(rank_body)
+
+
 @pytest.mark.parametrize("outside", ["neither", "first", "second"])
 def test_a_layer_that_reentrant_checkpoints_share(world: MakeWorld, outside: str) -> None:
     """Its gradient becomes ready twice in one backward pass; not so without reentrance."""

@@ -89,6 +89,11 @@ def test_what_is_no_dict_or_list_of_tensors_is_refused(world: MakeWorld, params:
         broadcast_parameters(frontend_of(world(1).contexts[0]), params, 0)
 
 
+def test_a_buffer_that_cannot_be_written_is_named(world: MakeWorld) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^mask: elements of the tensor share memory"):
+        broadcast_parameters(frontend_of(world(1).contexts[0]), {"mask": torch.ones(1).expand(3)}, 0)
+
+
 OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
     "sgd": lambda p, x: torch.optim.SGD(p, lr=0.1 * x, momentum=0.5),
     "adam": lambda p, x: torch.optim.Adam(p, lr=0.1 * x, betas=(0.5, 0.1 * x), amsgrad=True),

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdgloo.errors import InvalidArgumentError  # noqa: E402
-from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch._adapter import TorchAdapter, overlaps_itself  # noqa: E402
 from hvdgloo.types import DType, TensorSpec  # noqa: E402
 
 adapter = TorchAdapter()
@@ -76,3 +76,22 @@ def test_what_is_allocated_is_shared(shape: tuple[int, ...]) -> None:
     buffer = adapter.export(tensor, writable=True)
     assert buffer.owner is tensor
     assert buffer.count == math.prod(shape)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "overlaps"),
+    [
+        (torch.ones(2, 3), False),
+        (torch.ones(2, 3).t(), False),
+        (torch.ones(4, 6)[::2, ::3], False),
+        (torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last), False),
+        (torch.ones(12).as_strided((2, 3), (3, 2)), False),  # they reach into each other, and do not meet
+        (torch.ones(1).expand(1), False),
+        (torch.ones(3, 0).expand(3, 0), False),
+        (torch.ones(()), False),
+        (torch.ones(2, 1).expand(2, 3), True),
+        (torch.ones(5).unfold(0, 3, 1), True),
+    ],
+)
+def test_which_tensors_share_memory_with_themselves(tensor: torch.Tensor, overlaps: bool) -> None:
+    assert overlaps_itself(tensor) is overlaps
