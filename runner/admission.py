@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.discovery import LOOPBACK, SETTLE_SECONDS, is_here, probe_timeout
+from hvdgloo.runner.discovery import SETTLE_SECONDS, is_here, loopback_of, probe_timeout
 from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.runner.network import addressing, interfaces, probe
 from hvdgloo.runner.network.addressing import Reports, Server
@@ -147,7 +147,8 @@ class Admission:
         self._numbers += 1
         self._guests[visit] = guest
         if self._loopback:
-            self._let_in(guest, Reached(LOOPBACK, LOOPBACK.address))
+            own = loopback_of(visit.hello)
+            self._let_in(guest, Reached(own, own.address))
             return
         rules = self._nics.rules(visit.link.host.name)
         guest.link.channel.send(Survey(guest.number, self._key, rules.items, True, self._network.port_range))
@@ -329,7 +330,8 @@ class Admission:
         if guest.candidates:
             return
         if is_here(guest.visit.hello) and not rules.items and not self._others(guest):
-            self._let_in(guest, Reached(LOOPBACK, LOOPBACK.address))  # this machine has no network
+            own = loopback_of(guest.visit.hello)
+            self._let_in(guest, Reached(own, own.address))  # this machine has no network
         else:
             self._refuse(guest, interfaces.explain_none(guest.visit.name, addresses, rules))
 
@@ -345,7 +347,7 @@ class Admission:
         if frame.failure:
             self._refuse(guest, f"its workers do not reach the launcher, nor could its agent listen: {frame.failure}")
         else:
-            self._let_in(guest, Reached(guest.relayed, LOOPBACK.address, frame.port))
+            self._let_in(guest, Reached(guest.relayed, guest.visit.hello.loopback, frame.port))
 
     def _on_probed(self, link: Link, frame: Probed) -> None:
         guest = self._guest_of(link)

@@ -23,7 +23,11 @@ from hvdgloo.runner.protocol.frames import Hello, Probe, Probed, ProbesEnd, Surv
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.supervisor import Supervisor
 
-LOOPBACK = Address("", "127.0.0.1", 8)
+
+def loopback_of(hello: Hello) -> Address:
+    """The address at which an agent's host reaches itself."""
+    return Address("", hello.loopback, 128 if ":" in hello.loopback else 8)
+
 
 SETTLE_SECONDS = 0.3
 """Seconds to wait, once there is a choice, for answers that might lead to a better one."""
@@ -101,7 +105,7 @@ def _alone(supervisor: Supervisor, spec: LaunchSpec, links: Sequence[Link]) -> D
     """A job on one host, or on several names of this one."""
     first = _hello(links[0])
     server = Server.LAUNCHER if is_here(first) else Server.FIRST_HOST
-    address, port = LOOPBACK, first.port
+    address, port = loopback_of(first), first.port
     if spec.network.nics or spec.network.port_range:
         discovery = _Discovery(supervisor, spec, links)
         discovery.survey(listen=False)

@@ -69,11 +69,24 @@ class PortHold:
         self.close()
 
 
+LOOPBACK = "127.0.0.1"
+
+
+def loopback() -> str:
+    """The address at which this host reaches itself: ::1 where it has no IPv4."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((LOOPBACK, 0))
+            return LOOPBACK
+        except OSError:
+            return "::1"
+
+
 def listen(addresses: Sequence[str], port_range: PortRange | None) -> list[socket.socket]:
     """Listening sockets at the same port of all addresses.
 
     Args:
-        addresses: IP addresses of this host, or names of them.
+        addresses: IP addresses of this host, or names of them; 127.0.0.1 means ::1 on a host without IPv4.
         port_range: first and last port that may be used; the first that is free everywhere is taken. None for any that
             the system chooses.
 
@@ -82,6 +95,8 @@ def listen(addresses: Sequence[str], port_range: PortRange | None) -> list[socke
     """
     reason = ""
     held: list[int] = []
+    if LOOPBACK in addresses and (own := loopback()) != LOOPBACK:
+        addresses = [own if address == LOOPBACK else address for address in addresses]
 
     def attempt(port: int, *, marked: bool = True) -> list[socket.socket] | None:
         nonlocal reason

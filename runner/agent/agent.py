@@ -30,6 +30,7 @@ from types import FrameType
 from typing import IO, Any
 
 from hvdgloo._net.event_loop import EventLoop
+from hvdgloo._net.ports import loopback
 from hvdgloo._platform import machine
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.agent import watchdog
@@ -291,6 +292,7 @@ class Agent:
             machine.visible_gpus(self._environ),
             self._discovery.port,
             os.cpu_count() or 0,
+            loopback(),
         )
 
     def _on_require(self, required: Require) -> None:

@@ -76,7 +76,7 @@ class Facts:
         amd_gpus: those that may be used, where there are none of NVIDIA's.
         visible_gpus: of either.
         open_files, open_files_most: the soft and the hard limit.
-        directory, missing: what workers would need and is missing: see ``frames.Lacking``.
+        directory, missing, machine: what workers would need and is missing: see ``frames.Lacking``.
     """
 
     hostname: str = ""
@@ -104,6 +104,7 @@ class Facts:
     open_files_most: int | None = None
     directory: str = ""
     missing: Sequence[str] = ()
+    machine: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The form in which it is sent, and which ``--json`` shows."""
@@ -154,6 +155,7 @@ def examine(environ: Mapping[str, str], required: Require) -> Facts:
         open_files_most=hard,
         directory=absent.directory,
         missing=absent.things,
+        machine=absent.machine,
     )
 
 

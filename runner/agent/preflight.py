@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 
 from hvdgloo._platform.writable import unwritable
@@ -20,6 +21,8 @@ def lacking(required: Require, environ: Mapping[str, str]) -> Lacking:
     Args:
         environ: of this host's agent.
     """
+    if machine := machine_lacks():
+        return Lacking(machine=machine)
     if not os.path.isdir(required.cwd):
         return Lacking(required.cwd)
     if not os.access(required.cwd, os.X_OK):
@@ -28,6 +31,15 @@ def lacking(required: Require, environ: Mapping[str, str]) -> Lacking:
     files = [f"file {name}" for name in required.files if not os.path.isfile(os.path.join(required.cwd, name))]
     programs = [f"program {name}" for name in required.programs if not _is_program(name, required.cwd, path)]
     return Lacking("", (*files, *programs), unwritable(required.outputs, required.cwd))
+
+
+def machine_lacks() -> str:
+    """What this host itself lacks, and what to do about it; empty if nothing."""
+    if sys.platform != "linux" or os.path.isdir(f"/proc/{os.getpid()}"):
+        return ""
+    return (
+        "there is no /proc, without which what a job leaves behind cannot be found; mount it (mount -t proc proc /proc)"
+    )
 
 
 def _is_program(name: str, cwd: str, path: str | None) -> bool:

@@ -14,8 +14,6 @@ from hvdgloo.errors import ConfigError
 from hvdgloo.runner.protocol.frames import Frame, Relay, Relaying, RelayOpen
 from hvdgloo.runner.protocol.relay import MOST, Relays
 
-LOOPBACK = "127.0.0.1"
-
 
 class RelayListener:
     """Listens for this host's workers once the launcher wants that.
@@ -50,7 +48,7 @@ class RelayListener:
 
     def _on_relay(self, relay: Relay) -> None:
         try:
-            (self._listener,) = ports.listen([LOOPBACK], relay.port_range)
+            (self._listener,) = ports.listen([ports.LOOPBACK], relay.port_range)
         except ConfigError as error:
             self._send(Relaying(0, str(error)))
             return

@@ -180,7 +180,7 @@ def _required(visits: Sequence[Visit], cwd: str) -> Iterator[Finding]:
     """In the words with which a job would refuse to start."""
 
     def reason(facts: Facts) -> str | None:
-        diagnosis = preflight_failure(Lacking(facts.directory, facts.missing), cwd)
+        diagnosis = preflight_failure(Lacking(facts.directory, facts.missing, machine=facts.machine), cwd)
         return None if diagnosis is None else diagnosis.text
 
     for text, hosts in _grouped(_seen(visits), reason).items():

@@ -189,10 +189,13 @@ def signal_all(pids: Iterable[int], signum: int) -> None:
             pass
 
 
-if os.path.isdir("/proc/self/fd"):
+if sys.platform == "linux":
 
     def _pids() -> Iterable[int]:
-        return (int(name) for name in os.listdir("/proc") if name.isdigit())
+        try:
+            return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        except OSError:
+            return ()  # no worker is started without /proc
 
     def _parents() -> Iterable[tuple[int, int]]:
         for pid in _pids():

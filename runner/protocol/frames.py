@@ -275,6 +275,7 @@ class Hello(Frame, frozen=True):
         machine_cores: all those of the machine; 0 if that is not known.
         gpus: those that are visible.
         port: a free one, kept from other jobs, for ``MASTER_PORT``.
+        loopback: the address at which the host reaches itself.
     """
 
     protocol: int
@@ -286,6 +287,7 @@ class Hello(Frame, frozen=True):
     gpus: int
     port: int
     machine_cores: int = 0
+    loopback: str = "127.0.0.1"
 
 
 class Examined(Frame, frozen=True):
@@ -332,7 +334,7 @@ class Served(Frame, frozen=True):
 
 
 class Relaying(Frame, frozen=True):
-    """Where the agent listens for its workers: a port of 127.0.0.1; or why it does not."""
+    """Where the agent listens for its workers: a port of its loopback address; or why it does not."""
 
     port: int
     failure: str = ""
@@ -349,11 +351,13 @@ class Lacking(Frame, frozen=True):
 
     Attributes:
         unwritable: files that cannot be written, each with the reason.
+        machine: what the host itself lacks, and what to do about it.
     """
 
     directory: str = ""
     things: Sequence[str] = ()
     unwritable: Sequence[str] = ()
+    machine: str = ""
 
 
 class Spawned(Frame, frozen=True):

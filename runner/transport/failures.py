@@ -122,6 +122,8 @@ def python_failure(ending: Ending, python: str) -> Diagnosis | None:
 def preflight_failure(found: Lacking, cwd: str) -> Diagnosis | None:
     """The reason why a host cannot be used, if something is missing there."""
     remedy = "hvdgloo-run copies no files: provide it there at the same path (a shared file system, rsync, the image)"
+    if found.machine:
+        return Diagnosis(Cause.OTHER, found.machine)
     if found.directory and found.things:
         return Diagnosis(Cause.DIRECTORY, f"the working directory {found.directory} may not be entered there")
     if found.directory:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Iterable
 from typing import NoReturn
 
 from hvdgloo.errors import LaunchError
@@ -87,7 +88,7 @@ def _be_the_agent() -> NoReturn:
     status = 1
     try:
         # The parent also waits for the end of one of these.
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
+        for descriptor in _descriptors():
             if descriptor > 2:
                 with contextlib.suppress(OSError):  # the list's own
                     os.close(descriptor)
@@ -106,6 +107,14 @@ def _be_the_agent() -> NoReturn:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def _descriptors() -> Iterable[int]:
+    """Those that may be open: all that are possible where there is no /proc, which the agent says in its own words."""
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return range(os.sysconf("SC_OPEN_MAX"))
 
 
 def _wants_to_run(pid: int) -> bool:

@@ -14,7 +14,6 @@ from hvdgloo.rendezvous._elastic.events import Spawn
 from hvdgloo.rendezvous._elastic.roster import Roster, Seat
 from hvdgloo.runner import elastic_launch
 from hvdgloo.runner.admission import Admission, Reached, _Guest
-from hvdgloo.runner.discovery import LOOPBACK
 from hvdgloo.runner.elastic_launch import _Giver
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.network.interfaces import Address
@@ -25,6 +24,7 @@ from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
 
+LOOPBACK = Address("", "127.0.0.1", 8)
 PLAN = Roster(0, (Seat("h1/0/1", "h1", 0, 0),))
 
 

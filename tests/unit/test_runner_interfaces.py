@@ -7,7 +7,6 @@ import pytest
 from hvdgloo._platform import nics
 from hvdgloo._platform.nics import nic_of
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.discovery import LOOPBACK
 from hvdgloo.runner.job.command import interface_variables
 from hvdgloo.runner.network.interfaces import (
     Address,
@@ -19,6 +18,7 @@ from hvdgloo.runner.network.interfaces import (
     why_not,
 )
 
+LOOPBACK = Address("", "127.0.0.1", 8)
 LO = Address("lo", "127.0.0.1", 8)
 ETH0 = Address("eth0", "10.0.0.5", 24)
 ETH1 = Address("eth1", "192.168.7.5", 16)
