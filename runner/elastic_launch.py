@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
+from hvdgloo._net import ports
 from hvdgloo._net.tls import Tls
 from hvdgloo.config import parse_endpoint
 from hvdgloo.errors import JobFailedError
@@ -25,13 +26,13 @@ from hvdgloo.rendezvous._identity import host_name
 from hvdgloo.runner.admission import Admission, launcher_addresses
 from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.startup_view import StartDisplay
-from hvdgloo.runner.discovery import LOOPBACK
 from hvdgloo.runner.elastic.discovery import HostManager, host_entry
 from hvdgloo.runner.elastic.driver import ElasticDriver, ElasticOutcome
 from hvdgloo.runner.job.advice import advise_on_signal
 from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
 from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry, LaunchSpec, Slot
+from hvdgloo.runner.left_behind import with_files
 from hvdgloo.runner.observer import Observer, Surroundings, expect, open_console
 from hvdgloo.runner.protocol.frames import Spawn
 from hvdgloo.runner.provisions import advice_for, base_environment, check_outputs, command_on, limits_there, required_on
@@ -205,7 +206,7 @@ def _course(
     server = RendezvousServer(
         secret=spec.secret,
         elastic=driver.epochs,
-        bind=(LOOPBACK.address, *(address.address for address in launcher)),
+        bind=(ports.LOOPBACK, *(address.address for address in launcher)),
         port_range=spec.network.port_range,
         start_timeout=spec.start_timeout,
         tls=None if spec.network.tls is None else Tls(*spec.network.tls),
@@ -350,6 +351,8 @@ def _report(
         changes=tuple(driver.changes),
         why_over=outcome.ended.text if outcome is not None else "",
     )
+    away = [seat.host for seat in last.seats[:1] if not spawner.is_local(entry(seat.host))]
+    report = with_files(report, spec, console, elsewhere="".join(away))
     first = supervisor.outcome.first
     if first is None:
         return report

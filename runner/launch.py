@@ -25,6 +25,7 @@ from hvdgloo.runner.job.command import interface_variables, thread_defaults, wor
 from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
 from hvdgloo.runner.job.outcome import JobOutcome, blame
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
+from hvdgloo.runner.left_behind import with_files
 from hvdgloo.runner.network.addressing import Placement, Server
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.observer import Observer, Results, Surroundings, expect, open_console
@@ -93,7 +94,8 @@ def launch(
 
             report = launch_elastic(spec, spec.elastic, around)
         showing.conclude(report.outcome.exit_code, report.headline())
-        return replace(report, written=tuple(showing.written))
+        files = (*report.files, *(f"the report is in {path}" for path in showing.written[:1]))
+        return replace(report, files=files, unwritten=(*report.unwritten, *showing.unwritten))
 
 
 def _launch_fixed(spec: LaunchSpec, around: Surroundings) -> Report:
@@ -208,6 +210,8 @@ def _report(
     outcome.first = blame(outcome, {slot.rank: slot.agent for slot in slots}, console.cause)
     first = outcome.first
     report = Report(outcome, slots, numbers=tuple(range(len(slots))))
+    elsewhere = "" if spawner.is_local(hosts[0]) else hosts[0].name
+    report = with_files(report, spec, console, elsewhere=elsewhere)
     if first is None:
         return report
     if first.rank is None:

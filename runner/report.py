@@ -45,7 +45,8 @@ class Report:
         workers: the ids of the same workers in an elastic job; empty in others.
         changes: of the workers of an elastic job: see ``ElasticDriver``.
         why_over: why an elastic job could not survive the failure.
-        written: files with the report that was asked for, the one for people first.
+        files: sentences that say where files are that were asked for.
+        unwritten: what could not be written, each with the reason.
     """
 
     outcome: JobOutcome
@@ -59,7 +60,13 @@ class Report:
     workers: tuple[str, ...] = ()
     changes: tuple[tuple[float, Changed], ...] = ()
     why_over: str = ""
-    written: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """The launcher's own: 0 only if the job has succeeded, and all that it said could be written."""
+        return self.outcome.exit_code or int(bool(self.unwritten))
 
     def summary(self, *, whole: bool = True) -> str:
         """How the job ended, in words; empty after success at the first attempt.
@@ -69,8 +76,12 @@ class Report:
         """
         end = self._end(whole)
         past = self._changes() or (history(self.restarts) if self.restarts else "")
+        lost = f"not all could be written: {'; '.join(self.unwritten[:3])}" if self.unwritten else ""
+        if lost and not end:
+            end = f"all workers succeeded, but {lost}"
+            lost = ""
         text = f"{end or 'the job succeeded'}\n{past}" if past else end
-        return "\n".join(filter(None, [text, *(f"the report is in {path}" for path in self.written[:1])]))
+        return "\n".join(filter(None, [text, lost, *self.files]))
 
     def headline(self) -> str:
         """How the job has failed, in a line; empty if it has not."""

@@ -16,6 +16,7 @@ Source: "Trace Event Format", the Chromium project's document of that name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from hvdgloo._engine.messages import Request, Response
 from hvdgloo._platform.files import replacing
 from hvdgloo._platform.queues import take_within
+from hvdgloo._platform.writable import INCOMPLETE
 from hvdgloo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ _CAPACITY = 1 << 16
 _COPY = 1 << 20
 _BATCH = 4096
 """How many events are written at once, at most."""
+_RESERVE = 256
+"""Bytes that are kept free at a trace's end, for the event that says why it is incomplete."""
 
 
 class Timeline:
@@ -213,13 +217,23 @@ class Timeline:
                 if events:
                     self._write([written for event in events for written in self._placed(event)])
                 if None in batch:
-                    self._move(self._end)  # without the space that was left
+                    with contextlib.suppress(OSError):  # on a full disk the space that is left stays: all is written
+                        self._move(self._end)
                     return
         except OSError as error:
             logger.warning("the timeline %s ends here: %s", self.path, error)
             self._closed = True
+            with contextlib.suppress(OSError):
+                self._mark_incomplete(error.strerror or str(error))
         finally:
             os.close(self._file)
+
+    def _mark_incomplete(self, reason: str) -> None:
+        """Say so in the trace itself, in space that it has already; for its readers, and for the launcher."""
+        event = {"name": INCOMPLETE + reason, "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": self._micros(self.now())}
+        text = f",\n{json.dumps(event, separators=(',', ':'))}".encode()
+        if len(text) <= _RESERVE:
+            os.pwrite(self._file, text, self._capacity - len(text))
 
     def _placed(self, event: dict[str, Any]) -> list[dict[str, Any]]:
         """An event with its row's number, preceded by the row's name if the row is new."""
@@ -258,7 +272,7 @@ class Timeline:
     def _put_down(self, piece: bytes) -> None:
         if self._end % _PAGE + len(piece) > _PAGE:
             self._end += -self._end % _PAGE  # spaces remain where the event would have begun
-        if self._end + len(piece) > self._capacity:
+        if self._end + len(piece) > self._capacity - _RESERVE:
             self._move(2 * self._capacity + len(piece))
         try:
             os.pwrite(self._file, piece, self._end)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+INCOMPLETE = "INCOMPLETE: "
+"""Begins the last event of a timeline that could not be written to its end; the reason follows."""
+
 
 def why_not_writable(path: str) -> str:
     """Why no file can be written at ``path``, whose missing folders would be created; empty if nothing is known to

@@ -145,7 +145,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
             stderr.flush()
         except OSError:
             pass
-    return report.outcome.exit_code
+    return report.exit_code
 
 
 def _print(text: str, stdout: TextIO, stderr: TextIO) -> int:

@@ -56,12 +56,16 @@ def run(
 
     campaign.check_size(spec)
     files = [path for path in (given.save, given.plot) if path is not None]
-    for path in files:  # before anything is measured
-        _write(path, "", append=True)
 
     def say(text: str) -> None:
         stderr.write(f"hvdgloo-run: {text}\n")
         stderr.flush()
+
+    for path in files:  # before anything is measured
+        folder = os.path.dirname(os.path.abspath(path))
+        if not os.path.isdir(folder):
+            say(f"creating the folder {folder}")
+        _write(path, "", append=True)
 
     try:
         found = campaign.run(spec, program=program, seconds=given.seconds or default_seconds, stderr=stderr, say=say)

@@ -63,6 +63,8 @@ class Console:
 
     Attributes:
         on_broken: called, from another thread, when ``stdout`` or ``stderr`` has lost its reader.
+        opened: when this was made, in seconds since the epoch.
+        unwritten: what could not be written, each with the reason.
     """
 
     def __init__(
@@ -88,6 +90,8 @@ class Console:
         self._quiet = quiet
         self._news = news or not quiet
         self.on_broken: Callable[[], None] = lambda: None
+        self.opened = time.time()
+        self.unwritten: list[str] = []
         self._lines: dict[tuple[int, int], Lines] = {}
         self._unfinished: dict[tuple[int, int], float] = {}
         self._last: defaultdict[int, LastLines] = defaultdict(LastLines)
@@ -220,6 +224,12 @@ class Console:
         """The rank that a worker blames for its failure."""
         return named_culprit(self.cause(rank))
 
+    def folder(self, rank: int | None) -> str:
+        """The folder with the files of a rank's output, or with those of all ranks; empty if there are none."""
+        if self._directory is None:
+            return ""
+        return self._directory if rank is None else rank_folder(self._directory, rank, self._size)
+
     def in_sight(self, rank: int) -> bool:
         """Whether the reader of the launcher's own lines has just seen what ``tail`` returns."""
         first = self._last[rank].first_position
@@ -262,6 +272,7 @@ class Console:
                 made: Mapping[tuple[int, int], Target] = _open_files(self._directory, [rank], self._size)
             except LaunchError as error:
                 self.always(f"{error}; what rank {rank} prints is not written to a file")
+                self.unwritten.append(str(error))
                 made = dict.fromkeys(((rank, STDOUT), (rank, STDERR)), _Nowhere())
             self._file_list += [file for file in made.values() if isinstance(file, FileTarget)]
             self._file_index.update({source: files.add(file) for source, file in made.items()})
@@ -318,15 +329,22 @@ class Console:
     def _console_failed(self, stream: int, error: Exception) -> None:
         if is_broken_pipe(error) or isinstance(error, ValueError):
             self.on_broken()
-        elif stream == STDOUT and self._writers[STDERR] is not self._writers[STDOUT]:
+            return
+        self.unwritten.append(f"standard {'output' if stream == STDOUT else 'error'}: {_reason(error)}")
+        if stream == STDOUT and self._writers[STDERR] is not self._writers[STDOUT]:
             text = f"hvdgloo-run: standard output can no longer be written: {error}\n"
             self._put(STDERR, text.encode("utf-8", "replace"))
 
     def _file_failed(self, index: int, error: Exception) -> None:
         rank, stream = list(self._file_index)[index]
+        self.unwritten.append(f"the file of rank {rank}'s {_STREAM_NAMES[stream]}: {_reason(error)}")
         text = f"hvdgloo-run: rank {rank}'s {_STREAM_NAMES[stream]} is no longer written to its file: {error}\n"
         # Straight to the writer: this is the other writer's thread, and the screen belongs to the supervisor's.
         self._put(STDERR, text.encode("utf-8", "replace"))
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 class _Nowhere:

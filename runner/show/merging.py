@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, TextIO
 
 from hvdgloo._platform.files import overwrite, replacing
+from hvdgloo._platform.writable import INCOMPLETE
 from hvdgloo.errors import ConfigError
 
+_LAST = 512  # bytes, among which a trace's last event is
 _FIRST = 1 << 16  # characters, among which a trace's first event is
 
 
@@ -80,6 +82,18 @@ def origin(path: str) -> tuple[int, int]:
             raise ValueError
         event, _ = json.JSONDecoder().raw_decode(text[1:].lstrip())
         return int(event["args"]["start_time_since_epoch_in_micros"]), int(event["args"]["rank"])
+
+
+def incomplete(path: str) -> str:
+    """Why a trace is incomplete, as its last event says; empty if it says no such thing, or cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST))
+            end = file.read()
+        event = json.loads(end[end.rindex(b",\n{") + 2 :].rstrip().removesuffix(b"]"))
+        return str(event["name"]).removeprefix(INCOMPLETE) if event["name"].startswith(INCOMPLETE) else ""
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return ""
 
 
 def _events(path: str) -> Iterator[dict[str, Any]]:

@@ -57,6 +57,7 @@ class Showing:
         observe: what agents are told with their start; None while nobody looks.
         progress: see above.
         written: the report's files, once they are there.
+        unwritten: the report and why it could not be written, if that was so.
 
     Raises:
         ConfigError: on entering: the page cannot listen where it should, or the report could not be written.
@@ -65,6 +66,7 @@ class Showing:
     def __init__(self, spec: LaunchSpec, *, say: Callable[[str], None], progress: bool = False) -> None:
         self.observe: Observe | None = None
         self.written: list[str] = []
+        self.unwritten: list[str] = []
         self._spec = spec
         self._views = spec.views
         self._say = say
@@ -95,6 +97,9 @@ class Showing:
     def __enter__(self) -> Showing:
         if self._views.report is not None:
             _check_report(self._views.report)
+            folder = os.path.dirname(os.path.abspath(self._views.report))
+            if not os.path.isdir(folder):
+                self._say(f"--report {self._views.report}: there is no folder {folder} yet; the job's end creates it")
         with ExitStack() as stack:
             self._stack = stack
             if self._public:
@@ -390,10 +395,13 @@ class Showing:
                 os.makedirs(os.path.dirname(os.path.abspath(self._views.report)), exist_ok=True)
                 self.written = report.write(self._observatory, self._views.report)
             except OSError as error:
-                self._say(f"--report {self._views.report}: it cannot be written: {error.strerror or error}")
+                self._not_written(error.strerror or str(error))
             except Exception as error:  # noqa: BLE001 - the job is over, and what became of it is not the report's to say
-                text = in_one_line(f"{type(error).__name__}: {error}")
-                self._say(f"--report {self._views.report}: it cannot be written: {text}")
+                self._not_written(in_one_line(f"{type(error).__name__}: {error}"))
+
+    def _not_written(self, reason: str) -> None:
+        self.unwritten.append(f"--report {self._views.report}: {reason}")
+        self._say(f"--report {self._views.report}: it cannot be written: {reason}")
 
 
 def _check_report(path: str) -> None:

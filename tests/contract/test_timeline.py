@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from hvdgloo.errors import ConfigError, MismatchError
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.runner.cli import trace_merge as merging
 from hvdgloo.runner.cli.main import main
+from hvdgloo.runner.show.merging import incomplete
 from hvdgloo.types import ReduceOp
 from tests.support.world import World
 
@@ -256,11 +258,36 @@ def test_a_write_that_fails_leaves_what_was_whole(tmp_path: Path, monkeypatch: p
     timeline.phase("x", "ALLREDUCE", timeline.now(), timeline.now())
     assert failed.wait(10)
     timeline._thread.join(10)
-    assert len(json.loads((tmp_path / "trace").read_text())) == 2
+    *whole, last = json.loads((tmp_path / "trace").read_text())
+    assert len(whole) == 2
+    assert last["name"] == "INCOMPLETE: No space left on device"
+    assert incomplete(str(tmp_path / "trace")) == "No space left on device"
     timeline.phase("x", "ALLREDUCE", timeline.now(), timeline.now())
     timeline.cycle(timeline.now())
     assert timeline._queue.empty()  # nobody would take it out
     timeline.close()
+
+
+def test_a_trace_that_cannot_grow_says_so_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = Timeline(str(tmp_path / "trace"), 0)
+    monkeypatch.setattr(timeline, "_move", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    for number in range(2000):
+        timeline.phase(f"tensor {number}", "ALLREDUCE", timeline.now(), timeline.now())
+    timeline._thread.join(10)
+    events = json.loads((tmp_path / "trace").read_text())
+    assert len(events) > 300
+    assert events[-1]["name"] == f"INCOMPLETE: {incomplete(str(tmp_path / 'trace'))}" != "INCOMPLETE: "
+
+
+def test_a_trace_that_ends_on_a_full_disk_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the space that was kept free for more stays."""
+    timeline = Timeline(str(tmp_path / "trace"), 0)
+    timeline.phase("x", "ALLREDUCE", timeline.now(), timeline.now())
+    monkeypatch.setattr(timeline, "_move", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    timeline.close()
+    assert len(json.loads((tmp_path / "trace").read_text())) == 2 + 3
+    assert incomplete(str(tmp_path / "trace")) == ""
+    assert incomplete(str(tmp_path / "none")) == ""
 
 
 def test_no_write_crosses_the_end_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

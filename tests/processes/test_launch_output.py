@@ -306,3 +306,59 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_anything_starts(l
     assert done.returncode == 2
     assert "--output-filename" in done.stderr
     assert not (launcher.folder / "started").exists()
+
+
+@pytest.mark.parametrize("what", ["stdout", "stderr", "both"])
+def test_output_that_cannot_be_written_is_a_failure_of_the_launcher(launcher: Launcher, what: str) -> None:
+    """A full disk: the training goes on to its end, but nobody is told by status 0 that all of its log is there."""
+    script = launcher.script(
+        """
+        import pathlib, sys
+        print("out", flush=True); print("err", file=sys.stderr, flush=True)
+        pathlib.Path("done").write_text("")
+        """
+    )
+    with open("/dev/full", "wb") as full:
+        given = {name: full for name in ("stdout", "stderr") if what in (name, "both")}
+        process = launcher.start("-np", "1", script, **given)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert (launcher.folder / "done").exists(), "the workers are not stopped"
+    if what == "stdout":
+        said = "all workers succeeded, but not all could be written: standard output: No space left on device"
+        assert err.decode().splitlines()[-1] == f"hvdgloo-run: {said}"
+    if what == "stderr":
+        assert out == b"[0]<stdout>:out\n"
+
+
+def test_a_job_that_has_failed_keeps_its_status_on_a_full_disk(launcher: Launcher) -> None:
+    script = launcher.script("print('out', flush=True); raise SystemExit(3)")
+    with open("/dev/full", "wb") as full:
+        process = launcher.start("-np", "1", script, stdout=full)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 3
+    assert "not all could be written: standard output: No space left on device" in err.decode()
+
+
+def test_files_of_output_on_a_full_disk_are_a_failure_of_the_launcher(launcher: Launcher) -> None:
+    script = launcher.script("print('x' * 100_000)")
+    limited = ["sh", "-c", 'ulimit -f 8; exec "$@"', "-"]
+    done = launcher.run("-np", "1", "--output-filename", "logs", script, wrapper=limited)
+    assert done.returncode == 1
+    assert "rank 0's stdout is no longer written to its file: [Errno 27] File too large" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith(
+        "all workers succeeded, but not all could be written: the file of rank 0's stdout: File too large"
+    )
+    assert done.stdout.count("x") == 100_000
+
+
+def test_the_summary_of_a_failure_says_where_all_of_the_output_is(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os; print('x'); os.environ['RANK'] == '1' and exit(3); import time; time.sleep(60)"
+    )
+    done = launcher.run("-np", "2", "--output-filename", "logs", script)
+    assert done.returncode == 3
+    folder = launcher.folder / "logs/rank.1"
+    assert done.stderr.splitlines()[-1] == f"hvdgloo-run: all that rank 1 has printed is in {folder}"
+    assert (folder / "stdout").read_text() == "x\n"
+    assert "all that" not in launcher.run("-np", "2", script).stderr, "there is none without files"

@@ -134,8 +134,11 @@ def test_report_is_written_after_a_failure_and_the_summary_says_where(launcher: 
     done = launcher.run("-np", "1", "--report", "reports/job.html", script, timeout=PATIENCE)
     assert done.returncode == 1
     what = "the job failed: rank 0 on host localhost exited with status 1: ValueError: no more data"
-    assert f"hvdgloo-run: {what}" in done.stderr.splitlines()
-    assert done.stderr.splitlines()[-1] == "hvdgloo-run: the report is in reports/job.html"
+    lines = done.stderr.splitlines()
+    assert f"hvdgloo-run: {what}" in lines
+    assert lines[-1] == "hvdgloo-run: the report is in reports/job.html"
+    folder = launcher.folder / "reports"
+    assert lines[0].endswith(f"--report reports/job.html: there is no folder {folder} yet; the job's end creates it")
     assert "<html" in (launcher.folder / "reports/job.html").read_text()
     recording = json.loads((launcher.folder / "reports/job.json").read_text())
     job = recording["snapshot"]["job"]
@@ -187,6 +190,16 @@ def test_a_host_whose_name_is_not_utf_8_has_jobs_like_any_other(launcher: Launch
     wrapper = ["unshare", "--uts", "--", sys.executable, "-c", NAMED]
     done = launcher.run("-np", "2", "--no-prefix", "--log-ranks", "0", script, wrapper=wrapper, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (0, "[2.]\n"), done.stderr
+
+
+def test_a_report_that_cannot_be_written_in_the_end_is_a_failure_of_the_launcher(launcher: Launcher) -> None:
+    script = launcher.script("import os; os.rmdir('reports'); open('reports', 'w').close()")
+    (launcher.folder / "reports").mkdir()
+    done = launcher.run("-np", "1", "--report", "reports/job.html", script, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert (
+        "hvdgloo-run: all workers succeeded, but not all could be written: --report reports/job.html: " in done.stderr
+    )
 
 
 def test_report_of_a_job_that_could_not_be_started(launcher: Launcher) -> None:

@@ -1,0 +1,56 @@
+"""What a job has left in files, for the end of its summary: where it is, how to open it, and what is missing in it."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shlex
+from dataclasses import replace
+
+from hvdgloo.runner.console.console import Console
+from hvdgloo.runner.job.spec import LaunchSpec
+from hvdgloo.runner.report import Report
+
+_CLOCKS = 5.0  # seconds by which a file server's clock may differ from ours
+
+
+def with_files(report: Report, spec: LaunchSpec, console: Console, *, elsewhere: str) -> Report:
+    """The same with what is in files beside the page's.
+
+    Args:
+        elsewhere: the host of rank 0, unless that is this machine.
+    """
+    files, unwritten = [], list(console.unwritten)
+    first = report.outcome.first
+    if first is not None and (folder := console.folder(first.rank)):
+        files.append(
+            f"all that {'ranks have' if first.rank is None else f'rank {first.rank} has'} printed is in {folder}"
+        )
+    if spec.timeline and spec.timeline.upper() != "DYNAMIC":
+        path = os.path.join(spec.cwd, spec.timeline)
+        if found := _traces(path, console.opened):
+            from hvdgloo.runner.show.merging import incomplete
+
+            files.append(_opened(found, path))
+            unwritten += [f"the timeline {each}: {reason}" for each in found if (reason := incomplete(each))]
+        elif elsewhere and not report.outcome.exit_code:
+            files.append(f"the timeline is in {path} on host {elsewhere}; open it in ui.perfetto.dev")
+    return replace(report, files=tuple(files), unwritten=tuple(unwritten))
+
+
+def _traces(path: str, began: float) -> list[str]:
+    """The job's traces on this machine, in the order of ranks."""
+    names = glob.glob(glob.escape(path).replace(glob.escape("{rank}"), "*"))
+    fresh = [name for name in names if os.path.isfile(name) and os.path.getmtime(name) >= began - _CLOCKS]
+    return sorted(fresh, key=lambda name: (len(name), name))
+
+
+def _opened(found: list[str], path: str) -> str:
+    """Where traces are, and how to open them."""
+    if len(found) == 1:
+        return f"the timeline is in {found[0]}; open it in ui.perfetto.dev"
+    names = "*".join(shlex.quote(part) if part else "" for part in path.split("{rank}"))
+    return (
+        f"the timelines of {len(found)} ranks are in {path}; put them into one file for ui.perfetto.dev with "
+        f"hvdgloo-run timeline merge all.json {names}"
+    )
