@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,9 +28,6 @@ from hvdgloo._training.reducer import check_passes
 from hvdgloo._training.subclass import shell_class
 from hvdgloo.errors import InvalidArgumentError, MissingDependencyError
 from hvdgloo.types import ReduceOp
-
-logger = logging.getLogger(__name__)
-
 
 FINITE = "gradients_are_finite"
 """The name under which ranks agree whether a step can be made."""
@@ -274,8 +270,6 @@ def _prepare() -> None:
         scaling.check_finite = _agreeing(scaling.check_finite)
         scaling.apply = _reducing(scaling.apply)
         scaling.stateless_apply = _reducing_stateless(scaling.stateless_apply)
-    if keras.backend.backend() == "tensorflow":
-        train_without_xla(keras.Model, DistributedKerasOptimizer)
     prepare = getattr(importlib.import_module(f"hvdgloo.keras._on_{keras.backend.backend()}"), "prepare", None)
     if prepare is not None:
         prepare()
@@ -355,21 +349,3 @@ def _complete(optimizer: Any, sync: Sync, gradients: Any, given: Any) -> tuple[l
     variables = optimizer._trainable_variables if given is None else given
     # Keras says what is wrong if there are more of one than of the other.
     return sync.complete(gradients, variables) if len(gradients) == len(variables) else gradients, given
-
-
-def train_without_xla(models: Any, mixin: type) -> None:
-    """Have models whose optimizer, or the one inside it, derives from ``mixin`` train without XLA, and say so."""
-    if not hasattr(models.make_train_function, "hvdgloo"):
-        models.make_train_function = _without_xla(models.make_train_function, mixin)
-
-
-def _without_xla(plain: Any, mixin: type) -> Any:
-    @functools.wraps(plain)
-    def make_train_function(self: Any, force: bool = False) -> Any:
-        if self.jit_compile and isinstance(getattr(self.optimizer, "inner_optimizer", self.optimizer), mixin):
-            logger.warning("XLA cannot compile collectives: %s trains without it (jit_compile=False)", self.name)
-            self.jit_compile = False
-        return plain(self, force)
-
-    make_train_function.hvdgloo = True  # type: ignore[attr-defined]
-    return make_train_function

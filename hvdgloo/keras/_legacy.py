@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from hvdgloo._training.reducer import check_passes
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.keras._distributed import FINITE, KerasOptions, check_op, saved_as, train_without_xla
+from hvdgloo.keras._distributed import FINITE, KerasOptions, check_op, saved_as
 
 _NO_PASSES = (
     "backward_passes_per_step= cannot be combined with a LossScaleOptimizer of tf_keras; accumulate gradients in the "
@@ -226,7 +226,7 @@ def _prepare() -> None:
     LossScaleOptimizers look at the gradients of all ranks: all skip a step, or none.
     """
     keras = importlib.import_module("tf_keras")
-    train_without_xla(keras.Model, DistributedLegacy)
+    importlib.import_module("hvdgloo.tensorflow._xla").spare(keras.Model)
     known = keras.mixed_precision.LossScaleOptimizer
     for name in ("LossScaleOptimizer", "LossScaleOptimizerV3"):
         kind = getattr(sys.modules[known.__module__], name, None)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import keras
+
 from hvdgloo.keras._distributed import FINITE, KerasOptions
+from hvdgloo.tensorflow import _xla as xla
 from hvdgloo.tensorflow._frontend import FRONTEND
 from hvdgloo.tensorflow._gradients import GradientSync
 
@@ -29,6 +32,11 @@ class TensorFlowSync:
 
     def agree(self, holds: Any) -> Any:
         return self._sync.agree(holds, FINITE)
+
+
+def prepare() -> None:
+    """Have models train without XLA where it would be asked to compile collectives."""
+    xla.spare(keras.Model)
 
 
 def open_sync(options: KerasOptions) -> TensorFlowSync:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from hvdgloo.errors import MissingDependencyError
 
 try:
-    import tensorflow  # noqa: F401 - to say what is missing, before anything else fails for want of it
+    import tensorflow  # to say what is missing, before anything else fails for want of it
 except ModuleNotFoundError as error:
     if error.name != "tensorflow":
         raise
@@ -35,6 +35,7 @@ from hvdgloo._collectives.names import BASE, COLLECTIVES, OBJECTS, VALUES, bind
 from hvdgloo.tensorflow import (
     _optimizer,
     _session,
+    _xla,
     compression,
     elastic,  # noqa: F401 - programs write hvd.elastic.run, and import only hvd
     functions,
@@ -43,6 +44,9 @@ from hvdgloo.tensorflow import (
 )
 from hvdgloo.tensorflow._optimizer import _make_allreduce_grads_fn  # noqa: F401 - programs look here
 from hvdgloo.tensorflow.util import _executing_eagerly  # noqa: F401 - and libraries here
+
+if tensorflow.keras.backend.backend() == "tensorflow":
+    _xla.spare(tensorflow.keras.Model)
 
 __all__ = bind(
     globals(),

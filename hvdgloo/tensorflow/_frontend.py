@@ -37,6 +37,7 @@ from hvdgloo._collectives.frontend import Frontend, NamedFrontend
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._collectives.spec import CollectiveSpec, exchanging
 from hvdgloo._job import process
+from hvdgloo.tensorflow import _xla as xla
 from hvdgloo.tensorflow._adapter import Tensor, TensorFlowAdapter, record
 from hvdgloo.tensorflow._failures import also_tensorflows, guarded
 from hvdgloo.tensorflow._waiting import counted
@@ -258,6 +259,7 @@ def operator(
             ``hvdgloo.tensorflow._failures``).
         dtypes, shapes: of the outputs.
     """
+    xla.meet()
     call = guarded(function)
     with _in_order() as made:
         if not is_ordered():
@@ -330,6 +332,7 @@ def effect(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
         function(*arrays)
         return np.int32(0)
 
+    xla.meet()
     with _in_order() as made:
         made.append(tf.numpy_function(guarded(call), list(inputs), tf.int32, stateful=True))
     return made[0]

@@ -349,7 +349,7 @@ def logged() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hvdgloo.keras")
+    logger = logging.getLogger("hvdgloo")
     logger.addHandler(handler)
     try:
         yield said
