@@ -31,8 +31,10 @@ _TOLD = frozenset(
 _TORCHRUN_S_OWN = frozenset({"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"})
 """Variables that refer to torchrun's agent: with the first one, torch.distributed would wait for a store at
 ``MASTER_ADDR`` that only that agent serves."""
-_NOT_OURS = re.compile(r"HVDGLOO_(TEST_\w+|\w+_SERVICE_(HOST|PORT\w*)|\w+_PORT_[0-9]+_\w+)=.*|\w+_PORT=[a-z]+://.*")
-"""Variables of tests, and of a Kubernetes service named hvdgloo-something, which are set in every container."""
+_OF_A_SERVICE = re.compile(
+    r"\w+_(SERVICE_(HOST|PORT(_\w+)?)=.*|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?=.*|PORT=[a-z]+://.*)",
+    re.DOTALL,
+)
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
@@ -963,6 +965,14 @@ def _environ() -> Mapping[str, str]:
     return os.environ
 
 
+def describes_service(name: str, value: str) -> bool:
+    """Tell whether Kubernetes has set a variable, as it does in every container for every Service of the namespace.
+
+    A Service named ``hvdgloo`` brings HVDGLOO_SERVICE_HOST, HVDGLOO_PORT and six more, which are no settings.
+    """
+    return _OF_A_SERVICE.fullmatch(f"{name}={value}") is not None
+
+
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     """A line for each variable that looks like a setting but is not one, and is probably mistyped.
 
@@ -973,7 +983,9 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     known = {setting.env for setting in settings().values()}
     lines = []
     for name in sorted(environ):
-        if not name.startswith("HVDGLOO_") or name in known | _TOLD or _NOT_OURS.fullmatch(f"{name}={environ[name]}"):
+        if not name.startswith("HVDGLOO_") or name.startswith("HVDGLOO_TEST_") or name in known | _TOLD:
+            continue
+        if describes_service(name, environ[name]):
             continue
         close = suggestions(name.removeprefix("HVDGLOO_"), [own.removeprefix("HVDGLOO_") for own in known], limit=1)
         hint = f"did you mean HVDGLOO_{close[0]}?" if close else "docs/configuration.md lists them all"

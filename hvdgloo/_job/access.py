@@ -21,6 +21,7 @@ from hvdgloo._net.handshake import listen
 from hvdgloo._net.tls import Tls
 from hvdgloo._observe.counters import Counters
 from hvdgloo._platform.nics import tell_nccl
+from hvdgloo._platform.spelling import followed_by
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, InvalidArgumentError, RendezvousError
 from hvdgloo.rendezvous import RendezvousClient, WorkerInfo, host_identity
@@ -97,7 +98,7 @@ class Access:
             left = self.config.start_timeout - patience
             if left <= 0:
                 raise
-            logger.warning("%s. Trying for another %g s (HVDGLOO_START_TIMEOUT)", error, left)
+            logger.warning("%s", followed_by(error, f"trying for another {left:g} s (HVDGLOO_START_TIMEOUT)"))
             return self.client.local_address(timeout=left)
 
     def listen(self) -> socket.socket:

@@ -34,6 +34,7 @@ from hvdgloo._job.context import Context
 from hvdgloo._job.links import World
 from hvdgloo._net.descriptors import bury
 from hvdgloo._net.ports import PortHold, hold_free_port
+from hvdgloo._platform.spelling import followed_by
 from hvdgloo.errors import (
     AuthenticationError,
     ConfigError,
@@ -301,7 +302,7 @@ class Membership:
             except ConnectError as error:
                 if time.monotonic() >= deadline or self._closed.is_set():
                     raise ConfigError(str(error)) from error
-                logger.warning("%s; trying again for up to %g s", error, deadline - time.monotonic())
+                logger.warning("%s", followed_by(error, f"trying again for up to {deadline - time.monotonic():g} s"))
             self._closed.wait(min(_PAUSE, max(0.0, deadline - time.monotonic())))
 
     def _ask(self, why: _Why, listener: socket.socket, *, ready: bool, digest: str) -> Placement | Alone:
@@ -336,7 +337,7 @@ class Membership:
             unfit = [] if placement.fresh else self._unfit(placement)
             if placement.rank in unfit or not unfit:
                 raise
-            logger.warning("%s; this job goes on without such workers, which have just come", error)
+            logger.warning("%s", followed_by(error, "this job goes on without such workers, which have just come"))
             raise ConnectError(str(error), missing=unfit) from error
 
     def _unfit(self, placement: Placement) -> list[int]:

@@ -14,6 +14,7 @@ from hvdgloo._job.context import Context
 from hvdgloo._job.logging import configure_logging
 from hvdgloo._observe.counters import Counters
 from hvdgloo._platform.imports import collector_paused
+from hvdgloo._platform.spelling import followed_by
 from hvdgloo.config import Config, unknown_variables
 from hvdgloo.errors import ConfigError, DismissedError, InvalidArgumentError, NotInitializedError
 
@@ -134,7 +135,7 @@ def _begin(
         _membership = None
         membership.close("it could not join")
         if isinstance(error, DismissedError) and error.fate == "removed":
-            logger.warning("%s; this worker leaves the job", error)
+            logger.warning("%s", followed_by(error, "this worker leaves the job"))
             raise SystemExit(0) from None
         raise
 

@@ -99,7 +99,7 @@ def listen(address: str, port_range: tuple[int, int] | None) -> socket.socket:
     try:
         return ports.listen([address], port_range)[0]
     except ConfigError as error:
-        raise ConnectError(f"{error}; see HVDGLOO_ADDRESS and HVDGLOO_PORT_RANGE", address=address) from error
+        raise ConnectError(f"{error} (HVDGLOO_ADDRESS, HVDGLOO_PORT_RANGE)", address=address) from error
 
 
 class Handshake:
@@ -236,8 +236,8 @@ class Handshake:
                 sock.close()
             raise ConnectError(
                 f"{describe(rank)} could not connect to {describe(self.parent)} at {address} port {port}: "
-                f"{error or type(error).__name__}. Check that the address is reachable from this host; "
-                f"HVDGLOO_ADDRESS chooses another one on rank {self.parent}'s host",
+                f"{error or type(error).__name__} (check that the address is reachable from this host; "
+                f"HVDGLOO_ADDRESS chooses another one on rank {self.parent}'s host)",
                 rank=self.parent,
                 address=address,
             ) from error

@@ -1,4 +1,4 @@
-"""What a mistyped flag, key or variable was probably meant to be, and how to show what was typed. Pure."""
+"""Pieces of messages: what a mistyped word was probably meant to be, and how to show others' texts in ours. Pure."""
 
 from __future__ import annotations
 
@@ -25,6 +25,19 @@ def _spelled(found: re.Match[str]) -> str:
 def in_one_line(text: str) -> str:
     """A text as it can be shown within a line: what is not printable is escaped as in Python."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in encodable(text))
+
+
+def followed_by(text: object, clause: str) -> str:
+    """Continue somebody else's text, an error's for example, in the same message.
+
+    Args:
+        text: may end in a mark of its own, as a question does; then the clause becomes a sentence after it.
+        clause: begins with a small letter, unless its first word is a name.
+    """
+    shown = str(text).rstrip()
+    if shown.endswith((".", "?", "!")):
+        return f"{shown} {clause[0].upper()}{clause[1:]}"
+    return f"{shown}; {clause}"
 
 
 def suggestions(word: str, known: Iterable[str], limit: int = 2) -> list[str]:

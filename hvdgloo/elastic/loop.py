@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hvdgloo._collectives.agreement import highest
 from hvdgloo._job import process
+from hvdgloo._platform.spelling import followed_by
 from hvdgloo.elastic._leaving import leaving_on_sigterm
 from hvdgloo.elastic._values import digest
 from hvdgloo.elastic.news import notification_manager
@@ -208,7 +209,7 @@ class Loop:
         except DismissedError as dismissed:
             self._is_over = True
             if dismissed.fate == "removed":
-                logger.warning("%s; this worker leaves the job", dismissed)
+                logger.warning("%s", followed_by(dismissed, "this worker leaves the job"))
                 raise SystemExit(0) from None
             if dismissed.fate == "over" and isinstance(reason, HorovodInternalError):
                 raise reason from dismissed

@@ -166,8 +166,8 @@ class RendezvousClient:
             return Registration(*wire.unpack_placed(answer.body))
         except ValueError as error:
             raise RendezvousError(
-                f"rendezvous server {self.server}, /v1/epochs/{epoch}/workers: {error}; check that hvdgloo of the same "
-                "version is installed there",
+                f"rendezvous server {self.server}, /v1/epochs/{epoch}/workers: {error} (check that hvdgloo of the same "
+                "version is installed there)",
                 server=self.server,
                 route=f"/v1/epochs/{epoch}/workers",
             ) from error

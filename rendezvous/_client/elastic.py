@@ -118,8 +118,8 @@ class ElasticClient:
                 return placement
         except ValueError as error_:
             raise RendezvousError(
-                f"rendezvous server {self._client.server}, {route}: {error_}; check that hvdgloo of the same version "
-                "is installed there",
+                f"rendezvous server {self._client.server}, {route}: {error_} (check that hvdgloo of the same version "
+                "is installed there)",
                 server=self._client.server,
                 route=route,
             ) from error_

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from hvdgloo._platform.files import check_link
+from hvdgloo._platform.spelling import followed_by
 from hvdgloo._platform.writable import why_not_writable
 from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.runner.console.interrupted_imports import InterruptedImport
@@ -271,7 +272,7 @@ class Console:
             try:
                 made: Mapping[tuple[int, int], Target] = _open_files(self._directory, [rank], self._size)
             except LaunchError as error:
-                self.always(f"{error}; what rank {rank} prints is not written to a file")
+                self.always(followed_by(error, f"what rank {rank} prints is not written to a file"))
                 self.unwritten.append(str(error))
                 made = dict.fromkeys(((rank, STDOUT), (rank, STDERR)), _Nowhere())
             self._file_list += [file for file in made.values() if isinstance(file, FileTarget)]

@@ -17,7 +17,7 @@ from hvdgloo.runner.elastic.options import FAILURES_ON_ONE_HOST, ElasticOptions
 from hvdgloo.runner.inbound.reception import Reception
 from hvdgloo.runner.inbound.stream import InboundStream
 from hvdgloo.runner.job.assembly import assemble
-from hvdgloo.runner.job.environment import is_setting, working_directory
+from hvdgloo.runner.job.environment import for_other_hosts, working_directory
 from hvdgloo.runner.job.host_sources import Inventory
 from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import ElasticSpec, HostEntry, Reach
@@ -192,7 +192,7 @@ def _hosts(reception: Reception) -> tuple[HostEntry, ...]:
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
     """What is sent to tasks: this process's settings, and what was given for them."""
-    return without_place({**{name: value for name, value in os.environ.items() if is_setting(name)}, **given})
+    return without_place({**for_other_hosts(os.environ, frozenset(), export_all=False), **given})
 
 
 def explained(report: Report, reception: Reception) -> Report:

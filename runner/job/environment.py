@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence, Set
 
+from hvdgloo.config import describes_service
 from hvdgloo.errors import ConfigError
 
 HOST_SPECIFIC = (
@@ -73,7 +74,8 @@ def for_other_hosts(environ: Mapping[str, str], exported: Set[str], *, export_al
     return {
         name: value
         for name, value in environ.items()
-        if name in exported or is_setting(name) or (export_all and not is_host_specific(name))
+        if name in exported
+        or (not describes_service(name, value) and (is_setting(name) or (export_all and not is_host_specific(name))))
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from hvdgloo._platform.spelling import followed_by
 from hvdgloo.runner.job.outcome import Failure, JobOutcome, describe_status
 from hvdgloo.runner.protocol.frames import Exited, SpawnFailed
 
@@ -137,7 +138,7 @@ class Verdict:
             self._outcome.first = failure
             if self.running:
                 who = f"rank {failure.rank} on host {failure.host} " if failure.rank is not None else ""
-                self._notice(f"{who}{failure.reason}; stopping the other workers")
+                self._notice(who + followed_by(failure.reason, "stopping the other workers"))
         self._stop()
 
     def keep_time(self, now: float) -> None:

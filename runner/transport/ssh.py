@@ -13,6 +13,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
+from hvdgloo._platform.spelling import followed_by
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.job.spec import HostEntry, Reach
 from hvdgloo.runner.processes.bootstrap import CommandStream, agent_argv
@@ -34,7 +35,9 @@ class SshSpawner:
             return CommandStream(ssh_argv(host, self._reach))
         except LaunchError as error:
             raise LaunchError(
-                f"{error}; install an ssh client (openssh-client), or reach hosts in another way (--agent-command)"
+                followed_by(
+                    error, "install an ssh client (openssh-client), or reach hosts in another way (--agent-command)"
+                )
             ) from error
 
     def is_local(self, host: HostEntry) -> bool:

@@ -9,6 +9,7 @@ import ast
 import re
 import textwrap
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import pytest
 
@@ -444,3 +445,57 @@ def test_calls_that_concern_a_gpu_are_noticed() -> None:
     """
     module = parse("hvdgloo.x", textwrap.dedent(text))
     assert sorted(concerns_gpus(module)) == [2, 3, 4, 5, 6]
+
+
+def continues_an_error(module: Module) -> list[int]:
+    """Messages that put an error's text, which may end in a mark of its own, before a mark of ours.
+
+    That gives "is its host overloaded?. Trying again"; ``spelling.followed_by`` puts the two together.
+    """
+    found = set()
+    for handler in nodes(module.tree):
+        if not isinstance(handler, ast.ExceptHandler) or handler.name is None:
+            continue
+        for node in ast.walk(handler):
+            if any(_is_text_of(part, handler.name) and _begins_with_mark(after) for part, after in _followed(node)):
+                found.add(node.lineno)
+    return sorted(found)
+
+
+def _followed(node: ast.AST) -> Iterable[tuple[ast.expr, str]]:
+    """What is put into an f-string, or into a message by %, with the text after it."""
+    if isinstance(node, ast.JoinedStr):
+        for field, after in pairwise(node.values):
+            if isinstance(field, ast.FormattedValue) and isinstance(after, ast.Constant):
+                yield field.value, str(after.value)
+    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        yield from zip(node.args[1:], re.split(r"%[-\d.]*[a-z]", str(node.args[0].value))[1:], strict=False)
+
+
+def _is_text_of(value: ast.expr, error: str) -> bool:
+    if isinstance(value, ast.BoolOp):
+        return any(_is_text_of(part, error) for part in value.values)
+    if isinstance(value, ast.Call) and dotted(value.func) in {"str", "_reason"}:
+        value = value.args[0]
+    return isinstance(value, ast.Name) and value.id == error
+
+
+def _begins_with_mark(text: str) -> bool:
+    return re.match(r"[.;?!]\s", text) is not None
+
+
+def test_no_mark_of_ours_follows_one_of_an_error() -> None:
+    assert _places(continues_an_error) == []
+
+
+def test_a_mark_that_follows_an_errors_is_found() -> None:
+    text = """
+    try:
+        f()
+    except OSError as error:
+        log("%s: %s. Trying again", name, error)
+        log("%s. Trying %s", name, error)
+        g(f"{name}; {error or 'lost'}; look there")
+        g(f"{name}; {error.strerror}; look there ({error}); and there: {error}")
+    """
+    assert continues_an_error(parse("hvdgloo.x", textwrap.dedent(text))) == [5, 7]

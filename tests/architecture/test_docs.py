@@ -85,6 +85,19 @@ OF_SPARK_S_TASKS = {
     "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX",
     "HOROVOD_SPARK_WORK_DIR",
 }
+HOROVODS_EXTRAS = {
+    "all-frameworks",
+    "keras",
+    "mxnet",
+    "pytorch",
+    "pytorch-spark",
+    "ray",
+    "spark",
+    "tensorflow",
+    "tensorflow-cpu",
+    "tensorflow-gpu",
+}
+"""All of Horovod 0.28's that are for users."""
 EXTRAS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "spark", "ray", "top")
 FRAMEWORKS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "pyspark", "pyarrow", "fsspec", "ray")
 """What extras bring."""
@@ -189,6 +202,19 @@ def test_requirements_agree_with_setup_cfg() -> None:
     assert {_canonical(name): needs for name, (needs, _) in _matrix().items()} == {
         _canonical(name): needs for name, needs in asked.items()
     }
+
+
+def test_horovods_extras_are_there() -> None:
+    """``horovod[tensorflow,keras,pytorch,mxnet]`` in somebody's requirements: only the first word has to change."""
+    setup, stand_in = configparser.ConfigParser(), configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    stand_in.read(ROOT / "packaging/horovod/setup.cfg", encoding="utf-8")
+    own, theirs = setup["options.extras_require"], stand_in["options.extras_require"]
+    assert own["pytorch"].split() == ["hvdgloo[torch]"]
+    assert set(theirs) == HOROVODS_EXTRAS
+    for needed in map(Requirement, "".join(theirs.values()).split("\n")[1:]):
+        if needed.name == "hvdgloo":
+            assert needed.extras <= set(own), needed
 
 
 @pytest.mark.parametrize("name", [*FRAMEWORKS, "Python", "numpy", "flask", "cheroot", "cloudpickle"])

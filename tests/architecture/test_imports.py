@@ -84,7 +84,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.runner.job": {"_platform", "config", "rendezvous._elastic", "runner.network", "runner.protocol"},
     "hvdgloo.runner.elastic": {"_platform", "config", "rendezvous._elastic", "rendezvous._server", "runner.job"},
     "hvdgloo.runner.processes": {"_net", "as_horovod", "runner.protocol"},
-    "hvdgloo.runner.transport": {"runner.agent", "runner.job", "runner.processes", "runner.protocol"},
+    "hvdgloo.runner.transport": {"_platform", "runner.agent", "runner.job", "runner.processes", "runner.protocol"},
     "hvdgloo.runner.agent": {
         "_net",
         "_observe",
@@ -97,6 +97,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.runner.console": {"_platform", "runner.job", "runner.protocol"},
     "hvdgloo.runner.supervise": {
         "_net",
+        "_platform",
         "rendezvous._elastic",
         "runner.console",
         "runner.job",

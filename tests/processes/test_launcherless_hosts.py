@@ -157,7 +157,7 @@ def test_pain_17_workers_come_before_the_server_and_before_its_name(bed: Bed, tm
     assert early.stderr is not None
     said = early.stderr.readline()
     assert f"rendezvous server not-yet-there:{PORT} cannot be reached" in said
-    assert "Trying for another 27 s (HVDGLOO_START_TIMEOUT)" in said
+    assert "trying for another 27 s (HVDGLOO_START_TIMEOUT)" in said
     hosts = bed["h2"].path("/etc/hosts")
     before = hosts.read_text()
     try:

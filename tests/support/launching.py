@@ -45,6 +45,20 @@ def hold_interpreter(seconds: float) -> None:
     ctypes.PyDLL(None).poll(None, 0, int(seconds * 1000))
 
 
+def of_a_service(name: str) -> dict[str, str]:
+    """The variables that Kubernetes gives to containers for a Service whose name reads like this in capitals."""
+    return {
+        f"{name}_SERVICE_HOST": "10.0.0.1",
+        f"{name}_SERVICE_PORT": "29400",
+        f"{name}_SERVICE_PORT_HTTP": "29400",
+        f"{name}_PORT": "tcp://10.0.0.1:29400",
+        f"{name}_PORT_29400_TCP": "tcp://10.0.0.1:29400",
+        f"{name}_PORT_29400_TCP_PROTO": "tcp",
+        f"{name}_PORT_29400_TCP_PORT": "29400",
+        f"{name}_PORT_29400_TCP_ADDR": "10.0.0.1",
+    }
+
+
 def clean_environment() -> dict[str, str]:
     """This process's environment without what a launcher or scheduler around the tests may have put there."""
     prefixes = ("HVDGLOO_", "HOROVOD_", "OMP_", "MKL_", "TORCHELASTIC_", "GROUP_", "ROLE_")

@@ -27,6 +27,7 @@ from hvdgloo.config import (
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.command import worker_environment
 from hvdgloo.runner.job.spec import HostEntry, assign
+from tests.support.launching import of_a_service
 
 SECRET = "ab" * 16
 
@@ -428,13 +429,12 @@ def test_variables_that_others_set_are_not_told() -> None:
     given = worker_environment(
         slot, job_id="", epoch=0, rendezvous=("h", 1), secret=b"", address="127.0.0.1", master=("h", 1)
     )
-    kubernetes = {
-        "HVDGLOO_RENDEZVOUS_SERVICE_HOST": "10.0.0.1",
-        "HVDGLOO_RENDEZVOUS_SERVICE_PORT": "29400",
-        "HVDGLOO_RENDEZVOUS_SERVICE_PORT_HTTP": "29400",
-        "HVDGLOO_RENDEZVOUS_PORT": "tcp://10.0.0.1:29400",
-        "HVDGLOO_RENDEZVOUS_PORT_29400_TCP": "tcp://10.0.0.1:29400",
-        "HVDGLOO_RENDEZVOUS_PORT_29400_TCP_ADDR": "10.0.0.1",
-    }
     every = dict.fromkeys(environment_names(), "1")
-    assert unknown_variables({**given, **kubernetes, **every, "HVDGLOO_TEST_FRONTENDS": "numpy"}) == []
+    assert unknown_variables({**given, **every, "HVDGLOO_TEST_FRONTENDS": "numpy"}) == []
+
+
+@pytest.mark.parametrize("service", ["HVDGLOO", "HVDGLOO_RENDEZVOUS", "HOROVOD", "HOROVOD_GLOO_RENDEZVOUS"])
+def test_a_kubernetes_service_is_no_setting(service: str) -> None:
+    brought = of_a_service(service)
+    assert unknown_variables(brought) == []
+    assert Config.from_env(brought) == Config.from_env({})

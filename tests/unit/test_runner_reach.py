@@ -21,6 +21,7 @@ from hvdgloo.runner.processes.bootstrap import agent_argv
 from hvdgloo.runner.protocol.frames import Lacking, Require
 from hvdgloo.runner.transport.failures import Cause, Ending, Retry, preflight_failure
 from hvdgloo.runner.transport.template import diagnose, fill_in, parse_template
+from tests.support.launching import of_a_service
 
 AGENT = agent_argv("/opt/py")
 
@@ -150,6 +151,15 @@ class TestVariables:
     def test_settings_travel_in_any_case(self) -> None:
         environ = {"HVDGLOO_CYCLE_TIME": "1", "HOROVOD_LOG_LEVEL": "debug"}
         assert for_other_hosts(environ, frozenset(), export_all=False) == environ
+
+    @pytest.mark.parametrize("service", ["HVDGLOO", "HOROVOD", "HVDGLOO_RENDEZVOUS", "WEB"])
+    def test_pain_19_a_kubernetes_service_stays_here(self, service: str) -> None:
+        """Another cluster's service may have the same name and another address."""
+        brought = of_a_service(service)
+        assert for_other_hosts({**brought, "HVDGLOO_PORT_RANGE": "1-9"}, frozenset(), export_all=True) == {
+            "HVDGLOO_PORT_RANGE": "1-9"
+        }
+        assert for_other_hosts(brought, frozenset(brought), export_all=False) == brought
 
     def test_exports(self) -> None:
         assert parse_exports(["A", "B=1=2", "C="], {"A": "here"}) == {"A": "here", "B": "1=2", "C": ""}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from hvdgloo._platform.spelling import followed_by
 from hvdgloo.errors import ConfigError, MissingDependencyError, StoreError
 
 if TYPE_CHECKING:
@@ -83,8 +84,9 @@ def _hdfs(url: str, options: Options) -> tuple[FileSystem, str]:
         return HadoopFileSystem(host, port=port, **settings), parts.path
     except OSError as error:
         if any(name in str(error) for name in ("libhdfs", "libjvm")):
-            raise MissingDependencyError(
-                f"{url} cannot be opened: {error}. Arrow reads HDFS by libhdfs, which HADOOP_HOME, JAVA_HOME and "
-                "CLASSPATH (`hadoop classpath --glob`) lead to, on all hosts"
-            ) from error
+            advice = (
+                "Arrow reads HDFS by libhdfs, which HADOOP_HOME, JAVA_HOME and CLASSPATH (`hadoop classpath --glob`) "
+                "lead to, on all hosts"
+            )
+            raise MissingDependencyError(f"{url} cannot be opened: {followed_by(error, advice)}") from error
         raise StoreError(f"{url} cannot be opened: {error}") from error

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdgloo._platform.spelling import followed_by
 from hvdgloo.errors import ConfigError
 from hvdgloo.spark.keras._library import Library, library_of, library_of_model
 
@@ -136,9 +137,9 @@ def _loaded(library: Library, data: bytes, custom_objects: Mapping[str, Any], *,
                 path, custom_objects=dict(custom_objects), compile=compile, safe_mode=not trusted
             )
         except (TypeError, ValueError, OSError) as error:
+            advice = "if it has classes or functions of its own, name them in custom_objects="
             raise ConfigError(
-                f"this is not a model that {library.title} can load: {_reason(error)}; if it has classes or functions "
-                "of its own, name them in custom_objects="
+                f"this is not a model that {library.title} can load: {followed_by(_reason(error), advice)}"
             ) from error
 
 

@@ -172,7 +172,7 @@ def _start_worker(dispatcher: str, address: str, timeout: float) -> Any:
         socket.create_connection(parse_endpoint(dispatcher), timeout).close()
     except OSError as error:
         raise DataServiceError(
-            f"the worker at {address} has not reached its dispatcher at {dispatcher} within {timeout:g} s: {error}; "
+            f"the worker at {address} has not reached its dispatcher at {dispatcher} within {timeout:g} s ({error}); "
             "check that that process is still there, and that no firewall is in the way"
         ) from error
     service = tf.data.experimental.service
