@@ -73,7 +73,8 @@ def run(
     prefixed with their ranks.
 
     Args:
-        num_proc: number of processes; by default ``spark.sparkContext.defaultParallelism``.
+        num_proc: number of processes; by default ``spark.sparkContext.defaultParallelism``, and no more than Spark has
+            task slots.
         start_timeout: seconds that tasks have to start; by default HVDGLOO_SPARK_START_TIMEOUT, else 600.
         env: variables of the processes, beside those of their executors; its PYTHONPATH precedes the executors'.
             Without it, they get nothing of this process's environment, except for settings (``HVDGLOO_...``,
@@ -102,12 +103,13 @@ def run(
     excepthook.install()  # what is wrong with an argument is shown without frames of ours
     arguments.judge_controllers("run", use_gloo, use_mpi, "extra_mpi_args", extra_mpi_args)
     session = active(spark)
-    size = number_of_tasks(session, num_proc)
+    timeout = _start_timeout(start_timeout)
+    size = number_of_tasks(session, num_proc, timeout)
     return _call(
-        _Job(session, size, barrier=barrier and not session.grows),
+        _Job(session, size, barrier=barrier and not session.grows, is_given=num_proc is not None),
         run_function,
         (fn, args, kwargs),
-        start_timeout=_start_timeout(start_timeout),
+        start_timeout=timeout,
         env=env,
         stdout=stdout,
         stderr=stderr,
@@ -167,7 +169,7 @@ def run_elastic(
     own rank with it, and Spark tries it again (``spark.task.maxFailures`` times): its rank is a newcomer.
 
     Args:
-        num_proc: number of ranks that a start waits for; by default ``spark.sparkContext.defaultParallelism``.
+        num_proc: number of ranks that a start waits for; by default as ``run``'s, or ``min_num_proc``.
         min_num_proc: the fewest ranks with which training goes on; by default ``num_proc``.
         max_num_proc: the most; by default ``num_proc``. So many tasks are started.
         elastic_timeout: seconds to wait for enough ranks once some have been lost; by default HVDGLOO_ELASTIC_TIMEOUT,
@@ -188,7 +190,11 @@ def run_elastic(
     for name, number in (("num_proc", num_proc), ("min_num_proc", least), ("max_num_proc", most)):
         if number is not None:
             checked_number(number, "run_elastic", name)
-    size = number_of_tasks(session, num_proc if num_proc is not None or least is None else least)
+    timeout = _start_timeout(start_timeout)
+    if num_proc is None and least is None:
+        size = min(number_of_tasks(session, None, timeout), most or sys.maxsize)
+    else:
+        size = number_of_tasks(session, least if num_proc is None else num_proc, timeout)
     if least is not None and least > size:
         raise ConfigError(f"run_elastic(): min_num_proc={least} is more than num_proc={size}")
     if most is not None and most < size:
@@ -201,10 +207,10 @@ def run_elastic(
         "elastic_timeout": elastic_timeout,
     }
     return _call(
-        _Job(session, most or size, barrier=False, least=size),
+        _Job(session, most or size, barrier=False, least=size, is_given=(num_proc or least or most) is not None),
         partial(run_elastic_function, **elastic),
         (fn, args, kwargs),
-        start_timeout=_start_timeout(start_timeout),
+        start_timeout=timeout,
         env=env,
         stdout=stdout,
         stderr=stderr,
@@ -286,13 +292,37 @@ def _is_of_pyspark(handler: object) -> bool:
     return str(getattr(handler, "__module__", "")).startswith("pyspark.")
 
 
-def number_of_tasks(session: Session, num_proc: int | None) -> int:
-    """How many tasks to start.
+def number_of_tasks(session: Session, num_proc: int | None, start_timeout: float | None = None) -> int:
+    """How many tasks to start: ``num_proc``, or as many as Spark is set to run at once and has room for.
+
+    ``spark.default.parallelism`` is often a number of partitions, several for each core.
+
+    Args:
+        start_timeout: seconds in which executors may still come; None for the setting.
 
     Raises:
         ConfigError: ``num_proc`` is no number of processes.
     """
-    return checked_number(session.default_parallelism if num_proc is None else num_proc, "run")
+    if num_proc is not None:
+        return checked_number(num_proc, "run")
+    wanted = session.default_parallelism
+    if session.grows:
+        return wanted
+    return min(wanted, _slots(session, wanted, time.monotonic() + _start_timeout(start_timeout)) or wanted)
+
+
+def _slots(session: Session, needed: int, deadline: float) -> int:
+    """How many tasks Spark runs at once, as soon as these are enough or no executor is still expected."""
+    slots = session.slots()
+    unsettled = time.monotonic()
+    while slots < needed and time.monotonic() < deadline:
+        if not session.settled():
+            unsettled = time.monotonic()
+        elif session.is_local or time.monotonic() - unsettled > _SETTLED_S:
+            break
+        time.sleep(0.1)
+        slots = session.slots()
+    return slots
 
 
 class _Job:
@@ -302,13 +332,17 @@ class _Job:
         size: number of its tasks.
         barrier: whether they start all at once.
         least: how many are needed for a start where tasks may come and go; None where all are.
+        is_given: the caller has given a number of processes.
     """
 
-    def __init__(self, session: Session, size: int, *, barrier: bool, least: int | None = None) -> None:
+    def __init__(
+        self, session: Session, size: int, *, barrier: bool, least: int | None = None, is_given: bool = True
+    ) -> None:
         self._session = session
         self._context = session.context
         self.size = size
         self.least = least
+        self._is_given = is_given
         self.addresses = [session.driver] if session.driver else []
         self._barrier = barrier
         self._group = f"hvdgloo-{uuid.uuid4()}"
@@ -335,19 +369,12 @@ class _Job:
         session, needed = self._session, self._needed
         if session.grows:
             return 0
-        slots = session.slots()
-        unsettled = time.monotonic()
-        while slots < needed and time.monotonic() < deadline:
-            if not session.settled():
-                unsettled = time.monotonic()
-            elif session.is_local or time.monotonic() - unsettled > _SETTLED_S:
-                break
-            time.sleep(0.1)
-            slots = session.slots()
+        slots = _slots(session, needed, deadline)
         if slots < needed:
             tasks = "task" if slots == 1 else "tasks"
+            asked = f"run(num_proc={needed})" if self._is_given else f"run() of {needed} processes"
             raise ConfigError(
-                f"run(num_proc={needed}): Spark runs {slots} {tasks} at once; give num_proc={slots or 1} or fewer, "
+                f"{asked}: Spark runs {slots} {tasks} at once; give num_proc={slots or 1} or fewer, "
                 "or the application more executors or cores (spark.executor.instances, spark.executor.cores, "
                 "spark.cores.max, local[N]; each task takes spark.task.cpus of them, and its GPUs)"
             )

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pyspark.ml.linalg import Vectors
 from hvdgloo.errors import ConfigError, MissingDependencyError, StoreError
 from hvdgloo.spark.common.backend import LocalBackend
 from hvdgloo.spark.common.store import Store
-from hvdgloo.spark.keras import KerasEstimator, KerasModel
+from hvdgloo.spark.keras import KerasEstimator, KerasModel, _codecs
 from hvdgloo.spark.keras._library import Library, library_of_model
 from hvdgloo.spark.keras._models import archive_of, model_of
 from hvdgloo.spark.keras._remote import _choose_gpu
@@ -171,8 +172,96 @@ def test_models_that_keras_builds_from_the_data(df: Any, store: Store) -> None:
         assert set(trained.getHistory()) == {"loss", "mean_absolute_error"}
         assert [weight.shape for weight in trained.getModel().weights] == [(2, 1), (1,)]
         assert len(trained.transform(df.where("id < 3")).collect()) == 3
-    with pytest.raises(ConfigError, match=r"is not built: begin it with keras\.Input"):
+    with pytest.raises(ConfigError, match=r"is not built, and cannot be called on .* 'a' of shape \(2, 1\)"):
         estimator(store, model=keras.Sequential([keras.layers.Dense(1)]), feature_cols=["a", "b"]).fit(df)
+
+
+class Plain(keras.Model):
+    """As most people write a model: nothing says what it is given before it is called."""
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(**named)
+        self.one, self.two = keras.layers.Dense(4), keras.layers.Dense(1)
+
+    def joined(self, inputs: Any) -> Any:
+        return inputs
+
+    def call(self, inputs: Any) -> Any:
+        return self.two(self.one(self.joined(inputs)))
+
+
+class Pair(Plain):
+    def joined(self, inputs: Any) -> Any:
+        first, second = inputs
+        return keras.ops.concatenate([first, second], axis=-1)
+
+
+class Named(Plain):
+    def joined(self, inputs: Any) -> Any:
+        return keras.ops.concatenate([inputs["b"], inputs["a"]], axis=-1)
+
+
+def halfway() -> Any:
+    model = Plain()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer ones of Keras 3 say so themselves
+        model.build((None, 2))  # after which Keras takes it for built, and its layers have no weights
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "columns"),
+    [(Plain, ["x"]), (halfway, ["x"]), (Plain, ["a"]), (Pair, ["a", "b"]), (Named, ["a", "b"])],
+    ids=["one column", "build() was called", "a number", "several", "by name"],
+)
+def test_a_model_of_ones_own_class_is_built_from_the_first_rows(
+    df: Any, store: Store, make: Any, columns: list[str]
+) -> None:
+    model = make()
+    fitting = estimator(store, model=model, feature_cols=columns, custom_objects={type(model).__name__: type(model)})
+    trained = fitting.setEpochs(12).fit(df)
+    assert trained.getHistory()["loss"][-1] < trained.getHistory()["loss"][0]
+    assert [weight.shape for weight in trained.getModel().weights] == [weight.shape for weight in model.weights]
+    for row in trained.transform(df.where("id < 3")).collect():
+        inputs = {"x": row.x.toArray()[None], "a": np.array([[row.a]]), "b": np.array([[row.b]])}
+        given: Any = {name: inputs[name].astype(np.float32) for name in columns}
+        if make is not Named:
+            given = given[columns[0]] if len(columns) == 1 else tuple(given.values())
+        expected = trained.getModel().predict_on_batch(given)
+        assert row.y__output == pytest.approx(float(np.asarray(expected)[0, 0]), rel=1e-4)
+
+
+def test_a_model_that_fails_on_the_first_rows_is_told_with_its_reason(df: Any, store: Store) -> None:
+    class Wide(Plain):
+        def joined(self, inputs: Any) -> Any:
+            raise RuntimeError("three features, please")
+
+    model = Wide()
+    for _ in range(2):  # a model whose call has failed is not taken for built
+        with pytest.raises(ConfigError, match=r"'x' of shape \(2, 2\): three features, please; begin it with keras"):
+            estimator(store, model=model, custom_objects={"Wide": Wide}, backend=Unused()).fit(df)
+
+
+def test_rows_that_build_a_model_are_transformed_as_they_are_for_ranks(df: Any, store: Store) -> None:
+    def wider(frame: Any) -> Any:
+        frame["x"] = [np.append(each, 1.0) for each in frame["x"]]
+        return frame
+
+    trained = estimator(
+        store,
+        model=Plain(),
+        custom_objects={"Plain": Plain},
+        transformation_fn=wider,
+        transformation_edit_fields=[("x", np.float64, (3,), False)],
+    ).fit(df)
+    assert trained.getModel().weights[0].shape == (3, 4)
+
+
+def test_a_file_names_no_other_library_than_keras() -> None:
+    """A folder that nobody trusts does not choose a module that is imported."""
+    with pytest.raises(ConfigError, match="this belongs to 'antigravity', and a KerasEstimator knows keras and tf_ker"):
+        _codecs.OF_MODELS["model"].decode({"json": b'{"library": "antigravity"}', "keras": b""}, {}, trusted=False)
+    assert "antigravity" not in sys.modules
 
 
 def test_data_are_transformed_weighted_and_kept_in_memory(df: Any, store: Store) -> None:

@@ -279,6 +279,55 @@ BAD: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.fixture
+def lenient(spark: Any) -> Iterator[None]:
+    """Spark as it is by default before 4.0: the size of null is -1."""
+    before = spark.conf.get("spark.sql.ansi.enabled")
+    spark.conf.set("spark.sql.ansi.enabled", "false")
+    yield
+    spark.conf.set("spark.sql.ansi.enabled", before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([("null", "array")], "column 'array' is null in 3 rows"),
+        ([("null", "mixed")], "column 'mixed' is null in 3 rows"),
+        ([("if(id < 1, null, array(1D))", "array")], r"2 elements in 57 rows, 1 elements in 2 rows\)"),
+    ],
+    ids=["arrays", "vectors", "ragged besides"],
+)
+def test_nulls_are_no_rows_of_another_length_where_their_size_is_minus_one(
+    store: Store, df: Any, lenient: None, changes: list[tuple[str, str]], message: str
+) -> None:
+    frame = df
+    for expression, name in changes:
+        frame = _changed(expression, name)(frame)
+    with pytest.raises(DataError, match=message), prepare_data(2, store, frame, ["y"], ["array", "mixed"]):
+        pass
+
+
+def test_nulls_within_nested_arrays_are_counted(store: Store, df: Any) -> None:
+    nested = df.selectExpr("y", "if(id < 3, array(array(1D, null)), array(array(1D, 2D))) n")
+    with (
+        pytest.raises(DataError, match="column 'n' is null in 3 rows"),
+        prepare_data(2, store, nested, ["y"], ["n"]),
+    ):
+        pass
+
+
+def test_a_column_is_not_taken_for_a_field_of_another(store: Store, df: Any) -> None:
+    """Parquet calls the field ``type`` of a vector ``v`` as Spark calls a column ``v.type``."""
+    frame = df.selectExpr("y", "mixed v", "if(id < 3, null, 1D) `v.type`")
+    with prepare_data(2, store, frame, ["y"], ["v"]):
+        pass
+    with (
+        pytest.raises(DataError, match=r"column 'v\.type' is null in 3 rows"),
+        prepare_data(2, store, frame, ["y"], ["v", "v.type"]),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("what", BAD)
 def test_data_that_cannot_be_trained_on_are_named_before_training(store: Store, df: Any, what: str) -> None:
     change, options, message = BAD[what]

@@ -22,6 +22,7 @@ import hvdgloo.spark
 from hvdgloo.errors import ConfigError, InvalidArgumentError, LaunchError, RemoteTraceback
 from hvdgloo.runner.inbound.task import Invitation
 from hvdgloo.spark import _agent_task, _bringing, _run
+from hvdgloo.spark._session import Session
 from hvdgloo.spark.common.backend import SparkBackend, default_num_proc
 from tests.support.launching import wait_for
 
@@ -50,6 +51,20 @@ def test_ranks_of_one_machine_are_one_host(spark: Any) -> None:
 def test_as_many_processes_as_spark_runs_tasks(spark: Any) -> None:
     assert default_num_proc() == 2
     assert len(hvdgloo.spark.run(_sum_of, (1.0,))) == 2
+
+
+def test_partitions_that_spark_has_no_slots_for_are_no_processes(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``spark.default.parallelism`` is a number of partitions; nobody has asked for so many processes."""
+    monkeypatch.setattr(Session, "default_parallelism", property(lambda self: 7))
+    assert default_num_proc() == 2
+    assert SparkBackend().num_processes() == 2
+    assert len(hvdgloo.spark.run(_sum_of, (1.0,), verbose=0)) == 2
+    assert len(hvdgloo.spark.run_elastic(os.getpid, max_num_proc=1, verbose=0)) == 1
+    with pytest.raises(ConfigError, match=r"run\(num_proc=7\): Spark runs 2 tasks at once; give num_proc=2 or fewer"):
+        hvdgloo.spark.run(_sum_of, (1.0,), num_proc=7)
+    monkeypatch.setattr(Session, "slots", lambda self: 0)
+    with pytest.raises(ConfigError, match=r"^run\(\) of 7 processes: Spark runs 0 tasks at once"):
+        hvdgloo.spark.run(_sum_of, (1.0,))
 
 
 def test_output_is_prefixed_with_ranks_and_only_that_with_verbose_0(spark: Any) -> None:

@@ -241,6 +241,27 @@ class Single(torch.nn.Module):
         return self.layer(value.reshape(-1, 1))
 
 
+class Heads(torch.nn.Module):
+    """Returns its outputs by name, in another order than the labels'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        both = self.layer(value)
+        return {"b": both[:, 1:], "features": both, "a": both[:, :1]}
+
+
+def test_a_model_may_return_its_outputs_in_a_dictionary(df: Any, store: Store) -> None:
+    trained = estimator(store, model=Heads(), label_cols=["a", "b"], validation=0.2, epochs=30).fit(df)
+    rows = trained.transform(df).collect()
+    off = np.array([(row.a__output - row.a, row.b__output - row.b) for row in rows])
+    assert np.abs(off).mean() < 0.3
+    with pytest.raises(ConfigError, match="a dictionary of 'b', 'features', 'a', and label_cols are 'y': name its"):
+        estimator(store, model=Heads()).fit(df)
+
+
 # Transforming.
 
 
@@ -265,6 +286,29 @@ def test_output_columns_are_named_and_replace_what_was_there(spark: Any, df: Any
     assert isinstance(result.schema["kind"].dataType, T.DoubleType)
     with pytest.raises(ConfigError, match=r"outputCols are \['p', 'q'\], but the model has 1 labels"):
         model.setOutputCols(["p", "q"]).transform(df)
+
+
+def test_a_name_may_have_dots_and_backticks_and_stand_there_twice(df: Any, store: Store) -> None:
+    """``x.y`` is a column, whatever else is called ``x``; ``x`` is a struct in Spark's files, being a vector."""
+    odd = df.withColumnsRenamed({"y": "y.of `x`", "a": "x.type", "id": "a`b"})
+    fitting = estimator(store, feature_cols=["x", "x.type"], label_cols=["y.of `x`"], model=Second(), epochs=1)
+    model = fitting.fit(odd)
+    twice = odd.select("*", odd["b"])
+    result = model.transform(twice)
+    assert result.columns == ["a`b", "x", "x.type", "b", "y.of `x`", "kind", "b", "y.of `x`__output"]
+    for row in result.collect():
+        assert row[2] == pytest.approx(row[1].toArray()[0])
+        assert row[3] == row[6] == pytest.approx(row[1].toArray()[1])
+        with torch.no_grad():
+            expected = model.getModel()(None, torch.tensor([row[2]], dtype=torch.float32))
+        assert row[7] == pytest.approx(float(expected), rel=1e-4)
+
+
+class Second(Single):
+    """Of the second of two columns."""
+
+    def forward(self, first: Any, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(value)
 
 
 def test_a_missing_column_is_named(spark: Any, df: Any) -> None:

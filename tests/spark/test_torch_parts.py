@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from torch.nn import functional
 
 from hvdgloo.errors import ConfigError, DataError
-from hvdgloo.spark.common._predicting import Apply, _Map, as_arrow
+from hvdgloo.spark.common._metadata import metadata_from_json
+from hvdgloo.spark.common._predicting import Apply, Feature, _Map, as_arrow
 from hvdgloo.spark.common.serialization import Refused
 from hvdgloo.spark.torch._codecs import ModuleCodec, OptimizerCodec
 from hvdgloo.spark.torch._losses import TotalLoss, constructed
-from hvdgloo.spark.torch._remote import like, takes
+from hvdgloo.spark.torch._remote import like, outputs_of, takes
 from hvdgloo.spark.torch.estimator import TorchModel
 
 OUTPUT = torch.tensor([[1.0], [2.0], [4.0]])
@@ -138,6 +140,60 @@ def test_an_optimizer_of_torch_s_needs_no_pickle(spark: Any, name: str) -> None:
     assert str(loaded.state_dict()) == str(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("name", ["lr_scheduler", "Optimizer", "Any", "__loader__", "NotThere"])
+def test_a_file_names_no_other_optimizer_than_torch_s(spark: Any, name: str) -> None:
+    """Nothing else of torch's is called because a folder that nobody trusts says so."""
+    net = torch.nn.Linear(2, 1)
+    codec = OptimizerCodec()
+    files = codec.encode(torch.optim.SGD(net.parameters(), lr=0.1), TorchModel(model=net))
+    facts = torch.load(io.BytesIO(files["pt"]), weights_only=True)
+    changed = io.BytesIO()
+    torch.save({**facts, "class": name}, changed)
+    with pytest.raises(ConfigError, match=f"the saved optimizer is '{name}', which is no optimizer of torch"):
+        codec.decode({"pt": changed.getvalue()}, {"model": net}, trusted=False)
+
+
+def test_an_optimizer_that_somebody_has_put_among_torch_s_is_the_user_s_own(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.optim, "Mine", Mine, raising=False)
+    net = torch.nn.Linear(2, 1)
+    assert list(OptimizerCodec().encode(Mine(net.parameters()), TorchModel(model=net))) == ["structure.pkl"]
+
+
+@pytest.mark.parametrize("name", ["SparkContext", "json", "DataType.fromDDL", "NotThere"])
+def test_a_file_names_no_other_type_than_spark_s(spark: Any, name: str) -> None:
+    with pytest.raises(DataError, match=f"'{name}' is no type of Spark's"):
+        metadata_from_json(json.dumps({"x": {"spark_data_type": name}}))
+
+
+# What a model returns.
+
+
+def test_outputs_in_a_dictionary_go_by_the_labels_names() -> None:
+    a, b = torch.ones(2), torch.zeros(2)
+    assert outputs_of({"b": b, "c": None, "a": a}, ["a", "b"]) == [a, b]
+    assert outputs_of({"logits": a}, ["y"]) == [a]
+    assert outputs_of((a, b), ["x", "y"]) == [a, b]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        (
+            {"logits": torch.ones(1), "hidden": torch.ones(1)},
+            "dictionary of 'logits', 'hidden', and label_cols are 'y'",
+        ),
+        ((torch.ones(1), (torch.ones(1),)), "output 1 of the model is of type tuple: return a tensor"),
+        ({"y": {"y": torch.ones(1)}}, "output 0 of the model is of type dict: return a tensor"),
+        (None, "output 0 of the model is of type NoneType"),
+    ],
+)
+def test_outputs_that_belong_to_no_label_are_told(outputs: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        outputs_of(outputs, ["y"])
+
+
 class Mine(torch.optim.SGD):
     pass
 
@@ -207,11 +263,11 @@ def test_a_model_is_not_given_a_whole_arrow_batch_at_once() -> None:
             return lambda columns: [2 * columns[0], np.full(len(columns[0]), len(columns[0]))]
 
     model = SimpleNamespace(value=cloudpickle.dumps(Doubling()))
-    doubling = _Map("a test's", model, (("x", 1),), ("x",), ("p", "rows"), ("double", "long"))
+    doubling = _Map("a test's", model, (Feature("x", 0, 1),), (0,), ("p", "rows"), ("double", "long"))
     batch = pa.record_batch({"x": pa.array(np.arange(2500.0))})
     (result,) = doubling(iter([batch]))
-    assert result.column("p").to_pylist() == (2 * np.arange(2500.0)).tolist()
-    assert result.column("rows").to_pylist() == [1024] * 2048 + [452] * 452
+    assert result.column(1).to_pylist() == (2 * np.arange(2500.0)).tolist()
+    assert result.column(2).to_pylist() == [1024] * 2048 + [452] * 452
 
 
 def test_rows_that_a_model_was_not_trained_with_are_named_where_it_fails() -> None:
@@ -226,6 +282,6 @@ def test_rows_that_a_model_was_not_trained_with_are_named_where_it_fails() -> No
         (3, ValueError, "matmul"),
         (None, ValueError, "matmul"),
     ]:
-        strict = _Map(f"of {size}", model, (("x", size),), (), ("p",), ("double",))
+        strict = _Map(f"of {size}", model, (Feature("x", 0, size),), (), ("p",), ("double",))
         with pytest.raises(error, match=message):
             list(strict(iter([batch])))

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvdgloo.errors import StoreError
+from hvdgloo.errors import DataError, StoreError
 from hvdgloo.spark.common import constants
 from hvdgloo.spark.common._files import Files
 from hvdgloo.spark.data import _columns
@@ -72,13 +72,19 @@ def _column(dataset: Dataset, name: str, sample: Any, compress_sparse: bool, max
 
 def _leaves(dataset: Dataset, name: str) -> list[tuple[int, str]]:
     """Parquet's columns of a column: their numbers, and their paths behind its name."""
+    # By their numbers: among paths, the field "b" of a column "a" cannot be told from a column "a.b".
     schema = next(iter(dataset.footers.values())).schema
-    found = []
-    for index in range(len(schema)):
-        path = schema.column(index).path
-        if path == name or path.startswith(f"{name}."):
-            found.append((index, path[len(name) + 1 :]))
-    return found
+    first = 0
+    for field in dataset.schema:
+        last = first + _leaf_count(field.type)
+        if field.name == name:
+            return [(index, schema.column(index).path[len(name) + 1 :]) for index in range(first, last)]
+        first = last
+    return []
+
+
+def _leaf_count(kind: pa.DataType) -> int:
+    return sum(_leaf_count(kind.field(index).type) for index in range(kind.num_fields)) if kind.num_fields else 1
 
 
 def _statistics(dataset: Dataset, leaf: int) -> Iterable[Any]:
@@ -156,13 +162,22 @@ def spark_type_of(kind: Any, entry: dict[str, Any]) -> Any:
 
 def _spark_type(name: str) -> Any:
     """Spark's class of this name."""
-    if name in ("SparseVector", "DenseVector"):
-        from pyspark.ml import linalg
-
-        return getattr(linalg, name)
+    from pyspark.ml import linalg
     from pyspark.sql import types
 
-    return getattr(types, name)
+    known = {
+        "SparseVector": linalg.SparseVector,
+        "DenseVector": linalg.DenseVector,
+        "VectorUDT": linalg.VectorUDT,
+        **{kind.__name__: kind for kind in vars(types).values() if _is_type(kind, types.DataType)},
+    }
+    if name not in known:  # it may have been read from a file
+        raise DataError(f"{name!r} is no type of Spark's: the metadata are damaged, or of another version of Spark")
+    return known[name]
+
+
+def _is_type(value: Any, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base)
 
 
 def metadata_to_json(metadata: Metadata) -> str:

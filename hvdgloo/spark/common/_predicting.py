@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import cloudpickle
 import numpy as np
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 Apply = Callable[[list[Array]], list[Array]]
-Feature = tuple[str, int | None]
-"""A column, and how many numbers a row of it had when the model was trained, if that is known."""
 
 _LOADED: OrderedDict[str, Apply] = OrderedDict()
 """The models that this process has loaded, the one used last at the end."""
@@ -36,6 +34,20 @@ _KEPT = 2
 
 _ROWS = 1024
 """Rows that go through a model at once: an Arrow batch has ten times as many, too many for a large model."""
+
+
+class Feature(NamedTuple):
+    """A column that the model is given.
+
+    Attributes:
+        name: for messages.
+        place: among the DataFrame's columns.
+        size: how many numbers a row of it had when the model was trained; None if that is not known.
+    """
+
+    name: str
+    place: int
+    size: int | None
 
 
 class Predictor(Protocol):
@@ -52,15 +64,15 @@ class Predictor(Protocol):
 
 
 def predicting(
-    spark: Any, predictor: Predictor, features: Sequence[Feature], kept: Sequence[str], schema: Any
+    spark: Any, predictor: Predictor, features: Sequence[Feature], kept: Sequence[int], schema: Any
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """The function for ``DataFrame.mapInArrow``.
 
     Args:
         spark: the session; the model is broadcast with it.
         features: the columns that the model is given.
-        kept: names of the columns that are passed on; the outputs follow them.
-        schema: Spark's, of the result.
+        kept: places of the columns that are passed on; the outputs follow them.
+        schema: Spark's, of the result, whose columns are called by their places.
     """
     # Spark's sockets carry a broadcast once to each executor, however many tasks use it.
     model = spark.sparkContext.broadcast(pickling.dumps(predictor))
@@ -74,7 +86,7 @@ class _Map:
         key: str,
         model: Any,
         features: tuple[Feature, ...],
-        kept: tuple[str, ...],
+        kept: tuple[int, ...],
         outputs: tuple[str, ...],
         kinds: tuple[str, ...],
     ) -> None:
@@ -90,7 +102,7 @@ class _Map:
 
         apply = _loaded(self._key, self._model)
         for batch in batches:
-            columns = [batch.column(name) for name in self._kept]
+            columns = [batch.column(place) for place in self._kept]
             predictions = self._predictions(apply, batch)
             if len(predictions) != len(self._outputs):
                 raise ConfigError(f"the model has {len(predictions)} outputs for {len(self._outputs)} labels")
@@ -98,7 +110,7 @@ class _Map:
                 as_arrow(name, values, kind, batch.num_rows)
                 for name, values, kind in zip(self._outputs, predictions, self._kinds, strict=True)
             ]
-            yield pa.RecordBatch.from_arrays(columns, names=[*self._kept, *self._outputs])
+            yield pa.RecordBatch.from_arrays(columns, names=[str(place) for place in range(len(columns))])
 
     def _predictions(self, apply: Apply, batch: pa.RecordBatch) -> list[Array]:
         """The model's outputs for all rows, a part of them after the other."""
@@ -107,12 +119,12 @@ class _Map:
         parts = []
         for begin in range(0, batch.num_rows, _ROWS):
             rows = batch.slice(begin, _ROWS)
-            arrays = [_feature(name, rows.column(name)) for name, _ in self._features]
+            arrays = [_feature(feature.name, rows.column(feature.place)) for feature in self._features]
             try:
                 parts.append(apply(arrays))
             except Exception as error:
                 # Other sizes need not be a mistake: a transformation_fn may have changed those that were trained with.
-                for (name, size), array in zip(self._features, arrays, strict=True):
+                for (name, _, size), array in zip(self._features, arrays, strict=True):
                     if size is not None and array.size != size * len(array):
                         raise DataError(
                             f"the model cannot be applied: column {name!r} has {array.size // len(array)} numbers in a "

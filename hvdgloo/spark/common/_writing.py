@@ -126,22 +126,26 @@ def _side(validation: float | str, kinds: dict[str, Any], seed: int) -> Column:
 
 
 def _sizes(name: str, kind: Any) -> tuple[Column, Column] | None:
-    """The length of a column's rows, and how many values are kept of each; None for columns of scalars."""
+    """The length of a column's rows, and how many values are kept of each; None for columns of scalars.
+
+    Both are null for a row that is null, whose size would be -1 where ``spark.sql.ansi.enabled`` is false.
+    """
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.types import ArrayType
 
     if isinstance(kind, ArrayType):
-        return F.size(column(name)), F.size(column(name))
+        length = F.when(column(name).isNotNull(), F.size(column(name)))
+        return length, length
     if not isinstance(kind, VectorUDT):
         return None
     if not hasattr(F, "unwrap_udt"):
         from pyspark.ml.functions import vector_to_array
 
-        length = F.size(vector_to_array(column(name)))
+        length = F.when(column(name).isNotNull(), F.size(vector_to_array(column(name))))
         return length, length
     parts = F.unwrap_udt(column(name))
-    values = F.size(parts["values"])
+    values = F.when(column(name).isNotNull(), F.size(parts["values"]))
     return F.coalesce(parts["size"], values), values
 
 
@@ -151,6 +155,7 @@ def _ragged(df: DataFrame, plan: Plan, files: Files, name: str, kind: Any) -> Da
     assert sizes is not None
     counts = (
         _read(df, plan, files)
+        .where(column(name).isNotNull())
         .groupBy(sizes[0].alias("length"))
         .count()
         .orderBy("count", ascending=False)
@@ -165,14 +170,18 @@ def _ragged(df: DataFrame, plan: Plan, files: Files, name: str, kind: Any) -> Da
 
 def nulls(df: DataFrame, plan: Plan, files: Files, name: str) -> DataError:
     """In how many of the written rows this column, of which footers say that values are absent, is null."""
+    count = _read(df, plan, files).where(_has_null(column(name), df.schema[name].dataType)).count()
+    return _columns.nulls(name, count) if count else DataError(f"column {name!r} has arrays without elements")
+
+
+def _has_null(value: Column, kind: Any) -> Column:
+    """True for values that are null, or arrays with a null in them."""
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.types import ArrayType
 
-    condition = column(name).isNull()
-    if isinstance(df.schema[name].dataType, ArrayType):
-        condition |= F.exists(column(name), lambda element: element.isNull())
-    count = _read(df, plan, files).where(condition).count()
-    return _columns.nulls(name, count) if count else DataError(f"column {name!r} has arrays without elements")
+    if not isinstance(kind, ArrayType):
+        return value.isNull()
+    return value.isNull() | F.exists(value, lambda element: _has_null(element, kind.elementType))
 
 
 def _read(df: DataFrame, plan: Plan, files: Files) -> DataFrame:

@@ -27,13 +27,16 @@ T = TypeVar("T")
 
 
 def default_num_proc() -> int:
-    """How many processes there are by default: as many as Spark runs tasks at once, ``defaultParallelism``.
+    """How many processes there are by default: ``defaultParallelism``, and no more than Spark runs tasks at once.
 
     Raises:
         LaunchError: there is no active SparkContext.
         MissingDependencyError: pyspark is not installed.
     """
-    return int(_session.active().default_parallelism)
+    session = _session.active()
+    from hvdgloo.spark._run import number_of_tasks  # which needs pyspark
+
+    return number_of_tasks(session, None)
 
 
 class Backend(ABC):

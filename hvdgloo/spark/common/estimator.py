@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyspark.ml import Estimator, Model
-from pyspark.sql.types import DoubleType
+from pyspark.sql.types import DoubleType, StructField, StructType
 
 from hvdgloo.errors import ConfigError, JobFailedError
 from hvdgloo.spark.common import constants, util
-from hvdgloo.spark.common._predicting import Predictor, predicting
-from hvdgloo.spark.common._training import Reading, Training, TrainingResult, on_rank
+from hvdgloo.spark.common._predicting import Feature, Predictor, predicting
+from hvdgloo.spark.common._training import Array, Reading, Training, TrainingResult, on_rank
 from hvdgloo.spark.common.backend import Backend, SparkBackend
 from hvdgloo.spark.common.params import EstimatorParams, ModelParams
 from hvdgloo.spark.common.serialization import HorovodReadable, HorovodWritable
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pyspark.sql import DataFrame
-    from pyspark.sql.types import StructType
 
     from hvdgloo.spark.common._checkpoints import Signature
     from hvdgloo.spark.common._metadata import Metadata
@@ -41,6 +40,12 @@ __all__ = ["HorovodEstimator", "HorovodModel"]
 
 _DEFAULT_CHECKPOINT = "checkpoint"
 """What a store calls a checkpoint where the user did not say; the framework then chooses."""
+
+
+_FEW = 2
+"""Rows on which a model is tried: more than one, so that an axis of length 1 is not taken for the batch's."""
+
+Rows = Callable[[], "list[Array]"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,11 +231,17 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
         validation_rows: int,
         metadata: Metadata,
     ) -> HorovodModel:
-        self._check_model(DataShapes.of(metadata, self.getFeatureCols() or [], self.getLabelCols() or []))
         run_id = self.getRunId() or f"{self._run_prefix}_{int(time.time())}_{uuid.uuid4().hex[:6]}"
+
+        def rows() -> list[Array]:
+            return _first_rows(self._training(store.to_remote(run_id, dataset_idx), run_id, train_rows, 0))
+
+        self._check_model(DataShapes.of(metadata, self.getFeatureCols() or [], self.getLabelCols() or []), rows)
         with store.probed() as probes:
             remote = store.to_remote(run_id, dataset_idx, probes=probes)
-            training = self._training(remote, run_id, train_rows, validation_rows)
+            training = dataclasses.replace(
+                self._training(remote, run_id, train_rows, validation_rows), signature=self._signature()
+            )
             training.resume()  # a checkpoint of another model is found before ranks start
             task = functools.partial(on_rank, training.store, self.getMpStartMethod(), self._trainer(training))
             with _naming(training):
@@ -272,7 +283,6 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
             use_gpu=self.getUseGpu(),
             backward_passes_per_step=self.getBackwardPassesPerStep(),
             gradient_compression=self.getGradientCompression(),
-            signature=self._signature(),
         )
 
     def _seed(self) -> int:
@@ -321,8 +331,12 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
                 f"loss_weights has {len(weights)} numbers for {len(labels)} label_cols: give one for each"
             )
 
-    def _check_model(self, data: DataShapes) -> None:
-        """Once the data are known, before ranks start: do model, optimizer and loss go with them?"""
+    def _check_model(self, data: DataShapes, rows: Rows) -> None:
+        """Once the data are known, before ranks start: do model, optimizer and loss go with them?
+
+        Args:
+            rows: reads the first rows; returns an array for each feature column, as ranks get them.
+        """
         raise NotImplementedError
 
     def _signature(self) -> Signature | None:
@@ -341,6 +355,13 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
     def _make_model(self, result: TrainingResult, run_id: str, metadata: dict[str, dict[str, Any]]) -> HorovodModel:
         """The trained model."""
         raise NotImplementedError
+
+
+def _first_rows(training: Training) -> list[Array]:
+    """Some rows of the features, as ranks read them. The reader of a whole training would first fill its memory."""
+    reading = dataclasses.replace(training.reading, shuffle=False, inmemory_cache_all=False)
+    with dataclasses.replace(training, reading=reading, batch_size=_FEW, train_steps=1).batches(0, 1) as batches:
+        return next(batches.epoch(0)).features
 
 
 def _run(
@@ -444,13 +465,18 @@ class HorovodModel(Model, ModelParams, HorovodWritable, HorovodReadable):
         if missing:
             raise ConfigError(f"the DataFrame has no column {missing[0]!r}, which the model needs; it has {df.columns}")
         util.check_types(df, features)
-        schema: StructType = util.get_spark_df_output_schema(df.schema, labels, outputs, self._described())
-        kept = [name for name in df.columns if name not in outputs]
+        schema = util.get_spark_df_output_schema(df.schema, labels, outputs, self._described())
+        kept = [place for place, name in enumerate(df.columns) if name not in outputs]
         known = self._get_metadata() or {}
-        sized = [(name, known.get(name, {}).get("shape")) for name in features]
+        sized = [Feature(name, df.columns.index(name), known.get(name, {}).get("shape")) for name in features]
         # One broadcast however many tasks there are.
         predict = predicting(df.sparkSession, self._predictor(), sized, kept, schema)
-        return df.mapInArrow(predict, schema)
+        # By numbers meanwhile: mapInArrow takes a dot in a name for a field's beginning, and needs each name once.
+        numbered = StructType(
+            [StructField(str(place), each.dataType, each.nullable, each.metadata) for place, each in enumerate(schema)]
+        )
+        result = df.toDF(*map(str, range(len(df.columns)))).mapInArrow(predict, numbered)
+        return result.toDF(*schema.names)
 
     def _described(self) -> dict[str, dict[str, Any]]:
         """The metadata with the outputs' shapes, which a model that was put together by hand does not have."""

@@ -25,12 +25,14 @@ class Slot:
         shape: without the batch, None for a length that is free; None if the model does not say.
         dtype: of numpy's names; None if the model does not say.
         is_given: the shape is not the model's: the user said so.
+        takes_rows: an input of a shape that is not known is a row of numbers, so one number is a row of one.
     """
 
     name: str
     shape: Shape | None
     dtype: str | None
     is_given: bool = False
+    takes_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ class Layout:
         """Inputs of a batch; columns have shape (rows,) or (rows, ...), inputs that of the model."""
         return self.inputs.structure(
             [
-                _reshaped(column, slot.shape).astype(slot.dtype or self.floatx, copy=False)
+                _reshaped(column, (1,) if slot.takes_rows and column.ndim == 1 else slot.shape).astype(
+                    slot.dtype or self.floatx, copy=False
+                )
                 for column, slot in zip(columns, self.inputs.slots, strict=True)
             ]
         )
@@ -159,7 +163,7 @@ def _side(model: Any, what: str, argument: str, columns: Sequence[str]) -> Side:
         structure = getattr(model, f"{what}s", None)
     keyed = isinstance(structure, Mapping)
     if structure is None:
-        return Side(tuple(Slot(name, None, None) for name in columns), keyed=False)
+        return _called_with(model, columns) if what == "input" else Side(_unknown(columns), keyed=False)
     if isinstance(structure, Mapping):
         order = columns if set(columns) == set(structure) else list(structure)
         named = [(key, structure[key]) for key in order]
@@ -172,6 +176,33 @@ def _side(model: Any, what: str, argument: str, columns: Sequence[str]) -> Side:
             f"{', '.join(name for name, _ in named)}; give one column for each"
         )
     return Side(tuple(Slot(name, tuple(tensor.shape[1:]), _dtype(tensor)) for name, tensor in named), keyed)
+
+
+def _unknown(columns: Sequence[str], takes_rows: Sequence[bool] = ()) -> tuple[Slot, ...]:
+    return tuple(
+        Slot(name, None, None, takes_rows=rows)
+        for name, rows in zip(columns, takes_rows or [False] * len(columns), strict=True)
+    )
+
+
+def _called_with(model: Any, columns: Sequence[str]) -> Side:
+    """The inputs of a model of the user's own class, from what Keras remembers of its first call.
+
+    That may have been on other rows than those that come, so it tells only the number of axes.
+    """
+    shapes = (model.get_build_config() or {}).get("input_shape")
+    keyed = False
+    if isinstance(shapes, Mapping) and set(shapes) == set(columns):
+        shapes, keyed = [shapes[name] for name in columns], True
+    elif _is_shape(shapes):
+        shapes = [shapes]
+    if not isinstance(shapes, Sequence) or len(shapes) != len(columns) or not all(map(_is_shape, shapes)):
+        return Side(_unknown(columns), keyed=False)
+    return Side(_unknown(columns, [len(shape) == 2 for shape in shapes]), keyed)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(size is None or isinstance(size, int) for size in value)
 
 
 def _dtype(tensor: Any) -> str | None:

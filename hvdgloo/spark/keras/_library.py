@@ -51,8 +51,11 @@ class Library:
         """The library of this name, in the way that this process uses it.
 
         Raises:
+            ConfigError: (a ValueError) it is neither of the two; the name may have been read from a file.
             MissingDependencyError: it is not installed.
         """
+        if name not in _NAMES:
+            raise ConfigError(f"this belongs to {name!r}, and a KerasEstimator knows {' and '.join(_NAMES)} only")
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:

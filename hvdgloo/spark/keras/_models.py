@@ -13,17 +13,20 @@ import re
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdgloo._platform.spelling import followed_by
 from hvdgloo.errors import ConfigError
 from hvdgloo.spark.keras._library import Library, library_of, library_of_model
+
+Array = NDArray[Any]
 
 logger = logging.getLogger(__name__)
 
@@ -150,24 +153,53 @@ def _reason(error: BaseException) -> str:
     return str(error).partition(" Full object config:")[0]
 
 
-def build(model: Any, sizes: Sequence[int | None]) -> None:
-    """Build a model that does not know its inputs' shapes yet.
+def build(model: Any, names: Sequence[str], floatx: str, rows: Callable[[], Sequence[Array]]) -> None:
+    """Build a model that does not know its inputs' shapes yet, by calling it on the data's first rows.
+
+    ``model.build`` is not enough: Keras saves a model of one's own class without its layers' weights after it.
 
     Args:
-        sizes: how many numbers a row of each feature has; None if that is not known.
+        names: of the feature columns.
+        floatx: the type of floating-point numbers that the library computes with.
+        rows: returns some rows, an array for each of the columns.
 
     Raises:
-        ConfigError: (a ValueError) this is not enough to build it.
+        ConfigError: (a ValueError) the model cannot be called on them.
     """
-    if model.built:
+    if _is_built(model):
         return
-    if len(sizes) == 1 and sizes[0] is not None:
+    # As Keras has always had it for models that it builds: a number is a row of one number.
+    columns = [column.reshape(len(column), -1) if column.ndim == 1 else column for column in rows()]
+    columns = [column.astype(floatx) for column in columns]
+    first: Exception | None = None
+    for given in (columns[0] if len(columns) == 1 else tuple(columns), dict(zip(names, columns, strict=True))):
         try:
-            model.build((None, sizes[0]))
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise ConfigError(f"{model.name} cannot be built for rows of {sizes[0]} numbers: {error}") from error
+            model(given)
+        except Exception as error:  # noqa: BLE001 - the model's code is the user's
+            first = first or error
+            model.built = False  # which a call that fails half-way leaves True
+        else:
+            return
+    assert first is not None
+    shapes = ", ".join(f"{name!r} of shape {column.shape}" for name, column in zip(names, columns, strict=True))
+    advice = "begin it with keras.Input, or call it on some rows, in the way in which it takes them"
+    raise ConfigError(
+        f"{model.name} is not built, and cannot be called on the data's first rows, {shapes}: "
+        f"{followed_by(_in_short(first), advice)}"
+    ) from first
+
+
+def _is_built(model: Any) -> bool:
+    """Tell whether all of a model's weights are there."""
     if not model.built:
-        raise ConfigError(f"{model.name} is not built: begin it with keras.Input, or call it on some rows")
+        return False
+    return getattr(model, "inputs", None) is not None or all(layer.built for layer in model.layers)
+
+
+def _in_short(error: Exception) -> str:
+    """The reason why a call of a model failed, without colours, and without the arguments that Keras lists."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", _reason(error)).partition("\n\nArguments received")[0]
+    return " ".join(text.split())
 
 
 def load_weights(model: Any, data: bytes) -> None:

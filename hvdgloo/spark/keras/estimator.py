@@ -12,7 +12,7 @@ from pyspark import keyword_only
 from hvdgloo._platform import pickling
 from hvdgloo.errors import ConfigError
 from hvdgloo.spark.common._training import Training, TrainingResult
-from hvdgloo.spark.common.estimator import DataShapes, HorovodEstimator, HorovodModel
+from hvdgloo.spark.common.estimator import DataShapes, HorovodEstimator, HorovodModel, Rows
 from hvdgloo.spark.common.params import parameter
 from hvdgloo.spark.common.serialization import Codec
 from hvdgloo.spark.keras import _codecs
@@ -188,10 +188,10 @@ class KerasEstimator(HorovodEstimator):
                     f"the model is one of {library.title}, and the callback {type(callback).__name__} of {owner.title}"
                 )
 
-    def _check_model(self, data: DataShapes) -> None:
+    def _check_model(self, data: DataShapes, rows: Rows) -> None:
         sizes = {name: column.size for name, column in {**data.features, **data.labels}.items()}
         features, labels = self.getFeatureCols() or [], self.getLabelCols() or []
-        build(self.getModel(), [sizes.get(name) for name in features])
+        build(self.getModel(), features, self._library().floatx, rows)
         check_shapes(self._layout(), sizes, features, labels)
 
     def _signature(self) -> list[tuple[str, tuple[int, ...]]]:

@@ -96,6 +96,14 @@ class ModuleCodec(Codec):
         return given
 
 
+_OPTIMIZERS: Mapping[str, Any] = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+}
+"""The classes that a file may name: whoever wrote it does not choose what else is called."""
+
+
 class OptimizerCodec(Codec):
     """Which class, over which of the model's parameters, with which state: no pickle for torch's own classes."""
 
@@ -104,7 +112,7 @@ class OptimizerCodec(Codec):
         names = {} if model is None else {id(each): name for name, each in model.named_parameters()}
         groups = [[names.get(id(each)) for each in group["params"]] for group in value.param_groups]
         kind = type(value)
-        if not all(all(group) for group in groups) or getattr(torch.optim, kind.__name__, None) is not kind:
+        if not all(all(group) for group in groups) or _OPTIMIZERS.get(kind.__name__) is not kind:
             return {"structure.pkl": cloudpickle.dumps((model, value))}
         arguments = inspect.signature(kind).parameters
         defaults = {name: default for name, default in value.defaults.items() if name in arguments}
@@ -126,7 +134,13 @@ class OptimizerCodec(Codec):
         facts = _read(files["pt"])
         parameters = dict(model.named_parameters())
         groups = [{"params": [parameters[name] for name in group]} for group in facts["groups"]]
-        optimizer = getattr(torch.optim, facts["class"])(groups, **facts["defaults"])
+        kind = _OPTIMIZERS.get(facts["class"])
+        if kind is None:
+            raise ConfigError(
+                f"the saved optimizer is {facts['class']!r}, which is no optimizer of torch {torch.__version__}; give "
+                "another one: load(path, optimizer=...)"
+            )
+        optimizer = kind(groups, **facts["defaults"])
         optimizer.load_state_dict(facts["state"])
         return optimizer
 

@@ -17,6 +17,7 @@ from hvdgloo.spark.torch._remote import outputs_of, tensors
 class TorchPredictor:
     model: torch.nn.Module
     input_shapes: Sequence[Sequence[int]] | None
+    labels: Sequence[str]
 
     def load(self) -> Callable[[list[Array]], list[Array]]:
         # A task has a core of its own; with a thread for each of the machine's, tasks would be in each other's way.
@@ -26,30 +27,36 @@ class TorchPredictor:
     def apply(self) -> Callable[[list[Array]], list[Array]]:
         """The function as ``load`` gives it, for any process."""
         model = self.model.eval()
-        cpu = torch.device("cpu")
+        cpu, labels = torch.device("cpu"), self.labels
 
         def predict(columns: list[Array]) -> list[Array]:
             with torch.inference_mode():
                 outputs: Any = model(*tensors(columns, self.input_shapes, cpu))
-            return [output.detach().to(torch.float64).numpy() for output in outputs_of(outputs)]
+            return [output.detach().to(torch.float64).numpy() for output in outputs_of(outputs, labels)]
 
         return predict
 
 
 def shapes_of_outputs(
-    model: torch.nn.Module, columns: Sequence[tuple[str, Array]], input_shapes: Sequence[Sequence[int]] | None
+    model: torch.nn.Module,
+    columns: Sequence[tuple[str, Array]],
+    input_shapes: Sequence[Sequence[int]] | None,
+    labels: Sequence[str],
 ) -> list[tuple[int, ...]]:
     """What a model makes of some rows: the shape of each output, without the batch.
 
     Args:
         model: runs in evaluation mode, and is changed: pass a copy.
         columns: its features, each with its name. A column may be several.
+        labels: names of what its outputs are compared with.
 
     Raises:
-        ConfigError: the model does not take columns of these shapes.
+        ConfigError: the model does not take columns of these shapes, or gives something else than outputs.
     """
     try:
-        outputs = TorchPredictor(model, input_shapes).apply()([values for _, values in columns])
+        outputs = TorchPredictor(model, input_shapes, labels).apply()([values for _, values in columns])
+    except ConfigError:
+        raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         given = ", ".join(f"{name!r} of {_size(values)}" for name, values in columns)
         shaped = "" if input_shapes is None else f", in input_shapes={[list(shape) for shape in input_shapes]}"

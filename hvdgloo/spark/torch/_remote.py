@@ -198,7 +198,7 @@ class _Loop:
 
     def _transform(self, outputs: Any, labels: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs as a list, and labels in the outputs' shapes."""
-        listed = outputs_of(outputs)
+        listed = outputs_of(outputs, self._training.label_cols)
         if len(listed) != len(labels):
             raise ConfigError(f"the model has {len(listed)} outputs for {len(labels)} label_cols")
         if self._job.label_shapes is not None:
@@ -210,7 +210,8 @@ class _Loop:
         self._model.eval()
         with torch.no_grad():
             inputs, _, _ = self._tensors(next(batches.epoch(0)))
-            self._outputs = tuple(tuple(each.shape[1:]) for each in outputs_of(self._model(*inputs)))
+            outputs = outputs_of(self._model(*inputs), self._training.label_cols)
+            self._outputs = tuple(tuple(each.shape[1:]) for each in outputs)
 
     def _state(self) -> bytes:
         """Model and optimizer, with the learning rates of one rank, as ``torch.load(weights_only=True)`` reads them."""
@@ -392,8 +393,30 @@ def like(output: Tensor, label: Tensor) -> Tensor:
     return label.reshape(output.shape)
 
 
-def outputs_of(outputs: Any) -> list[Tensor]:
-    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+def outputs_of(outputs: Any, labels: Sequence[str]) -> list[Tensor]:
+    """A model's outputs in the order of their labels: of a dictionary by their names, or the only one.
+
+    Raises:
+        ConfigError: it is not told by names which outputs belong to the labels, or they are no tensors.
+    """
+    if isinstance(outputs, Mapping):
+        if set(labels) <= set(outputs):
+            outputs = [outputs[name] for name in labels]
+        elif len(outputs) == len(labels) == 1:
+            outputs = list(outputs.values())
+        else:
+            raise ConfigError(
+                f"the model returns a dictionary of {', '.join(map(repr, outputs))}, and label_cols are "
+                f"{', '.join(map(repr, labels))}: name its outputs as the labels, or return them in the labels' order"
+            )
+    listed = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+    for number, output in enumerate(listed):
+        if not isinstance(output, Tensor):
+            raise ConfigError(
+                f"output {number} of the model is of type {type(output).__name__}: return a tensor for each label, one "
+                "alone, or several in a tuple, or in a dictionary with the labels' names"
+            )
+    return listed
 
 
 def _move(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

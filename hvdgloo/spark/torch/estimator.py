@@ -15,7 +15,7 @@ from pyspark import keyword_only
 
 from hvdgloo.errors import ConfigError
 from hvdgloo.spark.common import util
-from hvdgloo.spark.common.estimator import ColumnShape, DataShapes, HorovodEstimator, HorovodModel
+from hvdgloo.spark.common.estimator import ColumnShape, DataShapes, HorovodEstimator, HorovodModel, Rows
 from hvdgloo.spark.common.params import parameter, shapes
 from hvdgloo.spark.torch._codecs import ModuleCodec, OptimizerCodec
 from hvdgloo.spark.torch._losses import as_list, check_constructor, for_each_label, unreduced
@@ -223,7 +223,7 @@ class TorchEstimator(HorovodEstimator):
         if len(given) != len(columns):
             raise ConfigError(f"{name} has {len(given)} shapes for {len(columns)} {columns_name}: give one for each")
 
-    def _check_model(self, data: DataShapes) -> None:
+    def _check_model(self, data: DataShapes, rows: Rows) -> None:
         if self.getTransformationFn() is not None:
             return  # what the model is given is known when the data are read
         features = self.getFeatureCols() or []  # a column may be there twice
@@ -240,8 +240,8 @@ class TorchEstimator(HorovodEstimator):
         if _needs_gpu(self.getModel()):
             return
         zeros = [(name, _zeros(2, data.features[name])) for name in features]
-        outputs = shapes_of_outputs(copy.deepcopy(self.getModel()), zeros, self.getInputShapes())
         labels = self.getLabelCols() or []
+        outputs = shapes_of_outputs(copy.deepcopy(self.getModel()), zeros, self.getInputShapes(), labels)
         if len(outputs) != len(labels):
             raise ConfigError(f"the model has {len(outputs)} outputs for {len(labels)} label_cols")
 
@@ -362,7 +362,7 @@ class TorchModel(HorovodModel):
         return self._value("loss_constructors")
 
     def _predictor(self) -> Predictor:
-        return TorchPredictor(self.getModel(), self.getInputShapes())
+        return TorchPredictor(self.getModel(), self.getInputShapes(), self.getLabelColumns() or [])
 
     def _outputs(self) -> Sequence[tuple[int, ...]]:
         metadata, shapes = self._get_metadata() or {}, self.getInputShapes()
@@ -375,7 +375,7 @@ class TorchModel(HorovodModel):
                 zeros.append((name, _zeros(2, DataShapes.of(metadata, [name], []).features[name])))
             else:
                 raise ConfigError("the shapes of the model's outputs are not known: set input_shapes")
-        return shapes_of_outputs(copy.deepcopy(self.getModel()), zeros, shapes)
+        return shapes_of_outputs(copy.deepcopy(self.getModel()), zeros, shapes, self.getLabelColumns() or [])
 
 
 def _zeros(rows: int, column: ColumnShape) -> np.ndarray[Any, np.dtype[np.float32]]:
