@@ -98,7 +98,8 @@ class Backend(Protocol):
         ...
 
     def scale(self, buffer: Buffer, factor: float) -> None:
-        """Multiply every element in place. Integers are truncated toward zero, half types computed in float32."""
+        """Multiply every element in place; if the factor is the reciprocal of a whole number, divide by that, which is
+        exact. Integers are truncated toward zero, half types computed in float32."""
         ...
 
     def abort(self) -> None:

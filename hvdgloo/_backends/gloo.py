@@ -37,7 +37,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from hvdgloo._backends import kernels
+from hvdgloo._backends import gpu, kernels
 from hvdgloo._backends.base import (
     CANCELLED,
     FEW_RANKS,
@@ -574,7 +574,7 @@ class GlooBackend(ProcessGroupBackend):
 
     def scale(self, buffer: Buffer, factor: float) -> None:
         if kernels.is_half(buffer.dtype):
-            tensor_of(buffer).mul_(factor)  # torch computes half types in float32, and faster than numpy
+            gpu.scale(tensor_of(buffer), factor)  # torch computes half types in float32, and faster than numpy
         else:
             kernels.scale(buffer, factor)
 

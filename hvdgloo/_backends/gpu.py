@@ -262,7 +262,11 @@ def scale(tensor: torch.Tensor, factor: float) -> None:
     if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
         _scale_unsigned(tensor, factor)
     elif tensor.is_floating_point():
-        tensor.mul_(factor)
+        divisor = kernels.float_divisor_of(factor)
+        if divisor:
+            tensor.div_(divisor)
+        else:
+            tensor.mul_(factor)
     elif divisor := kernels.divisor_of(factor):
         tensor.div_(divisor, rounding_mode="trunc")
     else:

@@ -107,6 +107,15 @@ def divisor_of(factor: float) -> int:
     return divisor if divisor > 1 and 1.0 / divisor == factor else 0
 
 
+def float_divisor_of(factor: float) -> int:
+    """The same for floating-point numbers; also 0 where a product is as exact, as for powers of two.
+
+    They are divided by it: 2 times the double nearest to 1/3 is 2/3, but 49 times the one nearest to 1/49 is not 1.
+    """
+    divisor = divisor_of(factor)
+    return divisor if divisor & (divisor - 1) else 0
+
+
 def ufunc(dtype: DType, op: ReduceOp) -> np.ufunc:
     """What combines two elements: for bool "or" (SUM, MAX) and "and" (MIN, PRODUCT)."""
     return _BOOL_UFUNCS[op] if dtype is DType.BOOL else _UFUNCS[op]
@@ -115,15 +124,19 @@ def ufunc(dtype: DType, op: ReduceOp) -> np.ufunc:
 def scale(buffer: Buffer, factor: float) -> None:
     """Multiply every element of a CPU buffer in place; see ``Backend.scale``."""
     array, dtype = buffer.array(), buffer.dtype
-    divisor = 0 if dtype.is_floating else divisor_of(factor)
+    divisor = float_divisor_of(factor) if dtype.is_floating else divisor_of(factor)
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype in (DType.FLOAT32, DType.FLOAT64):
-            np.multiply(array, array.dtype.type(factor), out=array)
+            if divisor:
+                np.divide(array, array.dtype.type(divisor), out=array)
+            else:
+                np.multiply(array, array.dtype.type(factor), out=array)
             return
         for start in range(0, array.size, _CHUNK):
             chunk = array[start : start + _CHUNK]
             if is_half(dtype):
-                chunk[:] = narrow(widen(chunk, dtype) * np.float32(factor), dtype)
+                wide = widen(chunk, dtype)
+                chunk[:] = narrow(wide / np.float32(divisor) if divisor else wide * np.float32(factor), dtype)
             elif divisor and dtype is DType.UINT64:
                 chunk //= np.uint64(divisor)
             elif divisor:

@@ -41,7 +41,7 @@ class LocalGradientAggregationHelper:
         self._passes = backward_passes_per_step
         self._reduce = allreduce_func
         self._renewed = renewed
-        self._factor = 1.0 / backward_passes_per_step if average_aggregated_gradients else 1.0
+        self._divisor = backward_passes_per_step if average_aggregated_gradients else 1
         self._sums: list[Any] = []
         self._count: Any = None
         self._is_last: Any = None
@@ -69,7 +69,7 @@ class LocalGradientAggregationHelper:
         sums = [_add(s, g, anew) for g, s in pairs]
 
         def reduce() -> list[Any]:
-            whole = [s * tf.cast(self._factor, s.dtype) for s in sums]
+            whole = [s / tf.cast(self._divisor, s.dtype) for s in sums]
             of = [v for g, v in zip(dense, variables, strict=True) if g is not None]
             reduced = self._reduce(whole, of)
             with tf.control_dependencies(reduced):

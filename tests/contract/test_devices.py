@@ -136,6 +136,18 @@ def test_unsigned_numbers_are_scaled_on_a_device(dtype: torch.dtype) -> None:
         assert tensor.tolist() == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_an_average_is_a_quotient_to_the_last_bit(world: MakeWorld, planes: Planes, dtype: torch.dtype) -> None:
+    values = torch.randn(50, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+    def body(context: Context) -> None:
+        own = torch.zeros_like(values) if context.rank == 1 else values
+        averages = frontend_of(context).allreduce(own)
+        assert averages.tolist() == (2 * values / SIZE).tolist()
+
+    world().run(body)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_allreduce(world: MakeWorld, planes: Planes, dtype: torch.dtype) -> None:
     def body(context: Context) -> None:

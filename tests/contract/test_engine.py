@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdgloo._backends import kernels
 from hvdgloo._backends.kernels import narrow_bfloat16, widen_bfloat16
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.messages import Request
@@ -174,6 +175,23 @@ def test_average_of_integers_truncates_toward_zero(world: MakeWorld, dtype: DTyp
         assert out.tolist() == [1, -1, 7]
 
     world(2).run(rank)
+
+
+@pytest.mark.parametrize("count", [7, 70_000])
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64])
+def test_an_average_is_a_quotient_to_the_last_bit(world: MakeWorld, dtype: DType, count: int) -> None:
+    """Two of three ranks have the same, and the third has zeros, so the sum is exact."""
+    values = to_memory(np.random.default_rng(3).standard_normal(count), dtype)
+    wide = kernels.widen(values, dtype) if kernels.is_half(dtype) else values
+    quotients = 2 * wide / wide.dtype.type(3)
+    expected = kernels.narrow(quotients, dtype) if kernels.is_half(dtype) else quotients
+
+    def rank(ctx: Context) -> None:
+        own = np.zeros_like(values) if ctx.rank == 1 else values
+        averages = allreduce(ctx, "x", own, dtype=dtype, op=ReduceOp.AVERAGE)
+        assert result(averages).tobytes() == expected.tobytes()
+
+    world(3).run(rank)
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64, DType.INT32])

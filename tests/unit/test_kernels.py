@@ -93,8 +93,8 @@ class TestScale:
     @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64])
     def test_floats_keep_their_type(self, dtype: DType) -> None:
         array = np.array([1.5, -2.0, np.inf], dtype.numpy_dtype)
-        kernels.scale(Buffer.of_array(array), 0.1)
-        np.testing.assert_array_equal(array, np.array([1.5, -2.0, np.inf], dtype.numpy_dtype) * array.dtype.type(0.1))
+        kernels.scale(Buffer.of_array(array), 0.3)
+        np.testing.assert_array_equal(array, np.array([1.5, -2.0, np.inf], dtype.numpy_dtype) * array.dtype.type(0.3))
 
     def test_more_elements_than_one_chunk(self) -> None:
         array = np.arange(2 * kernels._CHUNK + 3, dtype=np.int32)
@@ -105,6 +105,14 @@ class TestScale:
         array = np.array([60000.0], np.float16)
         kernels.scale(Buffer.of_array(array), 2.0)
         assert np.isinf(array[0])
+
+    @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64], ids=str)
+    def test_averages_are_quotients_to_the_last_bit(self, dtype: DType) -> None:
+        for size in (2, 3, 5, 6, 7, 49, 1000):
+            total = np.random.default_rng(size).standard_normal(300).astype(dtype.numpy_dtype)
+            expected = total / dtype.numpy_dtype.type(size)
+            kernels.scale(Buffer.of_array(total), 1.0 / size)
+            assert total.tobytes() == expected.tobytes(), size
 
     @pytest.mark.parametrize("dtype", [DType.UINT8, DType.INT8, DType.INT64], ids=str)
     def test_integers_are_divided_exactly(self, dtype: DType) -> None:

@@ -187,7 +187,12 @@ class _TorchHalves:
 
     def scale(self, part: Array, dtype: DType, factor: float) -> None:
         """As numpy's."""
-        self._tensor(part, dtype).mul_(factor)
+        divisor = kernels.float_divisor_of(factor)
+        tensor = self._tensor(part, dtype)
+        if divisor:
+            tensor.div_(divisor)
+        else:
+            tensor.mul_(factor)
 
     def _tensor(self, part: Array, dtype: DType) -> Any:
         # The segment may be looked at, and torch warns of arrays that must not be written.
