@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from hvdgloo._job import excepthook
 from hvdgloo._job.context import Context
 from hvdgloo._job.logging import configure_logging
+from hvdgloo._job.other_launchers import meeting, warn, warn_of_mpi
 from hvdgloo._observe.counters import Counters
 from hvdgloo._platform.imports import collector_paused
 from hvdgloo._platform.spelling import followed_by
@@ -62,22 +63,23 @@ def init(
             excepthook.install(config.rank)
             if _membership is not None:  # init() after shutdown()
                 return _begin(_membership, ranks, process_sets, prepare)
-            counters = _counters if config.observe else None
-            access = connected(config, counters)
-            if access is not None and access.config.elastic:
-                from hvdgloo._job.elastic import Membership
+            with meeting(config) as config:
+                counters = _counters if config.observe else None
+                access = connected(config, counters)
+                if access is not None and access.config.elastic:
+                    from hvdgloo._job.elastic import Membership
 
-                return _begin(Membership(access), ranks, process_sets, prepare)
-            context = join(config, access, ranks, process_sets, counters)
-            try:
-                _show(context)
-                _warn(context)
-                if config.timeline and config.timeline.upper() != "DYNAMIC":
-                    context.start_timeline(config.timeline, config.timeline_mark_cycles)
-                prepare(context)
-            except BaseException:
-                context.close()
-                raise
+                    return _begin(Membership(access), ranks, process_sets, prepare)
+                context = join(config, access, ranks, process_sets, counters)
+                try:
+                    _show(context)
+                    _warn(context)
+                    if config.timeline and config.timeline.upper() != "DYNAMIC":
+                        context.start_timeline(config.timeline, config.timeline_mark_cycles)
+                    prepare(context)
+                except BaseException:
+                    context.close()
+                    raise
             _current = context
         return _current
 
@@ -148,7 +150,9 @@ def _show(context: Context) -> None:
 
 
 def _warn(context: Context) -> None:
-    """Say which variables are probably mistyped; one process of a host is enough."""
+    """Say what was started in the wrong way, and which variables are probably mistyped; for the latter one process of a
+    host is enough."""
+    warn(context)
     if context.local_rank == 0:
         for line in unknown_variables():
             logger.warning("%s", line)
@@ -179,6 +183,8 @@ def shutdown(reason: str = "") -> None:
     with _lock:
         if _current is not None:
             context, _current = _current, None
+            if context.rank == 0:
+                warn_of_mpi(context.size)  # it may have been imported since init()
             context.close(reason)
 
 

@@ -19,6 +19,7 @@ READS_ENVIRONMENT = {
     "hvdgloo.config": "the one reader of settings",
     "hvdgloo._backends.gpu": "TORCH_NCCL_ASYNC_ERROR_HANDLING and its like can be told to torch in no other way",
     "hvdgloo._job.environment": "a program finds its place there, which changes while it runs",
+    "hvdgloo._job.other_launchers": "torchrun, mpirun and srun say there what they have started, and so must we",
     "hvdgloo._job.access": "NCCL_SOCKET_IFNAME is NCCL's, which hvdgloo-run sets for its workers, too",
     "hvdgloo.common.util": "env() sets variables for programs, and puts them back",
     "hvdgloo.as_horovod.__main__": "the program gets this process's environment",

@@ -61,7 +61,7 @@ def of_a_service(name: str) -> dict[str, str]:
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without what a launcher or scheduler around the tests may have put there."""
-    prefixes = ("HVDGLOO_", "HOROVOD_", "OMP_", "MKL_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+    prefixes = ("HVDGLOO_", "HOROVOD_", "OMP_", "MKL_", "TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_", "SLURM_")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes) and k not in names}
 
