@@ -215,7 +215,10 @@ class PinnedMemory:
         return buffer.device == "cpu"
 
     def empty(self, nbytes: int) -> Buffer:
-        memory = gpu.pinned(nbytes) if self._device.type == "cuda" else torch.empty(nbytes, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            memory = gpu.pinned(nbytes)
+        else:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return Buffer(memory.data_ptr(), TensorSpec(DType.UINT8, (nbytes,)), memory)
 
     def pack(self, target: Buffer, sources: Sequence[Buffer]) -> None:

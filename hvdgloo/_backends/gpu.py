@@ -216,7 +216,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
 
 def pinned(nbytes: int) -> torch.Tensor:
     """Uninitialised page-locked memory of the host, which GPUs read and write at full speed; bytes."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def used_here(tensor: torch.Tensor) -> None:

@@ -126,7 +126,8 @@ class TorchSync:
     def agree(self, holds: Any) -> Any:
         if not self.active:
             return holds
-        flag = torch.as_tensor(holds).to(torch.uint8).reshape(1)
+        device = holds.device if isinstance(holds, Tensor) else "cpu"
+        flag = torch.as_tensor(holds, dtype=torch.uint8, device=device).reshape(1)
         name = f"finite.{next(iter(self._names.values()), 'gradients')}"
         return FRONTEND.allreduce(flag, op=ReduceOp.MIN, name=name, process_set=self._options.process_set).bool()[0]
 
@@ -162,7 +163,7 @@ class TorchSync:
         is_first, self._is_new = self._is_first, False
         state = _NOTHING if is_first else _CHANGED if changed else _SENT
         most = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(self._options.process_set))
-        mine = torch.tensor([state, is_first], dtype=torch.uint8)
+        mine = torch.tensor([state, is_first], dtype=torch.uint8, device="cpu")
         if self._asked is not None:
             self._asked.result()  # the previous step was interrupted
         asked = self._asked = FRONTEND.start(most, [mine], f"changed.{next(iter(self._hooked))}")

@@ -15,10 +15,14 @@ from hvdgloo._collectives.adapter import Tape
 from hvdgloo._platform.huge_pages import LARGE_BYTES, advise_large_pages
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.torch._compilation import uncompiled
+from hvdgloo.torch._memory import is_null, refusal
 from hvdgloo.types import Buffer, DType, TensorSpec
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, dtype.value): dtype for dtype in DType}
 _TORCH_DTYPES: dict[DType, torch.dtype] = {dtype: torch_dtype for torch_dtype, dtype in _DTYPES.items()}
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes whose tensors are memory, or say clearly that they are not; a subclass may consist of other tensors."""
 
 Forward = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 Backward = Callable[[Tape[torch.Tensor], Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -39,6 +43,7 @@ class TorchAdapter:
         return isinstance(tensor, torch.Tensor)
 
     def describe(self, tensor: torch.Tensor) -> TensorSpec:
+        _refuse(tensor)
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
             raise InvalidArgumentError(
@@ -48,26 +53,29 @@ class TorchAdapter:
         return TensorSpec(dtype, tuple(tensor.shape), "cuda" if self.on_gpu(tensor) else "cpu")
 
     def export(self, tensor: torch.Tensor, *, writable: bool = False, known: TensorSpec | None = None) -> Buffer:
-        if (
-            known is not None
-            and isinstance(tensor, torch.Tensor)
-            and known.device == "cpu"
-            and tensor.is_cpu
-            and tensor.layout is torch.strided
-            and tensor.dtype is _TORCH_DTYPES[known.dtype]
-            and tensor.shape == known.shape
-            and tensor.is_contiguous()
-            and not tensor.is_neg()
-        ):
-            return Buffer(tensor.data_ptr(), known, tensor)
+        try:
+            if (
+                known is not None
+                and type(tensor) in _PLAIN
+                and known.device == "cpu"
+                and tensor.is_cpu
+                and tensor.layout is torch.strided
+                and tensor.dtype is _TORCH_DTYPES[known.dtype]
+                and tensor.shape == known.shape
+                and tensor.is_contiguous()
+                and not tensor.is_neg()
+                and not is_null(tensor, address := tensor.data_ptr())
+            ):
+                return Buffer(address, known, tensor)
+        except RuntimeError:  # from a tensor without a shape or an address, about which there is more to say below
+            pass
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(f"expected a torch.Tensor, not {type(tensor).__name__}")
         spec = self.describe(tensor)
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            kind = "meta" if tensor.is_meta else str(tensor.layout)
-            raise InvalidArgumentError(f"a {kind} tensor cannot be sent; tensor.to_dense() gives one that can")
+        if tensor.layout is not torch.strided:
+            raise InvalidArgumentError(f"a {tensor.layout} tensor cannot be sent; tensor.to_dense() gives one that can")
         on_device = self.on_gpu(tensor)
-        if (tensor.is_cpu or on_device) and tensor.is_contiguous() and not tensor.is_neg():
+        if (tensor.is_cpu or on_device) and tensor.is_contiguous() and not (tensor.is_neg() or tensor._is_zerotensor()):
             return Buffer(tensor.data_ptr(), spec, tensor)
         if writable and overlaps_itself(tensor):
             raise InvalidArgumentError(
@@ -75,9 +83,10 @@ class TorchAdapter:
             )
         device = gpu.of(tensor)
         if device is None:
-            staged = torch.empty(tensor.shape, dtype=tensor.dtype)
+            staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         else:
             staged = gpu.empty(tensor.shape, tensor.dtype, device)
+        _refuse(staged)  # a mode of torch's may have made something else than memory
         staged.copy_(tensor.detach())
         return Buffer(staged.data_ptr(), spec, staged)
 
@@ -86,7 +95,7 @@ class TorchAdapter:
         device = gpu.of(like) if spec.device == "cuda" else None
         if device is not None:
             return gpu.empty(spec.shape, _TORCH_DTYPES[spec.dtype], device)
-        tensor = torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype])
+        tensor = torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device="cpu")
         if spec.nbytes >= LARGE_BYTES and tensor.is_cpu:
             advise_large_pages(tensor.data_ptr(), spec.nbytes)  # as numpy does on its own
         return tensor
@@ -107,6 +116,7 @@ class TorchAdapter:
         return target
 
     def values(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
+        _refuse(tensor)
         here = tensor.detach().cpu()
         array: npt.NDArray[Any] = (here.float() if here.dtype is torch.bfloat16 else here).numpy()
         return array
@@ -136,6 +146,8 @@ class TorchAdapter:
     ) -> list[torch.Tensor]:
         if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
             return forward(inputs)
+        for tensor in inputs:
+            _refuse(tensor)  # torch would complain about how the gradient is defined
         outputs: tuple[torch.Tensor, ...] = _Differentiable.apply(forward, backward, keep, *inputs)  # type: ignore[no-untyped-call]
         return list(outputs)
 
@@ -188,6 +200,12 @@ def _kept(ctx: Any) -> Sequence[torch.Tensor]:
             "a tensor that the gradient of a grouped Min, Max or Product allreduce needs has been changed in place"
         )
     return [tensor for tensor, _ in ctx.kept]
+
+
+def _refuse(tensor: torch.Tensor) -> None:
+    reason = refusal(tensor)
+    if reason is not None:
+        raise InvalidArgumentError(reason)
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -253,7 +253,7 @@ def uses_of_a_private_gradient() -> tuple[int, ...]:
     gradients are taken for shared ones, so the first call must not be made in one.
     """
     found: list[tuple[int, ...]] = []
-    probe = torch.nn.Parameter(torch.ones(2))
+    probe = torch.nn.Parameter(torch.ones(2, dtype=torch.float32, device="cpu"))
 
     def hook(parameter: Tensor) -> None:
         gradient = parameter.grad

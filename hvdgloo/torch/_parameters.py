@@ -12,6 +12,7 @@ from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._training.options import Groups, divided
 from hvdgloo.errors import InvalidArgumentError
+from hvdgloo.torch._memory import refusal
 
 Tensor = torch.Tensor
 NamedParameters = Iterable[tuple[str, Tensor]]
@@ -63,6 +64,18 @@ def names_of(optimizer: torch.optim.Optimizer, named_parameters: NamedParameters
             "named_parameters out"
         )
     return {id(parameter): named[id(parameter)] for parameter in parameters_of(optimizer)}
+
+
+def refuse_unsendable(named_parameters: NamedParameters) -> None:
+    """Check that all parameters have memory, and so will their gradients.
+
+    Raises:
+        InvalidArgumentError: one has none; it is named.
+    """
+    for name, parameter in named_parameters:
+        reason = refusal(parameter)
+        if reason is not None:
+            raise InvalidArgumentError(f"{name}: {reason}")
 
 
 def groups_of(groups: Groups, trained: Sequence[Tensor], known: set[int]) -> list[list[Tensor]]:

@@ -95,8 +95,9 @@ class PowerSGD:
         """Where the subspace iteration of a gradient continues; at first a random matrix, the same on all ranks."""
         kept = self.factors.get(key)
         if kept is None or kept.shape[0] != columns:
-            generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-            kept = torch.randn(columns, self.rank, generator=generator, dtype=like.dtype).to(like.device)
+            generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(key.encode()))
+            random = torch.randn(columns, self.rank, generator=generator, dtype=like.dtype, device="cpu")
+            kept = random.to(like.device)
         return kept
 
 

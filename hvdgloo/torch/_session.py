@@ -47,7 +47,14 @@ from hvdgloo.torch import _sparse as sparse
 from hvdgloo.torch._adapter import overlaps_itself
 from hvdgloo.torch._buckets import Buckets, agree, plan, suits
 from hvdgloo.torch._compilation import uncompiled
-from hvdgloo.torch._parameters import NamedParameters, ReductionOptions, groups_of, names_of, parameters_of
+from hvdgloo.torch._parameters import (
+    NamedParameters,
+    ReductionOptions,
+    groups_of,
+    names_of,
+    parameters_of,
+    refuse_unsendable,
+)
 from hvdgloo.torch.compression import Compression
 from hvdgloo.types import ReduceOp
 
@@ -136,6 +143,7 @@ class Session:
         parameters = list(parameters_of(plain))
         self.user_names = names_of(plain, named_parameters)
         self._parameters = {self.user_names[id(p)]: p for p in parameters}
+        refuse_unsendable(self._parameters.items())
         self.groups = groups_of(groups, [p for p in parameters if p.requires_grad], {id(p) for p in parameters})
         grouped = [[self.user_names[id(p)] for p in group] for group in self.groups]
         self._grouped = {name for group in grouped for name in group}
@@ -302,8 +310,11 @@ class Session:
                 self._track(name, parameter)
 
     def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        index = len(optimizer.param_groups)
+        given = group.get("params")
+        if isinstance(given, (list, tuple)):  # torch says what else it may be, and takes one tensor as well
+            refuse_unsendable((f"noname.{index}.{i}", p) for i, p in enumerate(given) if isinstance(p, Tensor))
         self.base.add_param_group(optimizer, group)
-        index = len(optimizer.param_groups) - 1
         added = list(optimizer.param_groups[index]["params"])
         names = [f"noname.{index}.{i}" for i in range(len(added))]
         self.user_names.update((id(p), name) for p, name in zip(added, names, strict=True))
@@ -712,7 +723,10 @@ class Session:
         self._reduce()
         if loss is None:
             return None
-        local = loss.detach() if isinstance(loss, Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+        if isinstance(loss, Tensor):
+            local = loss.detach()
+        else:
+            local = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
         mean = self.frontend.allreduce(local, process_set=self.options.process_set)
         return mean if isinstance(loss, Tensor) else float(mean)
 

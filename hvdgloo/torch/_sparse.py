@@ -59,4 +59,4 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 def _sparse(indices: Tensor, values: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
     # The indices come from sparse tensors; checking them again would cost as much as the gathering.
-    return torch.sparse_coo_tensor(indices, values, shape, device=device, check_invariants=False)
+    return torch.sparse_coo_tensor(indices, values, shape, dtype=values.dtype, device=device, check_invariants=False)

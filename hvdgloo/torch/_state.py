@@ -15,6 +15,7 @@ from hvdgloo._collectives import objects
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.torch._distributed import plain_class
+from hvdgloo.torch._parameters import refuse_unsendable
 from hvdgloo.types import TensorSpec
 
 Tensor = torch.Tensor
@@ -45,6 +46,7 @@ def _named(params: Any) -> list[tuple[str, Tensor]]:
             raise InvalidArgumentError(
                 f"params: {name!r} is a {type(tensor).__name__}, not a tensor; broadcast_object sends other values"
             )
+    refuse_unsendable(pairs)
     return pairs
 
 

@@ -165,7 +165,7 @@ def _statistics(x: Tensor, frontend: Frontend[Tensor]) -> tuple[Tensor, Tensor, 
     mean = variance = torch.zeros(channels, dtype=torch.float64, device=x.device)
     if count:
         # torch keeps statistics of half types in float32 if it is given some to update.
-        scratch = None if x.dtype is _kind(x) else torch.zeros(channels, device=x.device)
+        scratch = None if x.dtype is _kind(x) else torch.zeros(channels, dtype=torch.float32, device=x.device)
         mean, variance = torch.batch_norm_update_stats(x, scratch, scratch, 0.0)
     own = torch.cat([mean.new_full((1,), count, dtype=torch.float64), mean, variance.double() * count])
     everyone = frontend.allgather(own[None])

@@ -127,6 +127,66 @@ def raises_foreign(module: Module) -> list[int]:
     return [node.lineno for node in raised if names[id(node)] in _NOT_OURS]
 
 
+def makes_tensors_of_any_kind(module: Module) -> list[int]:
+    """Calls that make a tensor where the program's default device says, or of its default type.
+
+    Both are the program's settings: what it trains on a GPU is no memory for the engine.
+    """
+    return [
+        call.lineno
+        for call in _calls(module.tree)
+        if (needed := _TENSOR_MAKERS.get(_of_torch(call)))
+        and not {*needed} <= {keyword.arg for keyword in call.keywords}
+    ]
+
+
+def _of_torch(call: ast.Call) -> str:
+    """The name of a function of torch's that is called; of another module's an empty one."""
+    owner, _, name = dotted(call.func).rpartition(".")
+    return name if owner.rpartition(".")[2].strip("_") == "torch" else ""
+
+
+_TENSOR_MAKERS = {
+    **dict.fromkeys(
+        (
+            *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace"),
+            *("logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "sparse_compressed_tensor"),
+            *("sparse_coo_tensor", "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+        ),
+        ("device", "dtype"),
+    ),
+    "Generator": ("device",),
+    "Tensor": ("device", "dtype"),  # has neither: torch.Tensor(3) is always of the program's kind
+    "FloatTensor": ("device", "dtype"),
+}
+"""Functions of torch's to the arguments without which the program's settings decide."""
+
+
+def takes_addresses(module: Module) -> set[str]:
+    """Functions that ask a tensor of torch's where it lies."""
+    return {
+        name
+        for name, function in functions(module.tree)
+        for call in _calls(function)
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "data_ptr"
+    }
+
+
+TAKES_ADDRESSES = {
+    ("hvdgloo._backends.cuda", "DeviceMemory.empty"): "of a GPU, two lines above",
+    ("hvdgloo._backends.cuda", "PinnedMemory.empty"): "of the host, three lines above",
+    ("hvdgloo._backends.gpu", "view"): "a place in a bucket of ours",
+    ("hvdgloo.torch._adapter", "TorchAdapter.allocate"): "made on the CPU, three lines above",
+    ("hvdgloo.torch._adapter", "TorchAdapter.export"): "behind refusal() or is_null()",
+    ("hvdgloo.torch._buckets", "Buckets.adopt"): "compared, to see whether a part was moved",
+    ("hvdgloo.torch._buckets", "GradientBucket.address"): "of a bucket of ours",
+    ("hvdgloo.torch._memory", "has_no_address"): "looked at for that",
+    ("hvdgloo.torch.elastic._copies", "_place"): "compared",
+    ("hvdgloo.torch.elastic._steps", "written"): "compared",
+    ("hvdgloo.torch.elastic.state", "_stepped_parameters"): "compared",
+}
+
+
 _NOT_OURS = {
     "AssertionError",
     "Exception",
@@ -226,6 +286,14 @@ def test_front_ends_raise_runtime_errors() -> None:
         for line in raises_foreign(module)
     ]
     assert found == []
+
+
+def test_no_tensor_is_made_where_or_of_what_type_the_program_says() -> None:
+    assert _places(makes_tensors_of_any_kind) == []
+
+
+def test_addresses_of_tensors_are_taken_where_their_device_was_checked_and_nowhere_else() -> None:
+    assert {(m.name, function) for m in library().values() for function in takes_addresses(m)} == set(TAKES_ADDRESSES)
 
 
 def test_no_shell_sees_any_text() -> None:
@@ -331,6 +399,21 @@ def test_the_rule_about_print_can_be_broken() -> None:
 )
 def test_the_rule_about_pickles_can_be_broken(text: str, where: str) -> None:
     assert unpickles(parse("hvdgloo.x", text)) == {where}
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("import torch\nx = torch.empty(3, dtype=d)", [2]),
+        ("import torch\nx = torch.empty(3, device=d)", [2]),
+        ("import torch\nx = torch.zeros(3, device=d, dtype=e)", []),
+        ("x = self._torch.tensor(3)", [1]),
+        ("x = torch.FloatTensor(3)", [1]),
+        ("x = numpy.empty(3), torch.empty_like(y)", []),
+    ],
+)
+def test_the_rule_about_tensors_can_be_broken(text: str, lines: list[int]) -> None:
+    assert makes_tensors_of_any_kind(parse("hvdgloo.x", text)) == lines
 
 
 @pytest.mark.parametrize("name", ["ro" + "ot", "wo" + "rk", "ho" + "me/ann"])

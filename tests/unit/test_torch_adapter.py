@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from hvdgloo.errors import InvalidArgumentError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter, overlaps_itself  # noqa: E402
+from hvdgloo.torch._parameters import refuse_unsendable  # noqa: E402
 from hvdgloo.types import DType, TensorSpec  # noqa: E402
 
 adapter = TorchAdapter()
@@ -95,3 +98,126 @@ def test_what_is_allocated_is_shared(shape: tuple[int, ...]) -> None:
 )
 def test_which_tensors_share_memory_with_themselves(tensor: torch.Tensor, overlaps: bool) -> None:
     assert overlaps_itself(tensor) is overlaps
+
+
+@pytest.fixture
+def spread() -> Iterator[Callable[[torch.Tensor], Any]]:
+    """Makes a DTensor on a mesh of this process alone."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        yield lambda tensor: distribute_tensor(tensor, mesh, [Replicate()])
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own
+def test_a_tensor_that_is_spread_over_other_processes_is_refused(spread: Callable[[torch.Tensor], Any]) -> None:
+    tensor = spread(torch.ones(4))
+    with pytest.raises(InvalidArgumentError, match=r"^a DTensor .* send tensor\.to_local\(\) or "):
+        adapter.export(tensor)
+    with pytest.raises(InvalidArgumentError, match="DTensor"):
+        adapter.export(tensor, known=TensorSpec(DType.FLOAT32, (4,)))
+    assert adapter.export(tensor.to_local()).array().tolist() == [1] * 4
+    linear = torch.nn.Linear(2, 2)
+    linear.weight = torch.nn.Parameter(spread(linear.weight.detach()))
+    with pytest.raises(InvalidArgumentError, match=r"^weight: a DTensor .* train it with the plain optimizer"):
+        refuse_unsendable(linear.named_parameters())
+
+
+class Pair(torch.Tensor):
+    """A subclass that consists of another tensor, as those of libraries for quantisation do."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Pair:
+        made: Pair = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=values.device)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+class Named(torch.Tensor):
+    """A subclass that is memory like any other."""
+
+
+def traced() -> torch.Tensor:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(4)
+
+
+def freed(offset: int) -> torch.Tensor:
+    whole = torch.ones(8)
+    part = whole[offset : offset + 4]
+    whole.untyped_storage().resize_(0)
+    return part
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own: nested tensors are a prototype
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Pair(torch.ones(4)), r"^a Pair has no memory of its own; send the tensors that it consists of"),
+        (traced, r"^a FakeTensor has no values"),
+        (lambda: torch.ones(4, device="meta"), r"^a meta tensor has no values; .*model\.to_empty\(device='cpu'\)"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(2)]), r"^a nested tensor .*to_padded_tensor"),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            r"^a nested tensor .*to_padded_tensor",
+        ),
+        (lambda: torch.nn.LazyLinear(2).weight, r"^a lazy module has not made this one yet \(UninitializedParameter\)"),
+        (lambda: freed(0), r"memory has been freed"),
+        (lambda: freed(2), r"memory has been freed"),
+    ],
+    ids=["wrapper", "fake", "meta", "nested", "jagged", "lazy", "freed", "part of freed"],
+)
+def test_a_tensor_without_memory_is_refused_with_what_to_do(make: Callable[[], torch.Tensor], text: str) -> None:
+    tensor = make()
+    for known in (None, TensorSpec(DType.FLOAT32, (4,))):
+        with pytest.raises(InvalidArgumentError, match=text):
+            adapter.export(tensor, known=known)
+    with pytest.raises(InvalidArgumentError, match=text.replace("^", "^layer: ")):
+        refuse_unsendable([("layer", tensor)])
+
+
+def test_a_tensor_inside_of_a_transform_is_refused() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(InvalidArgumentError, match=r"torch\.func; call hvdgloo outside"):
+            adapter.export(x, known=TensorSpec(DType.FLOAT32, (4,)))
+        with pytest.raises(InvalidArgumentError, match=r"torch\.func"):
+            adapter.differentiable(adapter_forward, lambda _, gradients: gradients, [x], keep=False)
+        return x.sum()
+
+    def adapter_forward(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        for tensor in tensors:
+            adapter.export(tensor)
+        return list(tensors)
+
+    torch.func.vmap(function)(torch.ones(2, 4))
+    torch.func.grad(function)(torch.ones(4))
+
+
+def test_what_has_memory_is_not_refused() -> None:
+    for tensor in (torch.ones(3).as_subclass(Named), torch.nn.Parameter(torch.ones(3)), torch.ones(0), torch.ones(())):
+        buffer = adapter.export(tensor)
+        assert buffer.owner is tensor
+        refuse_unsendable([("layer", tensor)])
+    assert adapter.export(torch._efficientzerotensor((3,))).array().tolist() == [0, 0, 0]
+
+
+def test_nothing_is_staged_in_what_a_mode_makes_instead_of_memory() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    tensor = torch.arange(6.0).reshape(2, 3).t()
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(InvalidArgumentError, match="FakeTensor"):
+        adapter.export(tensor)
+    spec = TensorSpec(DType.FLOAT32, (3,))
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(InvalidArgumentError, match="FakeTensor"):
+        adapter.export(adapter.allocate(spec, tensor), known=spec)

@@ -139,7 +139,9 @@ class Metrics:
         found = []
         for group in self._groups:
             for metric, output, label in zip(group, outputs, labels, strict=True):
-                found.append(torch.as_tensor(metric(output, label)).detach().to(torch.float64).mean())
+                value = metric(output, label)
+                device = value.device if isinstance(value, Tensor) else "cpu"
+                found.append(torch.as_tensor(value, dtype=torch.float64, device=device).detach().mean())
         return found
 
     def named(self, values: Sequence[float]) -> list[dict[str, float]]:
