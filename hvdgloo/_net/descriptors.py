@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from hvdgloo.errors import ConfigError
 
 _SPARE = 256
-"""For whatever else the process opens, as far as the limit permits."""
+"""For whatever else the process opens, as far as the limit permits; where it does not, half of what is left."""
 _LEAST_SPARE = 16
 
 OUT_OF_DESCRIPTORS = (
@@ -57,7 +57,7 @@ def reserve_descriptors(least: int, who: str, purpose: str, wanted: int = 0) -> 
             f"in a shell that may do so, LimitNOFILE={enough} in a systemd unit, docker run --ulimit nofile={enough}, "
             "or nofile in /etc/security/limits.conf"
         )
-    return min(wanted, max(least, soft - held - _SPARE))
+    return min(wanted, max(soft - held - _SPARE, least + (soft - held - least - _LEAST_SPARE) // 2))
 
 
 def _held() -> int:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from hvdgloo._net import ports
+from hvdgloo._net.descriptors import reserve_descriptors
 from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.tls import Tls
 from hvdgloo.config import format_endpoint
@@ -147,7 +148,7 @@ class PageServer:
                 Gate(self._access, application),
                 self._listeners,
                 threads=_THREADS,
-                max_connections=_MOST_CONNECTIONS,
+                max_connections=reserve_descriptors(1, "the job's page", "its readers", wanted=_MOST_CONNECTIONS),
                 max_body=MAX_BODY,
                 head_timeout=_REQUEST_TIMEOUT,
                 tls=self._tls,

@@ -417,7 +417,8 @@ class Front(cheroot_server.HTTPServer):
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTS_AT_ONCE):
-            if len(self._connections) >= self.max_connections and not self._evict():
+            full = len(self._connections) >= self.max_connections
+            if full and not self._are_quiet():
                 self._pause()
                 return
             try:
@@ -429,6 +430,8 @@ class Front(cheroot_server.HTTPServer):
                     self._pause()
                     return
                 continue
+            if full:
+                self._evict()  # only now: as long as nobody else comes, those who are here may stay
             self._welcome(sock, address)
 
     def _welcome(self, sock: socket.socket, address: Any) -> None:
@@ -449,6 +452,11 @@ class Front(cheroot_server.HTTPServer):
             self._connections.add(connection)
             self._reading[connection] = time.monotonic() + self._head_timeout
             self._register(connection)
+
+    def _are_quiet(self) -> bool:
+        """Whether there is a connection that could give way to another."""
+        with self._lock:
+            return any((self._lingering, self._reading, self._idle))
 
     def _evict(self) -> bool:
         """Close the connection that has been quiet longest: strangers first, then those that have been served."""

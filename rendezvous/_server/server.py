@@ -265,8 +265,10 @@ class RendezvousServer:
 
     def _room(self) -> int:
         """How many connections there may be; raises ConfigError if not even all workers can have one."""
+        # One is enough for a worker of a job of fixed size. An elastic one has another, to hear what is new.
+        least = self._workers if self._elastic is None else 2 * self._workers
         return reserve_descriptors(
-            self._workers, "the rendezvous server", "its workers' connections", wanted=2 * self._threads + 256
+            least, "the rendezvous server", "its workers' connections", wanted=2 * self._threads + 256
         )
 
     def _watch(self, connection: Any, on_hang_up: Callable[[], None]) -> AbstractContextManager[None]:

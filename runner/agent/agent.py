@@ -29,10 +29,11 @@ from functools import partial
 from types import FrameType
 from typing import IO, Any
 
+from hvdgloo._net.descriptors import reserve_descriptors
 from hvdgloo._net.event_loop import EventLoop
 from hvdgloo._net.ports import loopback
 from hvdgloo._platform import machine
-from hvdgloo.errors import LaunchError
+from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.runner.agent import watchdog
 from hvdgloo.runner.agent.observing import Observing
 from hvdgloo.runner.agent.preflight import lacking
@@ -96,6 +97,7 @@ REPEATED = 1.0
 """Seconds in which another SIGTERM is the same request: one that is sent to a process group also reaches the watchdog,
 which passes it on."""
 
+_FILES = 2  # of a worker: the ends of its pipes, but for standard input, which one has at the most
 _POLL = 0.05  # seconds between looks at a process group whose end nobody reports
 
 _RESULT_MARK = 1024 * 1024  # results are read from their files only while fewer bytes than this wait to be sent
@@ -316,9 +318,13 @@ class Agent:
         if self._order_to_die:
             return
         try:
+            if not self._workers or self._start.elastic:
+                count = max(1, self._start.workers)
+                workers = f"{count} worker{'s' if count > 1 else ''}"
+                reserve_descriptors(_FILES * count, "the agent on this host", f"the pipes of {workers}")
             worker = WorkerProcess(spawn, self._worker_environment(), self._start.cwd, self._blob)
-        except OSError as error:
-            missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+        except (OSError, ConfigError) as error:
+            missing = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR)
             self._channel.send(SpawnFailed(spawn.number, str(error), 127 if missing else 126))
             return
         self._workers[worker.number] = self._by_pid[worker.pid] = worker

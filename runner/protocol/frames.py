@@ -83,6 +83,7 @@ class Start(Frame, frozen=True):
         inherit: add ``env``, which comes from another host, to the agent's own environment.
         elastic: the job survives its workers. What one leaves behind is ended with it, and SIGTERM to the agent means
             that the host is to be given back.
+        workers: how many will be spawned; 0 if that is not known yet.
     """
 
     agent_id: str
@@ -93,6 +94,7 @@ class Start(Frame, frozen=True):
     grace: float
     inherit: bool = False
     elastic: bool = False
+    workers: int = 0
 
 
 class Blob(Frame, frozen=True):

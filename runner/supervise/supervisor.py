@@ -226,13 +226,13 @@ class Supervisor:
             workers: for each host, its workers.
         """
         for link, environ, spawns in zip(self.links, env, workers, strict=True):
-            self._begin(link, environ)
+            self._begin(link, environ, workers=len(spawns))
             for spawn in spawns:
                 self._spawn(link, spawn)
                 if spawn.stdin:
                     self._stdin_link = link
 
-    def _begin(self, link: Link, env: Mapping[str, str], *, elastic: bool = False) -> None:
+    def _begin(self, link: Link, env: Mapping[str, str], *, elastic: bool = False, workers: int = 0) -> None:
         """Tell an agent what all of its workers have in common."""
         is_local = self._spawner.is_local(link.host)
         self._agents.happen(link.state, host_state.Start(self._spec.heartbeat_timeout))
@@ -246,6 +246,7 @@ class Supervisor:
                 self._spec.grace_after_failure,
                 inherit=not is_local,
                 elastic=elastic,
+                workers=workers,
             )
         )
         self.audience.host(link.host.name, "up")

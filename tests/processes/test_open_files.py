@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
-from tests.support.launching import Launcher, clean_environment, launcher_in
+from tests.support.launching import Launcher, clean_environment, launcher_in, wait_for
 from tests.support.rendezvous import SECRET, Task, info
 
 HARD = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
@@ -97,3 +98,48 @@ def test_rank_0_of_many(wrapper: tuple[str, ...]) -> None:
     assert last.startswith("hvdgloo.errors.ConfigError: rank 0 (host h, pid ")
     assert f"needs {RANKS - 1} more open files for control connections of other ranks" in last
     numbers(last)
+
+
+@pytest.mark.parametrize("limit", [48, 64, 268])
+def test_two_ranks_train_where_few_files_may_be_open(launcher: Launcher, limit: int) -> None:
+    """268 is what the launcher's own sentence recommends to who has fewer than it needs."""
+    script = launcher.script(
+        "import numpy as np, hvdgloo.numpy as hvd; hvd.init(); print(hvd.allreduce(np.ones(1), op=hvd.Sum))"
+    )
+    few = ("sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh")
+    done = launcher.run("-np", "2", "--no-prefix", "--log-ranks", "0", script, wrapper=few)
+    assert (done.returncode, done.stdout) == (0, "[2.]\n"), done.stderr
+
+
+def test_an_agent_of_many_workers(launcher: Launcher) -> None:
+    """The launcher and its server would have enough."""
+    few = ("sh", "-c", 'ulimit -n 84; exec "$@"', "sh")
+    done = launcher.run("-np", "40", "true", wrapper=few)
+    assert done.returncode == 126
+    assert "rank 0 on host localhost could not be started: the agent on this host needs 80 more" in done.stderr
+    assert "`ulimit -n " in done.stderr
+    launcher.assert_nothing_left()
+
+
+def test_whoever_is_connected_stays_until_another_comes_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has room for as many connections as there are workers closes none of them to make room."""
+    monkeypatch.setattr(RendezvousServer, "_room", lambda _: 2)
+    with ExitStack() as stack:
+        server = stack.enter_context(RendezvousServer(secret=SECRET, size=2))
+        clients = [stack.enter_context(RendezvousClient(server.endpoint, SECRET)) for _ in range(2)]
+        tasks = [Task(partial(client.register, 0, info(host_name="h"), timeout=20)) for client in clients]
+        assert sorted(task.result().rank for task in tasks) == [0, 1]
+        before = [client.descriptors for client in clients]
+        for client in clients:
+            client.local_address(timeout=5)
+        assert [client.descriptors for client in clients] == before
+        newcomer = stack.enter_context(RendezvousClient(server.endpoint, SECRET))
+        newcomer.local_address(timeout=5)
+        assert wait_for(lambda: sum(map(hung_up, clients)) == 1)
+        for client in clients:  # whose connection was closed, has another
+            client.local_address(timeout=5)
+
+
+def hung_up(client: RendezvousClient) -> bool:
+    """Whether the server has closed the client's connection, which it does not use at the moment."""
+    return bool(select.select(client.descriptors, [], [], 0)[0])

@@ -62,12 +62,14 @@ def test_the_soft_limit_is_raised(limit: type[Limits], soft: int, hard: int, rai
 
 def test_what_is_needed_goes_before_what_is_spare(limit: type[Limits]) -> None:
     limit(256, 256)
-    assert reserve_descriptors(200, "it", "something", wanted=2000) == 200
+    assert reserve_descriptors(230, "it", "something", wanted=2000) == 230
+    assert reserve_descriptors(200, "it", "something", wanted=2000) == 200 + 30 // 2
+    assert reserve_descriptors(200, "it", "something", wanted=210) == 210
 
 
 def test_a_kernel_that_permits_less_than_the_hard_limit(limit: type[Limits]) -> None:
     limits = limit(256, UNLIMITED, most=1024)
-    assert reserve_descriptors(100, "it", "something", wanted=2000) == 100
+    assert reserve_descriptors(100, "it", "something", wanted=2000) == 165
     assert limits.soft == 256
 
 
