@@ -12,3 +12,7 @@ reader on the way might choose the other value."""
 
 LENGTH = re.compile(r"0|[1-9][0-9]{0,17}")
 """A Content-Length: Python's own integers have more spellings than HTTP."""
+
+NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""A header's name, with nothing between it and its colon: who ignores a space there reads another message than who
+does not."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from hvdgloo._net.tls import Tls
 from hvdgloo.rendezvous._auth import ANSWER_HEADER
-from hvdgloo.rendezvous._http import LENGTH, ONCE
+from hvdgloo.rendezvous._http import LENGTH, NAME, ONCE
 
 _CONNECT_ATTEMPT = 5.0  # seconds; a host name may have several addresses, and the first may lead nowhere
 _PIECE = 1 << 20
@@ -135,11 +135,11 @@ class _Incoming:
             raise NotHttpError(self._said())
         headers = {} if first[1] != b"0" else {"connection": "close"}
         self._buffer = self._buffer[first.end() :]
-        while line := self._line().strip():
-            name, colon, value = line.decode("latin-1").partition(":")
-            if not colon:
-                raise NotHttpError(f"a header without a colon: {name[:80]!r}")
-            name = name.strip().lower()
+        while (line := self._line()).strip():
+            word, colon, content = line.partition(b":")
+            if not colon or not NAME.fullmatch(word):
+                raise NotHttpError(f"a header without a name and a colon: {word[:80]!r}")
+            name, value = word.decode().lower(), content.decode("latin-1")
             if name in headers and name in ONCE:
                 raise NotHttpError(f"a second {name}")
             headers[name] = value.strip()

@@ -192,6 +192,7 @@ class ElasticEpochs:
         }
         with self._lock:
             self._check_open()
+            self._check_speaker(client, report.worker)
             self._recall(client, report.worker, report.place)
             self._tell(events[report.what])
 
@@ -205,6 +206,7 @@ class ElasticEpochs:
         latch = Latch()
         with self._lock:
             self._check_open()
+            self._check_speaker(client, listen.worker)
             self._recall(client, listen.worker, listen.place)
             self._silent_at.pop(listen.worker, None)
             if self._news.number != listen.since:
@@ -322,6 +324,15 @@ class ElasticEpochs:
                     pid=info.pid,
                 )
             )
+
+    def _check_speaker(self, client: str, worker: str) -> None:
+        """Accept what is said of a worker from its own client only, if that is there.
+
+        A new client of the same process asks for its next epoch before it says anything else; where nobody speaks for
+        the worker yet, as after the server's restart, whoever comes first does.
+        """
+        if self._connected.get(worker) and client not in self._clients:
+            raise NotAcceptedError(f"worker {worker} speaks for itself, by another client", taken=True)
 
     def _note_client(self, client: str, worker: str, info: WorkerInfo | None, *, is_latest: bool = True) -> None:
         """This client speaks for this worker. No other process may, and the client for no other worker."""

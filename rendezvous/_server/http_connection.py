@@ -15,7 +15,7 @@ from typing import Any
 from cheroot import server as cheroot_server
 from cheroot import wsgi
 
-from hvdgloo.rendezvous._http import LENGTH, ONCE
+from hvdgloo.rendezvous._http import LENGTH, NAME, ONCE
 from hvdgloo.rendezvous._server.pauses import Pause
 from hvdgloo.rendezvous._server.streams import Reader, Waiting, Writer
 
@@ -33,14 +33,32 @@ class _Headers(dict[bytes, bytes]):
         super().__setitem__(name, value)
 
 
+class _Unfolded:
+    """Refuses a header that goes on in the next line, which readers have never agreed about."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def readline(self) -> bytes:
+        line: bytes = self._file.readline()
+        if line[:1] in (b" ", b"\t"):
+            raise ValueError("a header goes on in the next line")
+        return line
+
+
 class _HeaderReader(cheroot_server.HeaderReader):
     """Drops headers with underscores, which WSGI could not distinguish from those with dashes; is strict about
     what must be clear."""
 
     def __call__(self, rfile: Any, hdict: Any = None) -> Any:
         headers = {} if hdict is None else hdict
-        headers.update(super().__call__(rfile, _Headers()))
+        headers.update(super().__call__(_Unfolded(rfile), _Headers()))
         return headers
+
+    def _transform_key(self, key_name: bytes) -> bytes:
+        if not NAME.fullmatch(key_name):
+            raise ValueError("a header's name is not a word that its colon follows at once")
+        return key_name.title()
 
     def _allow_header(self, key_name: bytes) -> bool:
         return b"_" not in key_name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import select
 import sys
@@ -22,7 +23,7 @@ from hvdgloo.rendezvous._observatory.view import STATES, Snapshot
 from hvdgloo.rendezvous._observatory.words import duration
 from hvdgloo.rendezvous._page.control import MOST_STEPS
 from hvdgloo.rendezvous._page.jobs import JobFile, jobs
-from hvdgloo.runner.top.source import GoneError, Source, decoded, of_job, of_link
+from hvdgloo.runner.top.source import OTHER_VERSION, GoneError, Source, decoded, of_job, of_link
 
 _DESCRIPTION = """\
 Show a running job: what its ranks do, who makes the others wait, and what has
@@ -173,14 +174,25 @@ def _interval(text: str) -> float:
 def _print_json(source: Source, stdout: TextIO, interval: float, *, once: bool) -> None:
     if once:
         _settled(source)
-    stdout.write(f"{source.snapshot(curves=True).decode()}\n")
+    stdout.write(f"{_plain(source.snapshot(curves=True))}\n")
     try:
         while not once:
             stdout.flush()
             time.sleep(interval)
-            stdout.write(f"{source.snapshot().decode()}\n")
+            stdout.write(f"{_plain(source.snapshot())}\n")
     except GoneError:
         pass  # the job is over
+
+
+def _plain(data: bytes) -> str:
+    """JSON as a line that does nothing to a terminal, whatever server it is from."""
+    text = data.decode("utf-8", "replace")
+    if text.isprintable():
+        return text
+    try:
+        return json.dumps(json.loads(text))
+    except (ValueError, RecursionError):
+        raise ConfigError(OTHER_VERSION) from None
 
 
 def _print_once(source: Source, stdout: TextIO) -> None:

@@ -6,12 +6,14 @@ import http.client
 import json
 import socket
 from collections.abc import Callable
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
+from hvdgloo._platform.spelling import in_one_line
 from hvdgloo.errors import ConfigError, HvdglooError
-from hvdgloo.rendezvous._observatory.view import SCHEMA, Snapshot
+from hvdgloo.rendezvous._observatory.view import SCHEMA, STATES, Snapshot
 from hvdgloo.rendezvous._page.control import Trace
 from hvdgloo.rendezvous._page.jobs import JobFile
 
@@ -19,8 +21,21 @@ PATIENCE = 20.0
 """Seconds that a launcher may take to answer; the first answer takes it longest, since it imports its server."""
 
 
+_MOST = 64 << 20
+"""Bytes of an answer, which may come from anybody's server: a snapshot of 100,000 ranks has less."""
+_MOST_OF_A_TRACE = 4 << 30
+_PIECE = 1 << 20
+_LONGEST_REFUSAL = 500
+
+T = TypeVar("T")
+
+
 class _Schema(msgspec.Struct):
     schema: int = 0
+
+
+class _Link(msgspec.Struct):
+    url: str
 
 
 class _Traces(msgspec.Struct):
@@ -74,32 +89,34 @@ class Source:
 
     def link(self) -> str:
         """A new link to the job's page; raises as ``snapshot`` does."""
-        url: str = json.loads(self._request("POST", "v1/links"))["url"]
-        return url
+        return in_one_line(_read(self._request("POST", "v1/links"), _Link).url)
 
     def trace(self, steps: int) -> Trace:
         """Have the next steps traced; raises as ``snapshot`` does."""
         order = json.dumps({"steps": steps}).encode()
-        return msgspec.json.decode(self._request("POST", "v1/traces", order), type=Trace)
+        return _shown(_read(self._request("POST", "v1/traces", order), Trace))
 
     def state_of(self, number: int) -> Trace:
         """What has become of a trace; raises as ``snapshot`` does."""
-        traces = msgspec.json.decode(self._request("GET", "v1/traces"), type=_Traces).traces
-        return next(trace for trace in traces if trace.number == number)
+        traces = _read(self._request("GET", "v1/traces"), _Traces).traces
+        found = [trace for trace in traces if trace.number == number]
+        if not found:
+            raise ConfigError(OTHER_VERSION)
+        return _shown(found[0])
 
     def traced(self, number: int) -> bytes:
         """A merged trace; raises as ``snapshot`` does."""
-        return self._request("GET", f"v1/traces/{number}")
+        return self._request("GET", f"v1/traces/{number}", most=_MOST_OF_A_TRACE)
 
     def close(self) -> None:
         self._connection.close()
 
-    def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
+    def _request(self, method: str, path: str, body: bytes | None = None, *, most: int | None = None) -> bytes:
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         try:
             self._connection.request(method, self._place + path, body, headers)
             answer = self._connection.getresponse()
-            said = answer.read()
+            said = _received(answer, most or _MOST)
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
             raise GoneError(f"the job's launcher does not answer ({_reason(error)}); most likely it is over") from None
@@ -128,9 +145,9 @@ def of_link(link: str) -> Source:
     try:
         connection.request("GET", f"/?{parts.query}")
         answer = connection.getresponse()
-        answer.read()
+        _received(answer, _MOST)
     except (OSError, http.client.HTTPException) as error:
-        raise GoneError(f"{parts.netloc} does not answer: {_reason(error)}") from None
+        raise GoneError(f"{in_one_line(parts.netloc)} does not answer: {_reason(error)}") from None
     finally:
         connection.close()
     cookie, _, attributes = answer.headers.get("Set-Cookie", "").partition(";")
@@ -146,20 +163,52 @@ def decoded(data: bytes) -> Snapshot:
     Raises:
         ConfigError: it is of another version of hvdgloo.
     """
+    if _read(data, _Schema).schema == SCHEMA:
+        snapshot = _read(data, Snapshot)
+        ranks, hosts = snapshot.ranks, len(snapshot.hosts)
+        whole = {len(getattr(ranks, name)) for name in ranks.__struct_fields__} == {len(ranks.rank)}
+        if whole and all(0 <= n < hosts for n in ranks.host) and all(0 <= n < len(STATES) for n in ranks.state):
+            return snapshot
+    raise ConfigError(OTHER_VERSION)
+
+
+OTHER_VERSION = "the job runs another version of hvdgloo; use the one that it was started with"
+
+
+def _received(answer: http.client.HTTPResponse, most: int) -> bytes:
+    """All of an answer.
+
+    Raises:
+        HTTPException: it is longer than ``most``.
+        OSError: nothing came for too long.
+    """
+    pieces, left = [], most
+    while piece := answer.read(_PIECE):
+        pieces.append(piece)
+        left -= len(piece)
+        if left < 0:
+            raise http.client.HTTPException(f"its answer is longer than {most >> 20} MiB")
+    return b"".join(pieces)
+
+
+def _read(data: bytes, kind: type[T]) -> T:
     try:
-        if msgspec.json.decode(data, type=_Schema).schema == SCHEMA:
-            return msgspec.json.decode(data, type=Snapshot)
+        return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError:
-        pass
-    raise ConfigError("the job runs another version of hvdgloo; use the one that it was started with")
+        raise ConfigError(OTHER_VERSION) from None
+
+
+def _shown(trace: Trace) -> Trace:
+    return msgspec.structs.replace(trace, text=in_one_line(trace.text))
 
 
 def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error) or type(error).__name__
+    return in_one_line(str(getattr(error, "strerror", None) or error))[:_LONGEST_REFUSAL] or type(error).__name__
 
 
 def _refusal(body: bytes) -> str:
     try:
-        return str(json.loads(body)["reason"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace")
+        text = str(json.loads(body)["reason"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        text = body[:_LONGEST_REFUSAL].decode("utf-8", "replace")
+    return in_one_line(text)[:_LONGEST_REFUSAL]

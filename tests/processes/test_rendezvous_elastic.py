@@ -223,6 +223,25 @@ def test_a_worker_s_id_is_its_own(workers: Workers, server: RendezvousServer) ->
             ElasticClient(workers["a"]._client, "b").leaving()
 
 
+@pytest.mark.parametrize("forged", [False, True], ids=["as it is", "with the worker's own facts"])
+def test_nobody_else_reports_for_a_worker_that_is_there(
+    workers: Workers, server: RendezvousServer, forged: bool
+) -> None:
+    workers.place("a", "b")
+    workers.train("a", "b", epoch=0)
+    with RendezvousClient(server.endpoint, SECRET) as client:
+        impostor = ElasticClient(client, "a")
+        if forged:
+            impostor._place = workers["a"]._place
+        for say in (impostor.finished, impostor.leaving, lambda: impostor.news(-1, timeout=5)):
+            with pytest.raises(RendezvousRefusedError, match="worker a speaks for itself"):
+                say()
+    assert server.status()["elastic"]["phase"] == "running"
+    workers["a"].finished()
+    workers["b"].finished()
+    assert server.status()["elastic"]["phase"] == "over"
+
+
 def test_waiting_workers_need_no_threads() -> None:
     """256 of them, each with a question and listening to news."""
     rules = Rules(size=300, smallest=1, launched=False)

@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +25,7 @@ from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous._page.control import BusyError, Trace
 from hvdgloo.rendezvous._page.server import PageServer
 from hvdgloo.runner.cli.main import main
-from hvdgloo.runner.top import command
+from hvdgloo.runner.top import command, source
 from hvdgloo.runner.top.source import GoneError, decoded, of_link
 from tests.support.observed import SimulatedJob
 from tests.support.page import script
@@ -273,6 +275,90 @@ def test_a_job_that_does_not_answer(published: Published, server: PageServer) ->
 def test_another_version_is_recognized(text: bytes) -> None:
     with pytest.raises(ConfigError, match="another version of hvdgloo"):
         decoded(text)
+
+
+OF_TERMINAL = "\x1b]0;gotcha\x07\x1b[2J\x9b2J\r\n"
+
+
+@contextmanager
+def hostile(status: int, body: bytes, *, endless: bool = False) -> Iterator[str]:
+    """A link to what says it is a job's page: it lets everybody in, and then gives this answer to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            entering = self.path.startswith("/?token=")
+            self.send_response(200 if entering else status)
+            if entering:
+                self.send_header("Set-Cookie", "hvdgloo=x; Path=/at/x/")
+            if entering or not endless:
+                self.send_header("Content-Length", str(0 if entering else len(body)))
+            self.end_headers()
+            try:
+                while not entering:
+                    self.wfile.write(body)
+                    if not endless:
+                        break
+            except OSError:
+                pass  # it was enough for the reader
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/?token=x"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+@pytest.mark.parametrize("flags", [("--once",), ("--json", "--once"), ("--link",), ("--trace", "3")], ids=" ".join)
+@pytest.mark.parametrize("body", [json.dumps({"reason": OF_TERMINAL}).encode(), OF_TERMINAL.encode(), b"[" * 100_000])
+def test_a_refusal_does_nothing_to_the_terminal(flags: tuple[str, ...], body: bytes) -> None:
+    with hostile(403, body) as link, pytest.raises(ConfigError, match="refuses: ") as caught:
+        top(*flags, link)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("status", [200, 403])
+@pytest.mark.parametrize("flags", [("--once",), ("--json", "--once"), ("--link",), ("--trace", "3")], ids=" ".join)
+def test_an_answer_without_an_end_is_not_read_to_it(
+    flags: tuple[str, ...], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "_MOST", 4 << 20)
+    with hostile(status, b" " * (1 << 20), endless=True) as link, pytest.raises(GoneError, match="longer than 4 MiB"):
+        top(*flags, link)
+
+
+RANKS = {"rank": [0], "host": [0], "state": [0]}
+STRANGE = [
+    b"x",
+    b"{}",
+    json.dumps({"schema": 1, "ranks": RANKS}).encode(),
+    json.dumps(
+        {"schema": 1, "url": OF_TERMINAL, "number": 1, "steps": 1, "state": "ready", "text": OF_TERMINAL}
+    ).encode(),
+    b'{"schema": 1, "job": {"message": "\x1b[2J"}}',
+]
+
+
+@pytest.mark.parametrize("flags", [("--once",), ("--json", "--once"), ("--link",), ("--trace", "3")], ids=" ".join)
+@pytest.mark.parametrize("body", STRANGE)
+def test_a_strange_answer_is_an_error_in_a_line_or_harmless(
+    flags: tuple[str, ...], body: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "_SETTLING", 0.0)
+    with hostile(200, body) as link:
+        try:
+            _, printed = top(*flags, link)
+        except ConfigError as error:
+            printed = str(error)
+    assert all(line.isprintable() for line in printed.split("\n"))
 
 
 def test_the_launcher_s_command_line_knows_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
