@@ -19,6 +19,7 @@ from hvdgloo.errors import ConfigError
 from hvdgloo.runner.cli import setting_flags
 from hvdgloo.runner.cli.elastic import add_elastic_flags
 from hvdgloo.runner.cli.reach import add_environment_flags, add_reach_flags
+from hvdgloo.runner.cli.torchrun import add_torchrun_flags, judge_torchrun_flags
 from hvdgloo.runner.cli.values import natural, page_address, positive, ranks, seconds, some_seconds, whole
 from hvdgloo.runner.job.spec import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, HEARTBEAT_TIMEOUT
 
@@ -41,6 +42,7 @@ GROUPS = {
     "tune": "for hvdgloo-run tune",
     "information": "information",
     "horovod": "accepted from horovodrun",
+    "torchrun": "accepted from torchrun",
 }
 """Groups of ``--help-all`` in their order: name in this module, and title."""
 
@@ -75,14 +77,12 @@ _ELSEWHERE = {
     "-c": "-np",
     "--np": "-np",
     "--nproc": "-np",
-    "--nproc-per-node": "-np",
-    "--nproc_per_node": "-np",
     "--host": "--hosts",
     "-machinefile": "--hostfile",
     "--machinefile": "--hostfile",
     "--port": "--ssh-port",
 }
-"""Names of flags in mpirun and torchrun, to their names here."""
+"""Names of flags in mpirun, to their names here."""
 
 _DESCRIPTION = """\
 Start the workers of a training job on one or many hosts, watch over them, and
@@ -352,6 +352,7 @@ def build_parser() -> Parser:
     _add_tune_flags(parser.adder("tune"))
     _add_information_flags(parser.adder("information"))
     _add_known_flags(parser)
+    add_torchrun_flags(parser.adder("torchrun"))
     return parser
 
 
@@ -366,6 +367,7 @@ def _add_job_flags(add: setting_flags.AddArgument) -> None:
         help="number of worker processes (default: all slots of the hosts; without hosts one for each GPU, else one)",
     )
     add(
+        "--max_restarts",
         "--max-restarts",
         type=whole,
         default=0,
@@ -530,12 +532,14 @@ def _add_known_flags(parser: Parser) -> None:
 
 
 def judge_known_flags(arguments: argparse.Namespace) -> list[str]:
-    """A line for each of Horovod's flags that was given and has no effect, or now has another name.
+    """A line for each of Horovod's flags that was given and has no effect, or now has another name. Torchrun's are
+    judged as well.
 
     Raises:
         ConfigError: one was given that cannot be ignored without changing the job.
     """
     given = vars(arguments)
+    judge_torchrun_flags(arguments)
     for flag, _, reason in setting_flags.REFUSED_FLAGS:
         if given.get(flag):
             raise ConfigError(f"{flag}: {reason}")

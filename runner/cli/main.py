@@ -25,6 +25,7 @@ from hvdgloo.runner.cli.config_file import FileContent
 from hvdgloo.runner.cli.elastic import examined, options_from
 from hvdgloo.runner.cli.flags import PROGRAM, TUNE_SECONDS, Parser, build_parser, judge_known_flags, misplaced, split
 from hvdgloo.runner.cli.reach import exports_from, reach_from
+from hvdgloo.runner.cli.torchrun import as_command, on_each_host, processes_here
 from hvdgloo.runner.console.writer import is_broken_pipe
 from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.command import resolve_command, resolve_elsewhere
@@ -207,24 +208,34 @@ def command_line(
     tune.check_log(arguments, environ)
     environ = without_place({**environ, **exports})
     options = options_from(arguments)
+    np = processes_here(arguments, environ)
+    asked = arguments.np if np is None else np
+    command = as_command(arguments, command)
     inventory = take_inventory(
         environ,
         hosts=arguments.hosts,
         hostfile=arguments.hostfile,
-        np=arguments.np if options is None else options.size(arguments.np),
+        np=asked if options is None else options.size(asked),
         slurm=not arguments.no_slurm,
         discovered=options is not None and options.discovered,
     )
+    inventory = on_each_host(arguments, np, inventory)
     elastic = None if options is None else options.spec(inventory, environ)
     if doctor and elastic is not None:
         inventory, elastic = examined(inventory, elastic), None
     notices += () if doctor else inventory.notices
-    if arguments.np is None and not doctor:
+    if asked is None and not doctor:
         notices += filter(None, [misplaced(command, parser.spellings("np"))])
     reach = reach_from(arguments)
     cwd = working_directory(environ)
     workers_command = (
-        resolve_command(command, python=sys.executable, cwd=cwd, search_path=environ.get("PATH"), module_path=sys.path)
+        resolve_command(
+            command,
+            python=None if arguments.no_python else sys.executable,
+            cwd=cwd,
+            search_path=environ.get("PATH"),
+            module_path=sys.path,
+        )
         if command or not doctor
         else ()
     )
@@ -233,7 +244,9 @@ def command_line(
         environ,
         reach,
         command=workers_command,
-        remote_command=resolve_elsewhere(command, python=reach.python) if command else None,
+        remote_command=(
+            resolve_elsewhere(command, python=None if arguments.no_python else reach.python) if command else None
+        ),
         cwd=cwd,
         secret=generate_secret(),
         nics=(*(arguments.nics or ()), *(arguments.network_interface or ())),

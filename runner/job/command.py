@@ -32,7 +32,7 @@ _MORE_HOSTS = re.compile(r",.*|[^/]+(:\d+|,)")
 
 
 def resolve_command(
-    command: Sequence[str], *, python: str, cwd: str, search_path: str | None, module_path: Sequence[str]
+    command: Sequence[str], *, python: str | None, cwd: str, search_path: str | None, module_path: Sequence[str]
 ) -> tuple[str, ...]:
     """The argv that a command means.
 
@@ -41,6 +41,7 @@ def resolve_command(
     shell does.
 
     Args:
+        python: None if the first word is a program, whatever its name.
         module_path: where ``-m`` looks, in addition to ``cwd``.
 
     Raises:
@@ -49,6 +50,8 @@ def resolve_command(
     if not command:
         raise ConfigError("there is no command to run; write for example: hvdgloo-run -np 2 train.py")
     program, arguments = command[0], tuple(command[1:])
+    if python is None:
+        return (_executable(program, cwd, search_path), *arguments)
     if program == "-m":
         return (python, "-m", *_module(arguments, [cwd, *module_path]), *arguments[1:])
     if program.endswith(".py"):
@@ -60,9 +63,11 @@ def resolve_command(
     return (_executable(program, cwd, search_path), *arguments)
 
 
-def resolve_elsewhere(command: Sequence[str], *, python: str) -> tuple[str, ...]:
+def resolve_elsewhere(command: Sequence[str], *, python: str | None) -> tuple[str, ...]:
     """The argv that a command means on another host, whose interpreter and search path may differ."""
     program = command[0]
+    if python is None:
+        return tuple(command)
     if program == "-m" or program.endswith(".py"):
         return (python, *command)
     return (python, *command[1:]) if program in _OWN_INTERPRETER else tuple(command)

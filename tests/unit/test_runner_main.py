@@ -317,7 +317,6 @@ class TestSuggestions:
             ("-pn", "-np"),
             ("-n", "-np"),
             ("--np", "-np"),
-            ("--nproc_per_node", "-np"),
             ("--num-procs", "--num-proc"),
             ("--host", "--hosts"),
             ("-hosts", "--hosts"),
