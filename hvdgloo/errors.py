@@ -89,6 +89,9 @@ class HorovodInternalError(HvdglooError):
     # from then on an elastic job has stood still.
     waiting_since: float = math.inf
 
+    # The operation in which the program first met this failure.
+    operation: str = ""
+
 
 class NotInitializedError(HorovodInternalError, ValueError):
     """``hvd.init()`` has not been called, or ``hvd.shutdown()`` has been since."""

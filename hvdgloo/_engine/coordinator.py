@@ -139,6 +139,7 @@ class Coordinator:
         self._stall: _StallReport | None = None
         self._next_stall_check: float | None = None
         self._told: dict[int, str | None] | None = None
+        self._late: Collection[int] = ()  # those of them that others wait for
 
     def show(self, timeline: Timeline | Timelines | None) -> None:
         """Record arrivals and orders in this timeline from now on; None for no timeline."""
@@ -161,7 +162,7 @@ class Coordinator:
     @property
     def stacks(self) -> dict[int, str]:
         """Of the stall that has been reported last and lasts: what late ranks do, those that have answered."""
-        return {rank: text for rank, text in (self._told or {}).items() if text}
+        return {rank: text for rank, text in (self._told or {}).items() if text and rank in self._late}
 
     def receive(self, rank: int, message: Message, now: float) -> None:
         """Handle a rank's message."""
@@ -407,9 +408,9 @@ class Coordinator:
             self._recovered()
             self._next_stall_check = waiting[0].since + rules.stall_warning_time
             return
-        late = stall.missing_ranks(overdue)
-        self._stall = _StallReport(now + STACKS_SECONDS, overdue, dict.fromkeys(late))
-        self.outbox.extend((rank, AskStacks()) for rank in late)
+        asked = sorted({*stall.missing_ranks(overdue), *set(stall.first_to_wait(overdue)).difference(self._told or ())})
+        self._stall = _StallReport(now + STACKS_SECONDS, overdue, dict.fromkeys(asked))
+        self.outbox.extend((rank, AskStacks()) for rank in asked)
 
     def _recovered(self) -> None:
         """Nothing waits any more that a report was about."""
@@ -427,7 +428,7 @@ class Coordinator:
             self._next_stall_check = now
             return
         self.warnings.append(stall.report(overdue, now, self._describe, report.stacks, self._told))
-        self._told = report.stacks
+        self._told, self._late = (self._told or {}) | report.stacks, stall.missing_ranks(overdue)
         dead_line = min(operation.since for operation in overdue) + rules.stall_shutdown_time
         if rules.stall_shutdown_time and now >= dead_line:
             self._abort("stall", stall.verdict(overdue, now, self._describe))

@@ -127,6 +127,8 @@ class Handle:
             if isinstance(self._error, HorovodInternalError):
                 self._error.waiting_since = min(began, self._error.waiting_since)
         if self._error is not None:
+            if isinstance(self._error, HorovodInternalError):
+                self._error.operation = self._error.operation or self.name
             raise self._error.with_traceback(None)
         if self.follow is not None:
             self.follow(self.outputs)

@@ -100,6 +100,7 @@ class Member:
             operation.times = (self.timeline.now(),)
         with self._lock:
             if self._closed is not None:
+                self._closed.operation = self._closed.operation or key[1]
                 raise self._closed.with_traceback(None)
             if key[0] not in self._own_sets:
                 # It existed when the operation was checked, and has been removed since.

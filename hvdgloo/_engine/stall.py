@@ -19,6 +19,13 @@ def missing_ranks(waiting: Sequence[Waiting]) -> tuple[int, ...]:
     return tuple(sorted({rank for operation in waiting for rank in operation.missing}))
 
 
+def first_to_wait(waiting: Sequence[Waiting]) -> tuple[int, ...]:
+    """One rank for each group that waits for the same ranks: it may be the one that should not be there."""
+    late = missing_ranks(waiting)
+    firsts = [next((rank for rank in group[0].submitted if rank not in late), None) for group in _groups(waiting)]
+    return tuple(sorted({rank for rank in firsts[:_GROUPS_SHOWN] if rank is not None}))
+
+
 def report(
     waiting: Sequence[Waiting],
     now: float,
@@ -32,7 +39,7 @@ def report(
         waiting: the overdue operations.
         now: the present, on the clock of ``Waiting.since``.
         describe: a rank with its host and pid.
-        stacks: what each missing rank answered; None if it did not answer in time.
+        stacks: what each missing rank, and those ``first_to_wait``, answered; None if one did not answer in time.
         told: the stacks in the previous message about the same stall, which are not repeated.
     """
     still = "Stalled" if told is None else "Still stalled"
@@ -40,6 +47,9 @@ def report(
     lines += [f"  {_wait(group, now, format_ranks)}" for group in _groups(waiting)]
     for rank in missing_ranks(waiting):
         lines += _place(describe(rank), stacks.get(rank), None if told is None else told.get(rank))
+    for rank in first_to_wait(waiting):
+        if stacks.get(rank) and (told is None or rank not in told):
+            lines += _place(f"{describe(rank)}, which waits,", stacks[rank], None)
     if told is None:
         lines.append(
             "  Usual causes: a rank takes another branch or leaves a loop earlier (uneven data), or waits for "

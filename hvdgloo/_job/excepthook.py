@@ -19,7 +19,14 @@ from types import TracebackType
 
 from hvdgloo._platform.own_frames import is_of_program, without_between, without_own
 from hvdgloo.config import Config
-from hvdgloo.errors import ConfigError, HvdglooError, JobShutdownError, PeerLostError, RemoteTraceback
+from hvdgloo.errors import (
+    ConfigError,
+    HorovodInternalError,
+    HvdglooError,
+    JobShutdownError,
+    PeerLostError,
+    RemoteTraceback,
+)
 
 HINT = "(without hvdgloo's own frames; HVDGLOO_LOG_LEVEL=DEBUG shows them)\n"
 """The line before a traceback in which they are missing."""
@@ -90,8 +97,10 @@ def brief(error: BaseException, trace: TracebackType | None) -> str:
     own = [frame for frame in frames if is_of_program(frame.filename)]
     places = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in (own or frames)[-_FRAMES:]]
     where = f"Stopped with another rank, at {', '.join(reversed(places))}" if places else "Stopped with another rank"
-    what = "".join(traceback.format_exception_only(type(error), error))
-    return f"{where} (HVDGLOO_LOG_LEVEL=DEBUG shows the whole traceback)\n{what}"
+    what = "".join(traceback.format_exception_only(type(error), error)).rstrip("\n")
+    if isinstance(error, HorovodInternalError) and error.operation and places:
+        what += f"; this rank was in {error.operation}, called at {places[-1]}"  # the launcher reads this
+    return f"{where} (HVDGLOO_LOG_LEVEL=DEBUG shows the whole traceback)\n{what}\n"
 
 
 def from_outside(error: BaseException, trace: TracebackType | None) -> str:

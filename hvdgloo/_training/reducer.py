@@ -197,9 +197,27 @@ class GradientReducer(Generic[T]):
         transfer = self._made(_Transfer(tuple(names), whole))
         self._transfers.update(dict.fromkeys(transfer.names, transfer))
 
-    def part(self) -> None:
-        """Undo every ``merge``. ``open`` must be empty."""
-        self._transfers = dict(self._groups)
+    def part(self, last: Iterable[tuple[str, T]] = ()) -> list[Pending[T]]:
+        """Undo every ``merge``. ``open`` must be empty.
+
+        Args:
+            last: a name of each merged transfer, with a tensor that is sent once more in its place. Ranks that have all
+                parted for the same reason send the same; one that has parted alone sends what contradicts the others,
+                and all have an error instead of waiting for each other.
+
+        Returns:
+            these transfers, under way.
+        """
+        held = interrupts.hold()
+        try:
+            pending = [
+                self._frontend.persistent(self._operation, self._transfers[name].label, in_place=True).start([tensor])
+                for name, tensor in last
+            ]
+            self._transfers = dict(self._groups)
+            return pending
+        finally:
+            interrupts.release(held)
 
     def hold(self) -> None:
         """Send nothing until ``release``: what gradients are called in this job's messages is not known yet."""

@@ -139,6 +139,13 @@ class Buckets:
                 gradient.copy_(self._parts[name])
         self._elsewhere = {}
 
+    def zeros_like(self, bucket: GradientBucket, parameters: Mapping[str, Tensor]) -> Tensor:
+        """As many zeros as a bucket has elements, of the kind that its first parameter is which it does not suit any
+        more; where there is none, of the bucket's own."""
+        changed = (parameters[name] for name in bucket.offsets if not self.suit(name, parameters[name]))
+        like = next(changed, bucket.whole)
+        return torch.zeros(bucket.whole.shape, dtype=like.dtype, device=like.device)
+
     def forget(self) -> None:
         """The gradients so far will not be reduced."""
         self._elsewhere.clear()

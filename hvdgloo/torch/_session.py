@@ -167,6 +167,7 @@ class Session:
         self._first_order: dict[str, None] | None = {}  # as gradients became ready; None once there are buckets
         self._buckets: Buckets | None = None
         self._sparse: dict[str, Callable[[], Tensor]] = {}  # gradients under way, to what waits for them
+        self._leaving: list[Pending[Tensor]] = []  # what is sent in place of buckets that are given up
         self._asked: dict[str, Callable[[], Any]] = {}  # what is being agreed upon, to what waits for the answer
         self._stepped: _Stepped | None = None  # with op=Adasum: what is being combined
         self._broken_off = False  # the last step(), synchronize() or the like raised
@@ -227,6 +228,7 @@ class Session:
         self._kinds.clear()
         self._sparse.clear()
         self._asked.clear()
+        self._leaving = []
         self._stepped = None
         self._broken_off = False
         self._streams.clear()
@@ -346,6 +348,8 @@ class Session:
             gradient = parameter.grad if self._buckets is None else None
             if gradient is None or gradient.is_sparse or not gradient.is_contiguous():
                 gradient = self._dense_gradient(name, parameter)
+            if self._leaving:
+                return  # ``step()`` sends it
             try:
                 self.reducer.ready(name, gradient)
             except GradientsInFlightError as error:
@@ -464,6 +468,8 @@ class Session:
             self._agree_on_names()
             self._track_unfrozen()
             self._learn_kinds()
+            if self._leaving:
+                self._leave()
             for name, parameter in self._tracked.items():
                 if name in self._sparse or self.reducer.is_open(name):
                     continue
@@ -474,7 +480,10 @@ class Session:
                 if self._kinds.get(name) is _Kind.SPARSE:
                     self._start_sparse(name, parameter)
                 else:
-                    self.reducer.ready(name, self._dense_gradient(name, parameter), final=True)
+                    gradient = self._dense_gradient(name, parameter)
+                    if self._leaving:
+                        self._leave()
+                    self.reducer.ready(name, gradient, final=True)
         except HorovodInternalError:
             self._rest()
             self._sparse.clear()
@@ -553,11 +562,33 @@ class Session:
         self._agree("buckets", lambda: agree(self.frontend, process_set, names, planned, label), use)
 
     def _leave_buckets(self) -> None:
-        """A converted model: start over, as all ranks do, with a step without buckets."""
+        """A converted model: start over, as all ranks do, with a step without buckets. If only this one does, its
+        zeros of the new kind meet the others' buckets, and all hear of it."""
         self.require_rest("a model was converted")
-        self._buckets = None
-        self._first_order = {}
-        self.reducer.part()
+        buckets = self._buckets
+        assert buckets is not None
+        last = [(next(iter(bucket.offsets)), buckets.zeros_like(bucket, self._parameters)) for bucket in buckets.all]
+        held = interrupts.hold()
+        try:
+            self._buckets = None
+            self._first_order = {}
+            self._leaving = self.reducer.part(last)
+        finally:
+            interrupts.release(held)
+
+    def _leave(self) -> None:
+        """Wait until all ranks have left their buckets; until then nothing else is sent.
+
+        Raises:
+            MismatchError: others have not, since their models are not like this one.
+        """
+        try:
+            for pending in self._leaving:
+                pending.result()
+        except Exception:
+            self._leaving = []
+            raise
+        self._leaving = []
 
     def synchronize(self) -> None:
         if not self.active:
@@ -587,7 +618,7 @@ class Session:
     def settle(self) -> None:
         """Reduce what is in flight because someone is about to look at the gradients."""
         swapped = [name for name, parameter in self._tracked.items() if self._keep_hook(name, parameter)]
-        if self.reducer.open or (swapped and self._gradients is _Gradients.LOCAL):
+        if self.reducer.open or self._leaving or (swapped and self._gradients is _Gradients.LOCAL):
             self._reduce()
             self._gradients = _Gradients.REDUCED
 

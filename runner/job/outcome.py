@@ -63,9 +63,11 @@ class JobOutcome:
         return self.first.exit_code if self.first is not None else 0
 
 
+_WAS_IN = re.compile(r"; this rank was in (\S+, called at .+)$")
+
 _LEFT = (
-    "ended with status 0 while others were still in collective operations, which therefore failed; give all ranks the "
-    "same number of steps, or use hvd.join()"
+    "ended with status 0 while others were still in collective operations{}, which therefore failed; give all ranks "
+    "the same number of steps, or use hvd.join()"
 )
 
 
@@ -100,7 +102,9 @@ def blame(outcome: JobOutcome, hosts: Mapping[int, str], cause: Callable[[int], 
         status = outcome.statuses.get(rank)
         if rank != found.rank and status == 0:
             # No worker failed on its own: one left while the others were still at work.
-            return Failure(rank, hosts[rank], found.status, _LEFT)
+            was_in = _WAS_IN.search(cause(found.rank))
+            which = "" if was_in is None else f" (rank {found.rank} in {was_in[1]})"
+            return Failure(rank, hosts[rank], found.status, _LEFT.format(which))
         if rank == found.rank or not status:
             break
         # Having printed why, it may have been ended by us before it could exit on its own.

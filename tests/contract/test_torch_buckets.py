@@ -17,6 +17,7 @@ from torch import Tensor, nn  # noqa: E402
 from hvdgloo._backends.shm.resident import Resident  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
+from hvdgloo.errors import MismatchError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._buckets import plan  # noqa: E402
 from hvdgloo.torch._distributed import DistributedTorchOptimizer, wrap  # noqa: E402
@@ -243,6 +244,49 @@ def test_the_same_bits_as_without_buckets(world: MakeWorld, backend: str, progra
         for rank in range(size):
             for ours, theirs in zip(result[rank], expected[rank], strict=True):
                 np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("in_step", [False, True], ids=["hooks", "step"])
+def test_a_model_that_one_rank_alone_converts_is_an_error_on_all(world: MakeWorld, in_step: bool) -> None:
+    """The others' buckets would wait for it, and it for single gradients of theirs."""
+
+    def rank_body(context: Context) -> None:
+        model = Model()
+        optimizer = distribute(context, model)
+        for step in range(3):
+            whole_step(context, model, optimizer, step)
+        optimizer.zero_grad()
+        if context.rank == 1:
+            model.double()
+        if in_step:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        else:
+            model(inputs_of(context, 3).to(next(model.parameters()).dtype)).square().sum().backward()
+        with pytest.raises(MismatchError, match=r"its dtype: float32 on rank 0; float64 on rank 1"):
+            optimizer.step()
+
+    world(2, stall_warning_time=1.0, stall_shutdown_time=2.0).run(rank_body)
+
+
+def test_a_grad_scaler_sees_reduced_gradients_in_the_step_after_a_conversion(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = distribute(context, model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for step in range(4):
+            if step == 2:
+                model.double()
+            rank = torch.full((1, 1), float(context.rank), dtype=model.weight.dtype)
+            optimizer.zero_grad()
+            scaler.scale(model(rank).sum()).backward()
+            scaler.unscale_(optimizer)
+            assert model.weight.grad is not None
+            assert model.weight.grad.item() == 0.5, step
+            scaler.step(optimizer)
+            scaler.update()
+
+    world(2).run(rank_body)
 
 
 def test_on_three_ranks_gloo_s_sums_depend_only_a_little_on_where_in_a_bucket_an_element_stands() -> None:

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
@@ -314,6 +315,31 @@ def test_zero_grad_while_gradients_are_in_flight(world: MakeWorld) -> None:
         assert all(p.grad is None for p in model.parameters())
 
     world(2).run(rank_body)
+
+
+def test_a_state_that_one_rank_alone_asks_for_is_made_without_the_others(world: MakeWorld) -> None:
+    """torch steps on zeros to make it; as a step of all it would be averaged with the others' next one."""
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        if context.rank == 0:
+            state = get_optimizer_state_dict(model, optimizer)
+            assert set(state["state"]) == {name for name, _ in model.named_parameters()}
+        for _ in range(3):
+            loss_of(model, part_of(context)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model)
+
+    alone = make_model()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(alone).backward()
+        optimizer.step()
+    for trained in world(2).run(rank_body):
+        alike(trained, values(alone))
 
 
 @pytest.fixture

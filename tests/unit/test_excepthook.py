@@ -29,7 +29,7 @@ from hvdgloo.errors import (
     PeerLostError,
     StallError,
 )
-from hvdgloo.runner.job.outcome import named_culprit
+from hvdgloo.runner.job.outcome import Failure, JobOutcome, blame, named_culprit
 from tests.support.launching import wait_for
 
 LOST = "rank 2 (host b, pid 7) was lost: its connection ended"
@@ -120,6 +120,27 @@ def test_without_a_traceback() -> None:
     assert excepthook.brief(PeerLostError(LOST, rank=2), None).startswith(
         "Stopped with another rank (HVDGLOO_LOG_LEVEL"
     )
+
+
+def test_an_echo_names_the_operation_and_who_called_it() -> None:
+    handle = Handle("allreduce.loss")
+    handle.resolve(error=JobShutdownError("rank 1 (host b, pid 7) exited", rank=1))
+
+    def evaluate() -> None:
+        handle.wait()
+
+    with pytest.raises(JobShutdownError) as raised:
+        evaluate()
+    last = excepthook.brief(raised.value, raised.tb).splitlines()[-1]
+    assert "; this rank was in allreduce.loss, called at " in last
+    assert last.endswith(" in evaluate")
+    blamed = blame(
+        JobOutcome(first=Failure(0, "a", 1, "exited with status 1"), statuses={0: 1, 1: 0}),
+        {0: "a", 1: "b"},
+        lambda rank: "" if rank else last,
+    )
+    assert blamed is not None
+    assert "(rank 0 in allreduce.loss, called at " in blamed.reason
 
 
 def without_init() -> NotInitializedError:

@@ -217,6 +217,16 @@ class TestOutcome:
         assert "ended with status 0 while others were still in collective operations" in blamed.reason
         assert "hvd.join()" in blamed.reason
 
+    def test_what_the_others_were_in_is_named_and_who_called_it(self) -> None:
+        noticed = (
+            "hvdgloo.errors.JobShutdownError: rank 1 (host b, pid 7) called hvd.shutdown() or exited, which ends "
+            "collective operations on all ranks; this rank was in allreduce.noname.1, called at /a b/t.py:4 in evaluate"
+        )
+        outcome = JobOutcome(first=Failure(0, "a", 1, "exited with status 1"), statuses={0: 1, 1: 0})
+        blamed = blame(outcome, {0: "a", 1: "b"}, lambda rank: "" if rank else noticed)
+        assert blamed is not None
+        assert "(rank 0 in allreduce.noname.1, called at /a b/t.py:4 in evaluate), which" in blamed.reason
+
     def test_nobody_else_is_blamed_without_a_reason(self) -> None:
         noticed = "hvdgloo.errors.PeerLostError: rank 1 (host b, pid 7) is gone"
         first = Failure(0, "a", 1, "exited with status 1")
