@@ -53,6 +53,7 @@ from hvdgloo.torch._parameters import (
     groups_of,
     names_of,
     parameters_of,
+    refuse_reduced_by_others,
     refuse_unsendable,
 )
 from hvdgloo.torch.compression import Compression
@@ -144,6 +145,8 @@ class Session:
         self.user_names = names_of(plain, named_parameters)
         self._parameters = {self.user_names[id(p)]: p for p in parameters}
         refuse_unsendable(self._parameters.items())
+        if frontend.may_share(options.process_set):
+            refuse_reduced_by_others(self._parameters.items())
         self.groups = groups_of(groups, [p for p in parameters if p.requires_grad], {id(p) for p in parameters})
         grouped = [[self.user_names[id(p)] for p in group] for group in self.groups]
         self._grouped = {name for group in grouped for name in group}
@@ -465,6 +468,8 @@ class Session:
         """Send what has not been sent, and wait for all of it. What was under way when an interrupt came is not sent
         again: the others have it."""
         try:
+            if self._first_order is not None:  # the first step: a model may have been wrapped after the optimizer
+                refuse_reduced_by_others(self._parameters.items())
             self._agree_on_names()
             self._track_unfrozen()
             self._learn_kinds()
