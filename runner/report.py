@@ -99,7 +99,8 @@ class Report:
         assert self.outcome.first is not None
         text = describe_failure(self.outcome.first)
         if self.exception and self.outcome.first.signal is None:  # what a signal ended, an exception did not
-            text += f": {in_one_line(self.exception)}"
+            shown = in_one_line(self.exception)
+            text += "" if shown in text else f": {shown}"
         if self.why_over and self.why_over != self.outcome.first.reason:
             text += f"; {self.why_over}"
         if self.last_lines and (whole or not self.in_sight):

@@ -38,6 +38,7 @@ from hvdgloo.runner.agent import watchdog
 from hvdgloo.runner.agent.observing import Observing
 from hvdgloo.runner.agent.preflight import lacking
 from hvdgloo.runner.agent.probes import HostDiscovery
+from hvdgloo.runner.agent.recorded import RecordedErrors
 from hvdgloo.runner.agent.relaying import RelayListener
 from hvdgloo.runner.agent.watchdog import Mark
 from hvdgloo.runner.processes import reaper
@@ -129,6 +130,7 @@ class Agent:
         self._discovery = HostDiscovery(self._selector, channel.send, environ)
         self._relay = RelayListener(self._selector, channel.send)
         self._observing = Observing(self._selector, channel)
+        self._recorded = RecordedErrors()
         self._observer: dict[str, str] = {}  # the variable that tells workers where to report
         self._last_beat = time.monotonic()
         self._step = heartbeat.FIRST / heartbeat.STEPS
@@ -306,6 +308,7 @@ class Agent:
         self._silence = Silence(start.launcher_timeout or math.inf, time.monotonic())
         self._sign = reaper.attend(start.agent_id)
         self._mark.write(start.agent_id)
+        self._recorded.attend(start.agent_id)
         self._observer = self._observing.attend(start.agent_id, self._environ)
 
     def _on_blob(self, blob: Blob) -> None:
@@ -322,7 +325,7 @@ class Agent:
                 count = max(1, self._start.workers)
                 workers = f"{count} worker{'s' if count > 1 else ''}"
                 reserve_descriptors(_FILES * count, "the agent on this host", f"the pipes of {workers}")
-            worker = WorkerProcess(spawn, self._worker_environment(), self._start.cwd, self._blob)
+            worker = WorkerProcess(spawn, self._worker_environment(spawn.number), self._start.cwd, self._blob)
         except (OSError, ConfigError) as error:
             missing = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR)
             self._channel.send(SpawnFailed(spawn.number, str(error), 127 if missing else 126))
@@ -332,9 +335,9 @@ class Agent:
             self._read_from(worker, stream)
         self._channel.send(Spawned(worker.number, worker.pid))
 
-    def _worker_environment(self) -> Mapping[str, str]:
+    def _worker_environment(self, number: int) -> Mapping[str, str]:
         assert self._start is not None
-        mark = {reaper.AGENT_VARIABLE: self._start.agent_id, **self._observer}
+        mark = {reaper.AGENT_VARIABLE: self._start.agent_id, **self._observer, **self._recorded.variables(number)}
         if not self._start.inherit:
             return {**self._start.env, **mark}
         return {**self._environ, "PWD": self._start.cwd, **self._start.env, **mark}
@@ -473,7 +476,10 @@ class Agent:
         assert worker.status is not None
         worker.reported = True
         killed = worker.status == -signal.SIGKILL and not worker.killed_by_us
-        self._channel.send(Exited(worker.number, worker.status, self._memory.account(worker.pid) if killed else ""))
+        account = self._memory.account(worker.pid) if killed else ""
+        if worker.status > 0 and (recorded := self._recorded.error(worker.number)):
+            account = f"it recorded {recorded}"
+        self._channel.send(Exited(worker.number, worker.status, account))
 
     def _send_results(self) -> None:
         for worker in self._workers.values():
@@ -500,6 +506,7 @@ class Agent:
         self._discovery.close()
         self._relay.close()
         self._observing.close()
+        self._recorded.close()
         grace = 0.0 if self._order_to_die or self._stop_deadline is not None else LEFTOVER_GRACE
         left = reaper.end_all(self._leftovers, grace=grace, reap=self._reap, rest=self._serve)
         if self._abandoned is not None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from hvdgloo._platform.machine import MemoryWatch
 from hvdgloo.runner.agent.observing import remove_leftovers
+from hvdgloo.runner.agent.recorded import folder_of, remove_recorded
 from hvdgloo.runner.processes import reaper
 from hvdgloo.runner.protocol.frames import LAST_WORDS
 
@@ -54,6 +55,7 @@ def watch(agent: int, mark: Mark, memory: MemoryWatch, environ: Mapping[str, str
     )
     if status and mark.read():
         remove_leftovers(mark.read(), environ)
+        remove_recorded(folder_of(mark.read()))
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code  # as in a shell: this crosses ssh
 

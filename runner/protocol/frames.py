@@ -407,7 +407,7 @@ class Exited(Frame, frozen=True):
     Output may still follow: that of background processes, and what the launcher has given no credit for yet.
 
     Attributes:
-        account: what the kernel has to do with it, in words; see ``MemoryWatch``.
+        account: what the kernel has to do with it, in words (see ``MemoryWatch``), or what the worker has recorded.
     """
 
     number: int

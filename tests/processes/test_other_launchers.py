@@ -165,3 +165,71 @@ def test_mpi_that_knows_of_all_is_left_alone(
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
     other_launchers.warn_of_mpi(2)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("caught", [False, True], ids=["raised", "caught"])
+def test_what_torch_s_decorator_records_is_in_the_summary(tmp_path: Path, caught: bool) -> None:
+    """Even where the program keeps it to itself."""
+    need_installed("torch")
+    program = """
+    import os
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def main():
+        raise ValueError("the learning rate is negative")
+
+    try:
+        main()
+    except ValueError:
+        if {caught}:
+            os._exit(3)
+        raise
+    """
+    with launcher_in(tmp_path) as launcher:
+        done = launcher.run("-np", "1", launcher.script(program.format(caught=caught)))
+    (failure,) = [line for line in done.stderr.splitlines() if "the job failed" in line]
+    status = "exited with status 3" if caught else "exited with status 1"
+    assert f"{status}; it recorded ValueError: the learning rate is negative" in failure
+
+
+RECORDS = """
+import os, signal, sys, time
+path = os.environ["TORCHELASTIC_ERROR_FILE"]
+with open(path, "w") as file:
+    file.write(sys.argv[1])
+with open("path", "w") as file:
+    file.write(path)
+if len(sys.argv) > 2:
+    time.sleep(60)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"message": {"message": "OSError: gone", "extraInfo": {}}}', "; it recorded OSError: gone"),
+        ('{"message": "OSError: gone\\u001b[2J"}', "; it recorded OSError: gone?[2J"),
+        ('{"message": {}}', ""),
+        ("[" * 100_000, ""),
+        ("", ""),
+    ],
+    ids=["torch's", "a text", "nothing", "nested", "empty"],
+)
+def test_whatever_is_recorded_is_one_line(tmp_path: Path, content: str, told: str) -> None:
+    with launcher_in(tmp_path) as launcher:
+        done = launcher.run("-np", "1", launcher.script(RECORDS), content)
+        assert done.stderr.splitlines()[-1].endswith(f"exited with status 3{told}")
+        path = Path(launcher.file("path").read_text())
+        assert not path.parent.exists()
+
+
+def test_what_was_recorded_does_not_outlive_an_agent_that_is_killed(tmp_path: Path) -> None:
+    with launcher_in(tmp_path) as launcher:
+        started = launcher.start("-np", "1", launcher.script(RECORDS), "{}", "stays")
+        folder = Path(launcher.file("path").read_text()).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        launcher.agents(started)[1].kill()
+        started.communicate(timeout=30)
+        assert not folder.exists()

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
-from tests.support.pages import ROOT, generated, run_program
+from tests.support.frameworks import need_installed
+from tests.support.launching import launcher_in
+from tests.support.pages import ROOT, generated, program, run_program
 from tests.support.tutorials import follow
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -48,3 +50,18 @@ def test_the_tutorial_of_tensorflow(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_tutorial_of_keras(tmp_path: Path) -> None:
     follow("docs/tutorial-keras.md", tmp_path, warm.python(*warm.TENSORFLOW, **QUIET), QUIET)
+
+
+def test_the_recipe_for_jax_s_own_processes(tmp_path: Path) -> None:
+    need_installed("jax")
+    check = """
+from jax.experimental import multihost_utils
+total = multihost_utils.process_allgather(jax.numpy.array([jax.process_index() + 1.0])).sum()
+assert (jax.process_count(), jax.device_count(), float(total)) == (2, 2, 3.0)
+"""
+    with launcher_in(tmp_path) as launcher:
+        script = launcher.script(program("docs/launching.md", "jax.distributed.initialize") + check)
+        done = launcher.run("-np", "2", script, env={"JAX_PLATFORMS": "cpu"}, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = sorted(line.partition(">:")[2] for line in done.stdout.splitlines() if "devices" in line)
+    assert said == [f"process {rank} of 2, 2 devices" for rank in range(2)]

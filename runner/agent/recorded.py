@@ -1,0 +1,71 @@
+"""What workers record of the error that ends them, in the way of ``torch.distributed.elastic.multiprocessing.errors``.
+
+Its decorator ``record`` writes the error to a file that TORCHELASTIC_ERROR_FILE names. Each worker has one of its own,
+in a folder that only this user can enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+
+_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_MOST = 1024 * 1024  # bytes of a file
+_LONGEST = 400  # characters of an error
+
+
+def folder_of(agent_id: str) -> str:
+    """Where the workers of an agent record their errors."""
+    return os.path.join(tempfile.gettempdir(), f"hvdgloo-errors-{agent_id}")
+
+
+class RecordedErrors:
+    """What one agent's workers have recorded."""
+
+    def __init__(self) -> None:
+        self._folder = ""
+
+    def attend(self, agent_id: str) -> None:
+        """From now on workers may record errors."""
+        folder = folder_of(agent_id)
+        with contextlib.suppress(OSError):  # a full disk, say: then nothing is recorded
+            os.mkdir(folder, 0o700)
+            self._folder = folder
+
+    def variables(self, number: int) -> dict[str, str]:
+        """What a worker must find in its environment."""
+        return {_VARIABLE: self._path(number)} if self._folder else {}
+
+    def error(self, number: int) -> str:
+        """What a worker that has failed recorded, in a line; empty if that is nothing."""
+        try:
+            with open(self._path(number), encoding="utf-8", errors="replace") as file:
+                text = file.read(_MOST)
+        except OSError:
+            return ""
+        import json  # which no agent needs whose workers record nothing
+
+        try:
+            message = json.loads(text)["message"]
+            told = str(message["message"] if isinstance(message, dict) else message)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return ""
+        line = " ".join(told.split())[:_LONGEST]
+        return "".join(letter if letter.isprintable() else "?" for letter in line)
+
+    def close(self) -> None:
+        """Remove all files."""
+        if self._folder:
+            remove_recorded(self._folder)
+
+    def _path(self, number: int) -> str:
+        return os.path.join(self._folder, f"{number}.json")
+
+
+def remove_recorded(folder: str) -> None:
+    """Remove a folder and the files in it, if it is there."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
