@@ -34,6 +34,8 @@ _END_S = 5.0
 """Seconds in which the Spark job ends by itself once its agents have; then it is cancelled."""
 _OVER_S = 30.0
 """Seconds that the driver has to see that all its agents have ended, before the end of their tasks is a failure."""
+_STEP_S = 0.5
+"""Seconds into which a wait is divided that must not be over because nobody could look."""
 _CANCELLED_S = 20.0
 """Seconds for Spark to end a job that was cancelled."""
 _CANCEL_AGAIN_S = 0.5
@@ -65,6 +67,7 @@ def run(
     *,
     spark: Any = None,
     barrier: bool = True,
+    heartbeat_timeout: float | None = None,
 ) -> list[T]:
     """Call ``fn(*args, **kwargs)`` in ``num_proc`` processes at once, each beside a task of Spark's.
 
@@ -87,6 +90,9 @@ def run(
         spark: a SparkSession; by default the active one.
         barrier: start all tasks at once, or none of them. Without it, and always under dynamic allocation, they start
             as executors come.
+        heartbeat_timeout: seconds of silence between this process and a host after which either is lost to the other;
+            by default a host after 5 seconds, and this process after 60. On Linux, executors then still ask their
+            kernel whether this machine answers: one long call may hold this process's interpreter for any time.
         use_mpi, use_gloo, extra_mpi_args: there is only Gloo; ``use_mpi=True`` is rejected.
 
     Returns:
@@ -117,6 +123,7 @@ def run(
         nics=nics,
         timestamps=prefix_output_with_timestamp,
         executable=executable,
+        heartbeat_timeout=heartbeat_timeout,
     )
 
 
@@ -162,6 +169,7 @@ def run_elastic(
     *,
     executable: str | None = None,
     spark: Any = None,
+    heartbeat_timeout: float | None = None,
 ) -> list[T]:
     """As ``run``, on executors that may come and go: ``fn`` trains in ``hvd.elastic.run``.
 
@@ -175,6 +183,7 @@ def run_elastic(
         elastic_timeout: seconds to wait for enough ranks once some have been lost; by default HVDGLOO_ELASTIC_TIMEOUT,
             else 600. The first have ``start_timeout``.
         reset_limit: how often ranks may form anew.
+        heartbeat_timeout: as ``run``'s.
         min_np, max_np: old names of ``min_num_proc`` and ``max_num_proc``; they give a warning.
 
     Returns:
@@ -218,6 +227,7 @@ def run_elastic(
         nics=nics,
         timestamps=prefix_output_with_timestamp,
         executable=executable,
+        heartbeat_timeout=heartbeat_timeout,
     )
 
 
@@ -234,6 +244,7 @@ def _call(
     nics: str | Iterable[str] | None,
     timestamps: bool,
     executable: str | None,
+    heartbeat_timeout: float | None,
 ) -> list[T]:
     """Have tasks started, and a function called beside them. Arguments are as for ``run``.
 
@@ -245,6 +256,7 @@ def _call(
     for name, stream in (("stdout", stdout), ("stderr", stderr)):
         if stream is not None and not callable(getattr(stream, "write", None)):
             raise ConfigError(f"run({name}={stream!r}): give a stream that text can be written to, as open() returns")
+    silence = None if heartbeat_timeout is None else _seconds("heartbeat_timeout", heartbeat_timeout)
     variables = _variables(env)
     python_path = variables.pop("PYTHONPATH", "")
     say = _Speaker(stderr, verbose)
@@ -268,6 +280,7 @@ def _call(
                 stderr=stderr,
                 timestamps=timestamps,
                 nics=arguments.names(nics),
+                heartbeat_timeout=silence,
             )
 
 
@@ -426,7 +439,7 @@ class _Job:
                 self._wrong_python = _failures.wrong_python(str(error))
                 reception.fail(self._why(str(error)))
             else:
-                if not over.wait(_OVER_S):
+                if not _happens(over, _OVER_S):
                     reception.fail("all Spark tasks have ended")
 
         over = threading.Event()
@@ -503,6 +516,11 @@ class _Job:
         )
 
 
+def _happens(event: threading.Event, seconds: float) -> bool:
+    """Wait for an event. Time in which another thread's long call holds this process's interpreter counts as a step."""
+    return any(event.wait(_STEP_S) for _ in range(math.ceil(seconds / _STEP_S)))
+
+
 class _Speaker:
     """Lines of hvdgloo's own."""
 
@@ -534,8 +552,12 @@ class _Speaker:
 def _start_timeout(value: float | None) -> float:
     if value is None:
         return Config.from_env().spark_start_timeout
+    return _seconds("start_timeout", value)
+
+
+def _seconds(name: str, value: float) -> float:
     if not (isinstance(value, SupportsFloat) and 0 < value < math.inf):
-        raise ConfigError(f"run(start_timeout={value!r}): it is not a number of seconds")
+        raise ConfigError(f"run({name}={value!r}): it is not a number of seconds")
     return float(value)
 
 

@@ -22,6 +22,7 @@ from hvdgloo.errors import AuthenticationError, LaunchError
 from hvdgloo.rendezvous._identity import host_identity, host_name
 from hvdgloo.runner.inbound.meeting import Arrival, Bootstrap, Meeting
 from hvdgloo.runner.job.command import THREAD_VARIABLES
+from hvdgloo.runner.job.spec import PROGRAM_S_TIMEOUT
 from hvdgloo.runner.worker import function_task
 from hvdgloo.version import __version__
 
@@ -81,7 +82,8 @@ def start_agent(
         path: where workers look for modules; by default where this process does.
         executable: the Python interpreter of the workers; by default this process's.
         attempt: how often this task was tried before, for messages.
-        connect_timeout: seconds for reaching the launcher.
+        connect_timeout: seconds for reaching the launcher. If its machine accepts the connection, the launcher has a
+            minute more to answer: one long call of the user's program may hold its interpreter.
 
     Raises:
         LaunchError: the launcher cannot be reached, does not know the secret, or refuses this task; the text says why.
@@ -204,23 +206,26 @@ def _connect(invitation: Invitation, meeting: Meeting, arrival: Arrival, deadlin
     Raises:
         LaunchError: none of its addresses leads to it, or it refuses this task.
     """
+    last = deadline + PROGRAM_S_TIMEOUT
     while True:
         reasons: dict[tuple[str, int], str] = {}
-        overrun = False
-        for endpoint, sock in _connections(invitation.endpoints, deadline, reasons):
+        overrun = held = False
+        now = time.monotonic()
+        for endpoint, sock in _connections(invitation.endpoints, max(deadline, min(last, now + _HANDSHAKE)), reasons):
             try:
-                answer = meeting.introduce(sock, arrival, min(deadline, time.monotonic() + _HANDSHAKE))
+                answer = meeting.introduce(sock, arrival, min(last, time.monotonic() + _HANDSHAKE))
             except (OSError, EOFError, ValueError, AuthenticationError) as error:
                 sock.close()
                 reasons[endpoint] = str(error) or type(error).__name__
                 # Where too many connect at once, those that it has not heard yet are sent away, or wait for too long.
-                overrun |= isinstance(error, (EOFError, TimeoutError)) or getattr(error, "errno", None) in _OVERRUN
+                overrun |= isinstance(error, EOFError) or getattr(error, "errno", None) in _OVERRUN
+                held |= isinstance(error, TimeoutError)
                 continue
             if answer.refused:
                 sock.close()
                 raise LaunchError(answer.refused)
             return sock
-        if not overrun or time.monotonic() + _PAUSE >= deadline:
+        if time.monotonic() + _PAUSE >= (last if held else deadline if overrun else 0.0):
             tried = "; ".join(f"{host} port {port}: {reason}" for (host, port), reason in reasons.items())
             raise LaunchError(
                 f"the launcher cannot be reached from {arrival.host} ({tried}). Does its machine accept connections "

@@ -333,6 +333,15 @@ def test_a_driver_whose_interpreter_is_held_is_not_lost(processes: Any, tmp_path
     assert raised == []
 
 
+def test_tasks_may_come_while_a_driver_s_interpreter_is_held() -> None:
+    with Reception(1, addresses=["127.0.0.1"], start_timeout=30) as reception:
+        task = process(reception.invitation, 0, connect_timeout=0.5)
+        hold_interpreter(4.0)  # in which the task has come
+        assert len(reception.gather()) == 1
+    with task:
+        assert task.wait(PATIENCE) == 0
+
+
 def test_a_driver_s_machine_that_acknowledges_nothing_is_lost() -> None:
     drop_all = ctypes.create_string_buffer(struct.pack("@HBBI", 0x06, 0, 0, 0))  # a filter that returns 0
     with socket.create_server(("127.0.0.1", 0)) as server:

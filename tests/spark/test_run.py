@@ -12,6 +12,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from hvdgloo.runner.inbound.task import Invitation
 from hvdgloo.spark import _agent_task, _bringing, _run
 from hvdgloo.spark._session import Session
 from hvdgloo.spark.common.backend import SparkBackend, default_num_proc
-from tests.support.launching import wait_for
+from tests.support.launching import hold_interpreter, wait_for
 
 LARGER_THAN_SPARK_COLLECTS = 20_000_000
 
@@ -99,6 +100,45 @@ def test_a_result_larger_than_spark_would_collect(spark: Any) -> None:
     assert limit == "16m"
     results = hvdgloo.spark.run(lambda: bytes(LARGER_THAN_SPARK_COLLECTS), num_proc=2)
     assert [len(result) for result in results] == [LARGER_THAN_SPARK_COLLECTS] * 2
+
+
+def test_a_driver_whose_interpreter_is_held_goes_on(spark: Any, tmp_path: Path) -> None:
+    """As by ``sorted`` of a long list in another cell. The limit that is given is far shorter than the call."""
+
+    def work() -> int:
+        (tmp_path / f"ready{os.environ['RANK']}").touch()
+        while not (tmp_path / "enough").exists():
+            time.sleep(0.01)
+        return os.getpid()
+
+    def hold() -> None:
+        wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)), 60)
+        hold_interpreter(3.0)
+        (tmp_path / "enough").touch()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert len(set(hvdgloo.spark.run(work, num_proc=2, verbose=0, heartbeat_timeout=0.5))) == 2
+    thread.join()
+
+
+def test_a_wait_is_not_over_because_nobody_could_look() -> None:
+    """Agents and tasks end at about the same time; the driver's threads may see it late, and in any order."""
+    event = threading.Event()
+    seen: list[bool] = []
+    thread = threading.Thread(target=lambda: seen.append(_run._happens(event, 2.0)))
+    thread.start()
+    hold_interpreter(3.0)
+    event.set()
+    thread.join()
+    assert seen == [True]
+    assert not _run._happens(threading.Event(), 0.1)
+
+
+@pytest.mark.parametrize("value", [0, -1, "long"])
+def test_a_silence_that_no_process_can_keep_is_refused(spark: Any, value: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"run(heartbeat_timeout={value!r}): it is not a number of")):
+        hvdgloo.spark.run(_sum_of, (1.0,), num_proc=2, heartbeat_timeout=value)
 
 
 def test_an_exception_is_the_function_s_own(spark: Any) -> None:
