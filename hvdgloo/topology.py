@@ -196,6 +196,23 @@ def fill(names: Sequence[str], slots: Sequence[int], count: int) -> list[tuple[i
     return list(islice(((host, local) for host, n in enumerate(slots) for local in range(n)), count))
 
 
+def abbreviated(parts: Sequence[str], show: int = 16) -> str:
+    """A list for people, of which only the beginning is written out."""
+    more = len(parts) - show
+    return ", ".join(parts[:show]) + (f" and {more} more" if more > 0 else "")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: ``0, 3-7, 12``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return abbreviated(["-".join(map(str, part)) for part in parts])
+
+
 def counted_slots(number: int) -> str:
     """``1 slot``, ``2 slots``."""
     return f"{number} slot{'s' if number != 1 else ''}"

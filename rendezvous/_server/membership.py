@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdgloo.rendezvous._worker_info import WorkerInfo, control_tree, started_by
-from hvdgloo.topology import Host, Topology, Worker, fill
+from hvdgloo.topology import Host, Topology, Worker, abbreviated, fill, ranges
 
 
 class NotAcceptedError(Exception):
@@ -156,10 +156,10 @@ class Membership:
         ]
         text = f"{self.arrived} of {self.size} {'worker is' if self.size == 1 else 'workers are'} in"
         if parts:
-            text += f" (hosts: {_abbreviated(parts)})"
+            text += f" (hosts: {abbreviated(parts)})"
         missing = self.missing_ranks()
         if missing:
-            text += f"; missing: rank {_ranges(missing)}"
+            text += f"; missing: rank {ranges(missing)}"
         return text
 
     def topology(self) -> tuple[Topology, dict[str, int]]:
@@ -248,19 +248,3 @@ def _summed(pairs: Any) -> dict[str, int]:
     for name, count in pairs:
         totals[name] = totals.get(name, 0) + count
     return totals
-
-
-def _abbreviated(parts: Sequence[str], show: int = 16) -> str:
-    more = len(parts) - show
-    return ", ".join(parts[:show]) + (f" and {more} more" if more > 0 else "")
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: ``0, 3-7, 12``."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
-    return _abbreviated(["-".join(map(str, part)) for part in parts])

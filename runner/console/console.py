@@ -19,19 +19,22 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from hvdgloo._platform.files import check_link
-from hvdgloo._platform.spelling import followed_by
+from hvdgloo._platform.spelling import followed_by, in_one_line
 from hvdgloo._platform.writable import why_not_writable
 from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.runner.console.interrupted_imports import InterruptedImport
 from hvdgloo.runner.console.last_lines import LastLines
-from hvdgloo.runner.console.lines import Lines, Screen
+from hvdgloo.runner.console.lines import Lines, Screen, Source
+from hvdgloo.runner.console.tracebacks import Piece, Tracebacks
 from hvdgloo.runner.console.writer import DescriptorTarget, FileTarget, Target, TextTarget, Writer, is_broken_pipe
 from hvdgloo.runner.job.outcome import named_culprit
 from hvdgloo.runner.protocol.frames import STDERR, STDOUT
+from hvdgloo.topology import ranges
 
 IN_SIGHT = 20
 """Lines that may follow what a failed worker printed last before the summary repeats it."""
 
+_ERROR_WIDTH = 200
 _IDLE = 0.1  # seconds after which an unfinished line is shown, where that is wanted
 _STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -98,6 +101,7 @@ class Console:
         self._last: defaultdict[int, LastLines] = defaultdict(LastLines)
         self._printed: Counter[int] = Counter()
         self._interrupted: defaultdict[int, InterruptedImport] | None = None
+        self._tracebacks = Tracebacks()
         self._same = same = _same_file(stdout, stderr)
         screen = Screen(terminal=is_terminal(stdout))
         self._screens = {STDOUT: screen, STDERR: screen if same else Screen(terminal=is_terminal(stderr))}
@@ -193,7 +197,7 @@ class Console:
             writer.wait_until_written(timeout)
 
     def tick(self) -> float | None:
-        """Show unfinished lines whose time has come; returns the time of the next one, on the monotonic clock."""
+        """Show unfinished lines and tracebacks whose time has come; returns the time of the next one."""
         now = time.monotonic()
         for source, when in list(self._unfinished.items()):
             if when <= now:
@@ -202,7 +206,9 @@ class Console:
                 screen = self._screens[source[1]]
                 bar = source[0] != self._interactive
                 self._draw(source[1], screen.partial(source, self._prefix(source), lines.rest, bar=bar))
-        return min(self._unfinished.values(), default=None)
+        self._show(self._tracebacks.take(now), now)
+        times = (min(self._unfinished.values(), default=None), self._tracebacks.next)
+        return min((when for when in times if when is not None), default=None)
 
     @property
     def congested(self) -> bool:
@@ -247,7 +253,9 @@ class Console:
             if rest := lines.finish():
                 self._take(source, [rest])
         for rank, held in (self._interrupted or {}).items():
-            self._emit((rank, STDERR), held.finish())
+            self._sort((rank, STDERR), held.finish())
+        now = time.monotonic()
+        self._show(self._tracebacks.take(now, over=True), now, over=True)
         self._unfinished.clear()
 
     def drain(self, give_up: Callable[[], bool]) -> None:
@@ -297,7 +305,23 @@ class Console:
                 self._last[rank].add(text, position + number, error_stream=stream == STDERR)
         if self._interrupted is not None and stream == STDERR:
             lines = self._interrupted[rank].feed(lines)
-        self._emit(source, lines)
+        self._sort(source, lines)
+
+    def _sort(self, source: Source, lines: Sequence[bytes]) -> None:
+        """Show lines now, or with the traceback to which they belong."""
+        if source[0] == self._interactive or not self._shows(source[0]):
+            self._emit(source, lines)
+        else:
+            now = time.monotonic()
+            self._show(self._tracebacks.feed(source, lines, now), now)
+
+    def _show(self, pieces: Sequence[Piece], now: float, *, over: bool = False) -> None:
+        for piece in pieces:
+            self._emit(piece.source, piece.lines)
+        for numbers, error in self._tracebacks.same(now, over=over):
+            ranks = sorted(map(self._rank_of, numbers))
+            some = f"{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+            self.always(f"the same on rank{some}: {in_one_line(error)[:_ERROR_WIDTH]}")
 
     def _emit(self, source: tuple[int, int], lines: Sequence[bytes]) -> None:
         if not lines or not self._shows(source[0]):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 
+HEAD = "Traceback (most recent call last):"
+
 KEPT = 10
 """Lines that a summary has at most."""
 
 _OF_TRACE = 5  # of them, the end of a traceback that was followed by more than the others can show
 _FOLLOWING = 100  # lines after which a traceback no longer counts as the reason why the worker ended
 _WIDTH = 400
-_HEAD = "Traceback (most recent call last):"
 _ERROR = "hvdgloo.errors."  # the first word of an error that is shown without a traceback; see ``_job.excepthook``
 
 
@@ -36,10 +37,10 @@ class LastLines:
         """
         line = text[:_WIDTH], position
         self._lines.append(line)
-        if error_stream and (text == _HEAD or (text.startswith(_ERROR) and not self._unfinished)):
+        if error_stream and (text == HEAD or (text.startswith(_ERROR) and not self._unfinished)):
             self._trace.clear()
             self._trace.append(line)
-            self._unfinished = text == _HEAD
+            self._unfinished = text == HEAD
             self._following = 0
         elif error_stream and self._unfinished:
             self._trace.append(line)

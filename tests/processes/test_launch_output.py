@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdgloo.topology import ranges
 from tests.support.launching import Launcher, launcher_in, wait_for
 
 
@@ -362,3 +363,30 @@ def test_the_summary_of_a_failure_says_where_all_of_the_output_is(launcher: Laun
     assert done.stderr.splitlines()[-1] == f"hvdgloo-run: all that rank 1 has printed is in {folder}"
     assert (folder / "stdout").read_text() == "x\n"
     assert "all that" not in launcher.run("-np", "2", script).stderr, "there is none without files"
+
+
+def test_ranks_that_raise_the_same_error_are_shown_once_and_counted(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, time
+        # All are in the middle of raising it when the first one has ended.
+        os.mkfifo(f"here.{os.environ['RANK']}")
+        while sum(name.startswith("here.") for name in os.listdir()) < 4:
+            time.sleep(0.01)
+        def load():
+            raise ValueError("no data")
+        load()
+        """
+    )
+    # Those that are stopped say nothing, so nobody is.
+    done = launcher.run("-np", "4", "--grace-period", "20", "sh", "-c", f"trap '' TERM; {sys.executable} {script}")
+    assert done.returncode == 1
+    said = done.stderr.splitlines()
+    begin = next(number for number, line in enumerate(said) if "Traceback" in line)
+    first = said[begin][: len("[0]<stderr>:")]
+    assert [line.removeprefix(first) for line in said[begin : begin + 6] if line.startswith(first)][-1] == (
+        "ValueError: no data"
+    )
+    assert [line for line in said if "<stderr>:Traceback" in line] == [said[begin]]
+    others = [rank for rank in range(4) if f"[{rank}]" not in first]
+    assert f"hvdgloo-run: the same on ranks {ranges(others)}: ValueError: no data" in said, done.stderr

@@ -1,0 +1,173 @@
+"""What many workers raise at the same time: each traceback in one piece, and one that is the same on several ranks only
+once. Pure; times are the caller's.
+
+A traceback comes in many small writes, and eight ranks that raise the same error would have theirs mixed line by line.
+So it is held back until it is complete, which takes no more than a moment; what is not one is shown at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hvdgloo.runner.console.last_lines import HEAD
+from hvdgloo.runner.console.lines import Source
+
+QUIET = 0.1
+"""Seconds without another line after which a traceback counts as complete: messages may have several lines."""
+
+LONGEST = 1.0
+"""Seconds after which it is shown in any case."""
+
+GATHER = 0.5
+"""Seconds for which the ranks are collected that have raised the same."""
+
+MEMORY = 10.0
+"""Seconds after which the same traceback is news again."""
+
+_MOST_LINES = 2000
+_HEAD = HEAD.encode()
+_GROUP, _GROUP_ENDS = b"  + Exception Group " + _HEAD, b"    +" + 36 * b"-"
+_SYNTAX = b'  File "'  # an error in the program's own file has no other head
+_ALONE = b"hvdgloo.errors."  # an error that is shown without a traceback; see ``hvdgloo._job.excepthook``
+_BEFORE = (b"Stopped with another rank", b"(without hvdgloo's own frames")  # what comes from there before an error
+_HEADS = (_HEAD, _GROUP, _SYNTAX, _ALONE, *_BEFORE)
+_CHAINS = (
+    b"During handling of the above exception, another exception occurred:",
+    b"The above exception was the direct cause of the following exception:",
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Lines of one source, to be shown together."""
+
+    source: Source
+    lines: Sequence[bytes]
+
+
+class _Held:
+    """A traceback that is coming in, and what follows it.
+
+    Attributes:
+        trace: its lines.
+        rest: those that came after it.
+        inside: it is not complete yet.
+    """
+
+    def __init__(self, head: bytes, now: float) -> None:
+        self._since = self._last = now
+        self._grouped = head.startswith(_GROUP)
+        self.trace = [head]
+        self.rest: list[bytes] = []
+        self.inside = not head.startswith(_ALONE)
+
+    @property
+    def due(self) -> float:
+        """When it is to be shown at the latest."""
+        latest = self._since + LONGEST
+        return latest if self.inside else min(latest, self._last + QUIET)
+
+    @property
+    def error(self) -> str:
+        """The line that names the exception."""
+        lines = [line for line in self.trace if line.startswith(b"  | ") and line[4:5].strip()] if self._grouped else []
+        return (lines or self.trace[-1:])[0].decode("utf-8", "replace").removeprefix("  | ").strip()
+
+    def add(self, line: bytes, now: float) -> bool:
+        """Take in a line; False if it begins another traceback, or there have been too many."""
+        if len(self.trace) + len(self.rest) >= _MOST_LINES:
+            return False
+        if not self.inside and line.startswith(_HEADS):
+            words = [text for each in self.rest if (text := each.strip())]
+            if len(words) != 1 or words[0] not in _CHAINS:
+                return False
+            self.trace += self.rest
+            self.rest = []
+            self.inside, self._grouped = True, line.startswith(_GROUP)
+        self._last = now
+        if not self.inside:
+            self.rest.append(line)
+            return True
+        self.trace.append(line)
+        ends = line.rstrip() == _GROUP_ENDS if self._grouped else not line.startswith((b" ", _HEAD)) and line.strip()
+        self.inside = not ends
+        return True
+
+
+@dataclass
+class _Shown:
+    """A traceback that was shown, and who has raised the same since.
+
+    Attributes:
+        numbers: of all workers that have.
+        same: those of them that are still to be told.
+    """
+
+    since: float
+    error: str
+    rest: Sequence[bytes]
+    numbers: set[int]
+    same: list[int] = field(default_factory=list)
+    due: float = 0.0
+
+
+class Tracebacks:
+    """Those of one job."""
+
+    def __init__(self) -> None:
+        self._held: dict[Source, _Held] = {}
+        self._shown: dict[tuple[bytes, ...], _Shown] = {}
+
+    def feed(self, source: Source, lines: Sequence[bytes], now: float) -> list[Piece]:
+        """Take in complete lines; returns what is to be shown now."""
+        shown: list[Piece] = []
+        plain: list[bytes] = []
+        for line in lines:
+            held = self._held.get(source)
+            if held is not None and held.add(line, now):
+                continue
+            if held is not None:
+                shown += self._release(source, now)
+            if line.startswith(_HEADS):
+                shown += [Piece(source, plain)] if plain else []
+                plain = []
+                self._held[source] = _Held(line, now)
+            else:
+                plain.append(line)
+        return [*shown, *([Piece(source, plain)] if plain else [])]
+
+    def take(self, now: float, *, over: bool = False) -> list[Piece]:
+        """What is to be shown by now; if no more comes, everything."""
+        due = [source for source, held in self._held.items() if over or held.due <= now]
+        return [piece for source in due for piece in self._release(source, now)]
+
+    def same(self, now: float, *, over: bool = False) -> list[tuple[Sequence[int], str]]:
+        """Workers that have raised what another one was shown with, and the error; each is returned once."""
+        told = [shown for shown in self._shown.values() if shown.same and (over or shown.due <= now)]
+        found: list[tuple[Sequence[int], str]] = [(shown.same, shown.error) for shown in told]
+        for shown in told:
+            shown.same = []
+        return found
+
+    @property
+    def next(self) -> float | None:
+        """When ``take`` or ``same`` has something to return."""
+        times = [held.due for held in self._held.values()]
+        return min([*times, *(shown.due for shown in self._shown.values() if shown.same)], default=None)
+
+    def _release(self, source: Source, now: float) -> list[Piece]:
+        held = self._held.pop(source)
+        number = source[0]
+        self._shown = {key: each for key, each in self._shown.items() if each.same or now - each.since < MEMORY}
+        key = tuple(line.rstrip() for line in held.trace)
+        known = None if held.inside else self._shown.get(key)
+        if known is not None and number not in known.numbers:
+            known.numbers.add(number)
+            known.same.append(number)
+            known.due = now + GATHER
+            other = [line.strip() for line in held.rest] != [line.strip() for line in known.rest]
+            return [Piece(source, held.rest)] if held.rest and other else []
+        if not held.inside:
+            self._shown[key] = _Shown(now, held.error, held.rest, {number})
+        return [Piece(source, [*held.trace, *held.rest])]
