@@ -114,6 +114,10 @@ class Shown:
         """Something has become of an elastic job's workers."""
         self._observatory.event("elastic", text)
 
+    def left_out(self, host: str) -> None:
+        """A host is not used for the time being."""
+        self._observatory.host(host, "left out")
+
     def complain(self, text: str) -> None:
         """A start has failed, for this reason; there may be another one."""
         self._observatory.event("failure", text)

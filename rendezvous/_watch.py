@@ -74,6 +74,8 @@ def watch_elastic(
             action = actions.get_nowait()
             if shown is not None and isinstance(action, Tell):
                 shown.tell(action.text)
+                if action.left_out is not None:
+                    shown.left_out(action.left_out[1])
             match action:
                 case Tell(text) if text != last:
                     told.add(text)

@@ -89,6 +89,7 @@ def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings)
                 manager,
                 _Starter(supervisor, chosen),
                 tell=supervisor.tell_soon,
+                left_out=supervisor.left_out_soon,
                 placed=supervisor.placed,
                 interval=elastic.interval,
                 machine=lambda name: _machine(entry(name)),

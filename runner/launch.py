@@ -93,7 +93,7 @@ def launch(
             from hvdgloo.runner.elastic_launch import launch_elastic
 
             report = launch_elastic(spec, spec.elastic, around)
-        showing.conclude(report.outcome.exit_code, report.headline())
+        showing.conclude(report.outcome, report.headline())
         files = (*report.files, *(f"the report is in {path}" for path in showing.written[:1]))
         return replace(report, files=files, unwritten=(*report.unwritten, *showing.unwritten))
 

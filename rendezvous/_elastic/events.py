@@ -326,9 +326,14 @@ class Voided(Action):
 
 @dataclass(frozen=True)
 class Tell(Action):
-    """A line for the user."""
+    """A line for the user.
+
+    Attributes:
+        left_out: the host that is left out from now on, by its name and by that in messages, if this is what it says.
+    """
 
     text: str
+    left_out: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -505,7 +505,8 @@ class ElasticJob:
         if until is None or self._ending:
             return
         back = "" if until == math.inf else f" for {until - self._now:.0f} s"
-        self._out.append(Tell(f"host {self._crew.hosts.shown(host)} is left out{back}: {reason}"))
+        shown = self._crew.hosts.shown(host)
+        self._out.append(Tell(f"host {shown} is left out{back}: {reason}", (host, shown)))
         for worker in list(self._crew.workers.values()):
             if worker.host == host:
                 self._drop(worker, f"host {host} is left out: {reason}")

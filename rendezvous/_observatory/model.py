@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -127,7 +127,9 @@ class Model:
 
     def host(self, name: str, state: str, now: float) -> None:
         host = self._host(name)
-        if host.state != state:
+        if state == "left out":
+            host.state = state if host.state == "up" else host.state  # that it is lost says more
+        elif host.state != state:
             host.state = state
             text = {"up": "is back", "lost": "is lost", "left": "has left the job"}.get(state, f"is {state}")
             self.event("host", f"host {name} {text}", -1, "", now)
@@ -151,12 +153,16 @@ class Model:
             self._job.message = text[:_LONGEST_TEXT]
             self._changed = True
 
-    def ended(self, exit_code: int, message: str, now: float) -> None:
-        self._job.state = "failed" if exit_code else "ended"
+    def ended(self, exit_code: int, message: str, now: float, *, stopped: bool, causes: Collection[int] | None) -> None:
+        self._job.state = "stopped" if stopped else "failed" if exit_code else "ended"
         self._job.exit_code = exit_code
         self._job.message = message[:_LONGEST_TEXT]
         self.output.finish_all(now)
-        for rank in self._ranks.values():
+        for number, rank in self._ranks.items():
+            if causes is not None and number in causes and rank.fate != "lost":
+                rank.fate, rank.reason = "failed", rank.reason or self._job.message
+            elif causes is not None and rank.fate == "failed":
+                rank.fate, rank.reason = "ended", "was stopped" if stopped else f"ended with the job: {rank.reason}"
             rank.fate = rank.fate or "ended"
         text = "the job has ended" if not exit_code else message or f"the job has failed with exit status {exit_code}"
         self.event("state", text, -1, "", now)

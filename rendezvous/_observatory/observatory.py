@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import TracebackType
 
 from hvdgloo._observe.samples import HostSample, Lateness, Observation, Sample
@@ -94,7 +94,10 @@ class Observatory:
             self._fed.notify()
 
     def host(self, name: str, state: str) -> None:
-        """What has become of a host: "up", "lost" (with its ranks) or "left". A change makes an event."""
+        """What has become of a host: "up", "left out", "lost" (with its ranks) or "left".
+
+        A change makes an event, but for "left out": what says so has the reason, too.
+        """
         with self._lock:
             self._model.host(encodable(name), state, self._clock())
             self._fed.notify()
@@ -117,10 +120,20 @@ class Observatory:
             self._model.starting(encodable(text))
             self._fed.notify()
 
-    def ended(self, exit_code: int, message: str = "") -> None:
-        """The job is over, which readers see at once: 0 if it succeeded; otherwise ``message`` says what failed."""
+    def ended(
+        self, exit_code: int, message: str = "", *, stopped: bool = False, causes: Collection[int] | None = None
+    ) -> None:
+        """The job is over, which readers see at once.
+
+        Args:
+            exit_code: 0 if it succeeded.
+            message: what failed, if it has not.
+            stopped: somebody has stopped it, which is no failure.
+            causes: the ranks that made it fail, as opposed to those that failed because of it; None if that is not
+                known.
+        """
         with self._lock:
-            self._model.ended(exit_code, encodable(message), self._clock())
+            self._model.ended(exit_code, encodable(message), self._clock(), stopped=stopped, causes=causes)
         self.tick()
 
     # What goes out.

@@ -27,8 +27,9 @@ class Job(msgspec.Struct, omit_defaults=False):
     Attributes:
         id: of the job, without meaning.
         command: as the user typed it but for secrets.
-        state: "starting", "running", "ended" or "failed".
-        message: what failed, or while it starts what is waited for, in a line; empty if there is nothing to say.
+        state: "starting", "running", "ended", "failed" or "stopped".
+        message: what failed or stopped it, or while it starts what is waited for, in a line; empty if there is nothing
+            to say.
         exit_code: None while it runs.
         started: when it was started.
         now: when this was made.
@@ -69,7 +70,8 @@ class Gpu(samples.Gpu, frozen=True, array_like=False, forbid_unknown_fields=Fals
 
 
 class Host(msgspec.Struct):
-    """A host at the moment; rates are per second. See ``samples.HostSample``. ``state`` is "up", "lost" or "left"."""
+    """A host at the moment; rates are per second. See ``samples.HostSample``. ``state`` is "up", "left out",
+    "lost" or "left"."""
 
     name: str
     state: str

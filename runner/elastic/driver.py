@@ -93,6 +93,7 @@ class ElasticDriver:
         discovery: what lists hosts; a manager of it if that has been asked already.
         starter: what starts and ends workers.
         tell: receives lines for the user; called on any thread.
+        left_out: receives hosts that are not used for the time being; as ``tell``.
         placed: receives each roster before its members are told their ranks, so that what they write then is taken for
             theirs. Called on any thread, under a lock: it must only take note.
         interval: seconds between two questions to the discovery.
@@ -114,6 +115,7 @@ class ElasticDriver:
         starter: WorkerStarter,
         *,
         tell: Callable[[str], None],
+        left_out: Callable[[str], None] = lambda host: None,
         placed: Callable[[Roster], None] = lambda roster: None,
         interval: float = 1.0,
         machine: Callable[[str], str] = lambda name: "",
@@ -125,6 +127,7 @@ class ElasticDriver:
         self._manager = discovery if isinstance(discovery, HostManager) else HostManager(discovery)
         self._starter = starter
         self._tell = tell
+        self._left_out = left_out
         self._placed = placed
         self._machine = machine
         self._began = time.monotonic()
@@ -163,8 +166,10 @@ class ElasticDriver:
                     self._start(spawn)
                 case Stop(worker, reason):
                     self._starter.stop(worker, reason)
-                case Tell(text):
+                case Tell(text, left_out):
                     self._tell(text)
+                    if left_out is not None:
+                        self._left_out(left_out[0])
                 case Changed() as change:
                     if self.changes:
                         self._tell(describe_change(change, self.changes[-1][1]))

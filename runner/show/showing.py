@@ -15,7 +15,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from hvdgloo._platform.writable import why_not_replaceable
 from hvdgloo.errors import ConfigError, JobFailedError
 from hvdgloo.runner.console.progress import Backoff
 from hvdgloo.runner.console.startup_view import LiveDisplay
+from hvdgloo.runner.job.outcome import JobOutcome
 from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.runner.protocol.frames import Frame, Observe, Observed, Traced, TraceSteps, Tracing
 from hvdgloo.runner.supervise.audience import Seat
@@ -116,7 +117,8 @@ class Showing:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._conclude(_status(error), str(error).partition("\n")[0] or "interrupted")
+            stopped = isinstance(error, JobFailedError | KeyboardInterrupt)  # here, only a signal raises those
+            self._conclude(_status(error), str(error).partition("\n")[0] or "interrupted", stopped=stopped)
             for path in self.written[:1]:
                 self._say(f"the report is in {path}")
         self._stack.close()
@@ -141,9 +143,11 @@ class Showing:
         if restart:
             self.event("state", restart)
 
-    def conclude(self, exit_code: int, message: str) -> None:
-        """The job has ended: 0 if it has succeeded, and otherwise ``message`` says what failed, in a line."""
-        self._conclude(exit_code, message)
+    def conclude(self, outcome: JobOutcome, message: str) -> None:
+        """The job has ended; if it has not succeeded, ``message`` says what failed, in a line."""
+        stopped, first = outcome.interrupted is not None, outcome.first
+        causes = None if first is None and not stopped else [] if first is None or first.rank is None else [first.rank]
+        self._conclude(outcome.exit_code, message, stopped=stopped, causes=causes)
 
     def subscribe(self) -> Subscription | None:
         """News of the job for one reader; None as long as nobody looks, or no worker has reported anything."""
@@ -176,7 +180,7 @@ class Showing:
     # What the supervisor calls: see ``Audience``.
 
     def host(self, name: str, state: str, reason: str = "") -> None:
-        """A host is "up", was "lost", or has "left" the job."""
+        """A host is "up", is "left out" for the time being, was "lost", or has "left" the job."""
         with self._lock:
             self._hosts[name] = state
             if self._observatory is not None:
@@ -379,7 +383,7 @@ class Showing:
         supervisor.trace_soon(frame)
         return sum(state == "up" for state in self._hosts.values())
 
-    def _conclude(self, exit_code: int, message: str) -> None:
+    def _conclude(self, exit_code: int, message: str, *, stopped: bool, causes: Collection[int] | None = None) -> None:
         if self._over:
             return
         self._over = True
@@ -387,7 +391,7 @@ class Showing:
             return
         if self._place_at is not None:
             self._place()
-        self._observatory.ended(exit_code, message)
+        self._observatory.ended(exit_code, message, stopped=stopped, causes=causes)
         if self._views.report is not None:
             try:
                 from hvdgloo.rendezvous._page import report

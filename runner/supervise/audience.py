@@ -46,7 +46,7 @@ class Audience(Protocol):
     observe: Observe | None
 
     def host(self, name: str, state: str, reason: str = "") -> None:
-        """A host is "up", was "lost", or has "left" the job."""
+        """A host is "up", is "left out" for the time being, was "lost", or has "left" the job."""
 
     def placed(self, epoch: int, seats: Sequence[Seat]) -> None:
         """These workers form an epoch of the job; one of a fixed size has only one."""

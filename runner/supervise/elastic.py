@@ -177,6 +177,10 @@ class ElasticSupervisor(Supervisor):
         """Tell the user what has become of workers and hosts, unless the job is over."""
         self._loop.call_soon(partial(self._tell, text))
 
+    def left_out_soon(self, host: str) -> None:
+        """A host is not used for the time being."""
+        self._loop.call_soon(partial(self.audience.host, host, "left out"))
+
     def over_soon(self) -> None:
         """The job is over; its workers have been told to end."""
         self._loop.call_soon(self._on_over)

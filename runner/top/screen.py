@@ -25,6 +25,7 @@ _STYLES = {
     "ended": "dim",
     "failed": "bold red",
     "running": "green",
+    "stopped": "bold",
 }
 _MARKS = dict(zip(STATES, "·■□▣-!✗✓✗", strict=True))
 _PLAIN_MARKS = dict(zip(STATES, ".#_=-!XvX", strict=True))

@@ -17,6 +17,7 @@ import pytest
 
 import hvdgloo.run
 from hvdgloo.errors import ConfigError, JobFailedError
+from hvdgloo.rendezvous._observatory.view import STATES
 from hvdgloo.rendezvous._page import jobs
 from hvdgloo.runner.top import command as top
 from hvdgloo.runner.top.source import UnixConnection
@@ -190,6 +191,43 @@ def test_a_host_whose_name_is_not_utf_8_has_jobs_like_any_other(launcher: Launch
     wrapper = ["unshare", "--uts", "--", sys.executable, "-c", NAMED]
     done = launcher.run("-np", "2", "--no-prefix", "--log-ranks", "0", script, wrapper=wrapper, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (0, "[2.]\n"), done.stderr
+
+
+def test_report_of_a_job_that_is_interrupted_says_that_it_was_stopped(launcher: Launcher) -> None:
+    script = launcher.script("open('here', 'w').write('1'); import time; time.sleep(60)")
+    process = launcher.start("-np", "1", "--report", "job.html", script)
+    launcher.file("here")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + signal.SIGINT
+    shown = json.loads((launcher.folder / "job.json").read_text())["snapshot"]
+    job = shown["job"]
+    assert (job["state"], job["message"]) == ("stopped", "stopped by SIGINT")
+    assert [STATES[state] for state in shown["ranks"]["state"]] == ["ended"]
+
+
+def test_report_shows_a_host_that_was_left_out_as_such(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, time
+        import hvdgloo.numpy as hvd
+        from hvdgloo import elastic
+        hvd.init()
+        @elastic.run_fn
+        def train(state):
+            if hvd.size() == 2 and hvd.rank() == 1:
+                os._exit(5)
+            while hvd.size() == 2:
+                hvd.barrier()
+        train(elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0))
+        """
+    )
+    flags = ("-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1", "--report", "job.html")
+    done = launcher.run(*flags, warm.python(*warm.NUMPY), script, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads((launcher.folder / "job.json").read_text())["snapshot"]
+    assert "is left out" in done.stderr
+    assert {host["name"]: host["state"] for host in shown["hosts"]}["127.0.0.1"] == "left out"
 
 
 def test_a_report_that_cannot_be_written_in_the_end_is_a_failure_of_the_launcher(launcher: Launcher) -> None:

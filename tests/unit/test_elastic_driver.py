@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -49,10 +50,11 @@ class Starter:
 class Job:
     """A driver at work on a thread of its own, and its rendezvous server."""
 
-    def __init__(self, driver: ElasticDriver, workers: Workers, told: list[str]) -> None:
+    def __init__(self, driver: ElasticDriver, workers: Workers, told: list[str], left_out: list[str]) -> None:
         self.driver = driver
         self.workers = workers
         self.told = told
+        self.left_out = left_out
         self.outcome: Task[ElasticOutcome | None] = Task(driver.run)
 
     def result(self) -> ElasticOutcome:
@@ -65,9 +67,11 @@ class Job:
 @contextmanager
 def job(rules: Rules, hosts: object, starter: Starter, **options: float) -> Iterator[Job]:
     told: list[str] = []
-    driver = ElasticDriver(rules, hosts, starter, tell=told.append, **({"interval": 0.01} | options))  # type: ignore[arg-type]
+    left_out: list[str] = []
+    heard: dict[str, Any] = {"tell": told.append, "left_out": left_out.append}
+    driver = ElasticDriver(rules, hosts, starter, **heard, **({"interval": 0.01} | options))  # type: ignore[arg-type]
     with driver, RendezvousServer(secret=SECRET, elastic=driver.epochs) as server, ExitStack() as stack:
-        yield Job(driver, Workers(server.endpoint, stack), told)
+        yield Job(driver, Workers(server.endpoint, stack), told, left_out)
 
 
 def test_a_worker_fails_is_started_again_and_all_finish() -> None:
@@ -174,6 +178,8 @@ def test_a_host_that_cannot_be_used_is_left_out() -> None:
         assert {spawn.host for spawn in starter.started} == {"h1", "h3"}
         until(lambda: it.told, "a line for the user")
     assert it.told == ["host h2 is left out: host h2 has no Python"]
+    until(lambda: it.left_out, "those who look at the job to be told")
+    assert it.left_out == ["h2"]
 
 
 def test_a_discovery_that_hangs_is_told_and_the_job_goes_on() -> None:

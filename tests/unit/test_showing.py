@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import tempfile
 import threading
@@ -20,12 +21,14 @@ from hvdgloo._observe.samples import CODEC, Note, Sample, Steps
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
 from hvdgloo.rendezvous._observatory.view import STATES, Snapshot
 from hvdgloo.rendezvous._page import jobs
+from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Views
 from hvdgloo.runner.protocol.frames import Observe, Observed, TraceSteps, Tracing
 from hvdgloo.runner.show.showing import Showing
 from hvdgloo.runner.supervise.audience import Seat
 from tests.support.launching import wait_for
 
+EXITED = JobOutcome(Failure(1, "h2", 3, "exited with status 3"))
 SEATS = [Seat(0, 0, "h1", 0), Seat(1, 1, "h2", 0)]
 
 
@@ -161,7 +164,7 @@ def test_top_wakes_it_and_sees_what_has_happened_before(stage: Stage) -> None:
         assert states(showing) == ["starting", "failed"]
         assert [host.name for host in snapshot(showing).hosts] == ["h1", "h2"]
         showing.output(0, 1, b"a line that is written now\n")
-        showing.conclude(1, "")
+        showing.conclude(JobOutcome(Failure(None, "h1", 1, "was lost")), "")
         (line,) = stage.ask("/v1/output")[1]
         assert line["text"] == "a line that is written now"
 
@@ -283,7 +286,7 @@ def test_ranks_of_an_elastic_job_are_those_of_the_present_epoch(stage: Stage) ->
         showing.placed(1, [Seat(1, 0, "h2", 0), Seat(7, 1, "h2", 1)])
         showing.spawned(7, 700)
         showing.output(1, 1, b"I am rank 0 now\n")
-        showing.conclude(0, "")
+        showing.conclude(JobOutcome(), "")
         seen = snapshot(showing)
         assert (seen.job.epoch, seen.ranks.pid) == (1, [200, 700])
         assert showing._observatory is not None
@@ -305,20 +308,70 @@ def test_a_restart_is_an_event_and_begins_anew(stage: Stage) -> None:
 def test_the_end_is_shown(stage: Stage) -> None:
     with stage.show(page=("127.0.0.1", 0)) as showing:
         stage.start(showing)
-        showing.conclude(3, "the job failed: rank 1 exited with status 3")
+        showing.conclude(EXITED, "the job failed: rank 1 exited with status 3")
         job = snapshot(showing).job
         assert (job.state, job.exit_code, job.message) == ("failed", 3, "the job failed: rank 1 exited with status 3")
 
 
+def test_the_cause_has_failed_and_not_those_that_failed_because_of_it(stage: Stage) -> None:
+    """Rank 0 lost its peer, said so, and was gone before rank 1, which was still printing its traceback."""
+    with stage.show(page=("127.0.0.1", 0)) as showing:
+        stage.start(showing)
+        showing.ended(0, 1, "exited with status 1")
+        showing.ended(1, -15, "")
+        assert states(showing) == ["failed", "ended"], "as far as is known"
+        showing.conclude(EXITED, "the job failed: rank 1 exited with status 3")
+        assert states(showing) == ["ended", "failed"]
+        assert snapshot(showing).ranks.detail == [
+            "ended with the job: exited with status 1",
+            "the job failed: rank 1 exited with status 3",
+        ]
+
+
+def test_no_rank_has_failed_where_a_host_was_lost(stage: Stage) -> None:
+    with stage.show(page=("127.0.0.1", 0)) as showing:
+        stage.start(showing)
+        showing.ended(0, 1, "exited with status 1")
+        showing.conclude(JobOutcome(Failure(None, "h2", 1, "was lost")), "the job failed: the agent was lost")
+        assert states(showing) == ["ended", "ended"]
+        assert snapshot(showing).job.state == "failed"
+
+
+def test_a_job_that_somebody_stops_has_not_failed(stage: Stage) -> None:
+    with stage.show(page=("127.0.0.1", 0)) as showing:
+        stage.start(showing)
+        showing.ended(1, 1, "exited with status 1")
+        showing.conclude(JobOutcome(interrupted=signal.SIGINT), "stopped by SIGINT")
+        job = snapshot(showing).job
+        assert (job.state, job.exit_code, job.message) == ("stopped", 130, "stopped by SIGINT")
+        assert states(showing) == ["ended", "ended"]
+
+
+def test_a_host_that_is_left_out_is_not_up_until_it_is_used_again(stage: Stage) -> None:
+    with stage.show(page=("127.0.0.1", 0)) as showing:
+        stage.start(showing)
+        name = SEATS[1].host
+        showing.host(name, "left out")
+        shown = {host.name: host.state for host in snapshot(showing).hosts}
+        assert shown[name] == "left out"
+        showing.placed(1, SEATS)
+        assert {host.name: host.state for host in snapshot(showing).hosts}[name] == "up"
+        showing.host(name, "lost", "its agent was killed")
+        showing.host(name, "left out")
+        assert {host.name: host.state for host in snapshot(showing).hosts}[name] == "lost"
+
+
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "status", "state"),
     [
-        (LaunchError("host h2 cannot be reached\nand more"), 1),
-        (JobFailedError("interrupted", exit_code=143), 143),
-        (KeyboardInterrupt(), 130),
+        (LaunchError("host h2 cannot be reached\nand more"), 1, "failed"),
+        (JobFailedError("interrupted", exit_code=143), 143, "stopped"),
+        (KeyboardInterrupt(), 130, "stopped"),
     ],
 )
-def test_a_job_that_could_not_be_started_has_failed(stage: Stage, error: BaseException, status: int) -> None:
+def test_a_job_that_could_not_be_started_has_failed_or_was_stopped(
+    stage: Stage, error: BaseException, status: int, state: str
+) -> None:
     found: list[Any] = []
 
     def fail() -> None:
@@ -329,7 +382,7 @@ def test_a_job_that_could_not_be_started_has_failed(stage: Stage, error: BaseExc
     with pytest.raises(type(error)):
         fail()
     job = found[0].snapshot().job
-    assert (job.state, job.exit_code) == ("failed", status)
+    assert (job.state, job.exit_code) == (state, status)
     assert "\n" not in job.message
 
 
@@ -393,6 +446,6 @@ def test_a_report_that_fails_in_any_way_is_said_and_the_job_has_ended_well(
     said: list[str] = []
     spec = LaunchSpec(("true",), [HostEntry("h1", 1)], np=1, cwd="/", secret=b"", environ={}, views=Views(report=path))
     with Showing(spec, say=said.append) as showing:
-        showing.conclude(0, "")
+        showing.conclude(JobOutcome(), "")
     assert said == [f"--report {path}: it cannot be written: ValueError: what nobody\\nthought of"]
     assert showing.written == []

@@ -82,7 +82,7 @@ class Summary {
   }
 
   _state({ state, exit_code: code }) {
-    const words = { starting: "Starting", running: "Running", ended: "Ended", failed: "Failed" };
+    const words = { starting: "Starting", running: "Running", ended: "Ended", failed: "Failed", stopped: "Stopped" };
     return words[state] + (state === "failed" && code !== null ? `, exit code ${code}` : "");
   }
 
@@ -134,6 +134,7 @@ class Summary {
   _verdict(store) {
     const { job, ranks, stragglers, events } = store;
     if (job.state === "failed") return ["bad", [job.message || "The job has failed."]];
+    if (job.state === "stopped") return ["plain", [job.message || "The job was stopped."]];
     if (job.state === "ended") return ["good", ["The job has ended without an error.", ...stragglers.slice(0, 1).map(({ text }) => text)]];
     const stuck = ranks.filter(({ state }) => state === "stalled" || state === "lost" || state === "failed");
     if (stuck.length) {
