@@ -230,8 +230,8 @@ test-docs: $(READY_DOCS)
 test-gpu: $(READY_GPU)
 	HVDGLOO_TEST_REQUIRE_GPU=1 $(VENV_GPU)/bin/python -m pytest -W default -o timeout=180 -o timeout_method=signal tests/gpu
 
-# Not part of the tests: libraries that use Horovod, each in an environment of its own (docs/compatibility.md).
-# CLIENTS="ignite open_clip" runs these only.
+# Not part of the tests: libraries that use Horovod or torch.distributed, each in an environment of its own
+# (docs/compatibility.md). CLIENTS="itwinai open_clip" runs these only.
 clients: $(READY)
 	$(BIN)/python -m tests.clients $(CLIENTS)
 

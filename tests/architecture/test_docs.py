@@ -235,7 +235,7 @@ def test_the_table_of_clients_is_what_make_clients_tries() -> None:
     rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| `(\w+)\.py` \| ", page, re.M)
     assert rows == [(client.name, client.version, client.program) for client in CLIENTS]
     for client in CLIENTS:
-        assert any(package.endswith(f"=={client.version}") for package in client.packages)
+        assert any(package.endswith(f"=={client.version}") for package in client.packages + client.bare)
         assert (ROOT / f"tests/clients/programs/{client.program}.py").is_file()
 
 

@@ -1,15 +1,15 @@
-"""Try libraries that were written for Horovod: ``python -m tests.clients [NAME ...]``, or ``make clients``.
+"""Try libraries that nobody here wrote: ``python -m tests.clients [NAME ...]``, or ``make clients``.
 
 Each has an environment of its own under ``.venv-clients``, which sees the torch of this one (and the TensorFlow of
-``.venv-tf``). Its program is run by two workers in both ways in which ``import horovod`` is hvdgloo: under
-``hvdgloo-run --as-horovod``, and by ``horovodrun`` in an environment that has ``hvdgloo-horovod``. It checks its own
-results. The exit status is 0 if all passed.
+``.venv-tf``). If it was written for Horovod, its program is run by two workers in both ways in which ``import horovod``
+is hvdgloo: under ``hvdgloo-run --as-horovod``, and by ``horovodrun`` in an environment that has ``hvdgloo-horovod``.
+Libraries that use torch.distributed are run under ``hvdgloo-run``, some also on two hosts in network namespaces, which
+needs root. Each program checks its own results. The exit status is 0 if all passed.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import sysconfig
@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 from tests.clients.table import CLIENTS, Client
-from tests.support import install
+from tests.support import hosts, install
+from tests.support.launching import clean_environment
 from tests.support.pages import ROOT
 
 ENVIRONMENTS = ROOT / ".venv-clients"
@@ -46,7 +47,10 @@ def make_environment(client: Client) -> Path:
         lines = [f"import site; site.addsitedir({str(path)!r})" for path in shared]
         (packages_of(folder) / "shared.pth").write_text("\n".join(lines) + "\n")
         python = folder / "bin/python"
-        for what in (client.packages, ("--no-deps", "--editable", "."), ("--no-deps", "packaging/horovod")):
+        wanted = [client.packages, ("--no-deps", *client.bare, "--editable", ".")]
+        if client.horovod:
+            wanted.append(("--no-deps", "packaging/horovod"))
+        for what in wanted:
             status = install.install(python, [str(each) for each in what], sys.stdout)
             if status:
                 raise SystemExit(f"{client.name}: what it needs could not be installed")
@@ -54,29 +58,35 @@ def make_environment(client: Client) -> Path:
     return folder / "bin"
 
 
-def attempt(client: Client, command: list[str | Path]) -> bool:
-    """Run its program with two workers; whether both found all as it should be."""
+def attempt(client: Client, command: list[str | Path], host: hosts.Host | None = None) -> bool:
+    """Run its program with two workers; returns whether both passed their checks.
+
+    Args:
+        host: where to run the command; by default on this machine.
+    """
     began = time.monotonic()
+    # Horovod's name must come from what is tried, not from what this process was started with.
+    environment = {name: value for name, value in clean_environment().items() if name != "PYTHONPATH"}
+    environment["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    environment.update(setting.split("=", 1) for setting in client.environment)
     with tempfile.TemporaryDirectory() as folder:
-        # Horovod's name must come from what is tried, not from what this process was started with.
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HVDGLOO_AS_HOROVOD")
-        }
-        environment["TF_CPP_MIN_LOG_LEVEL"] = "3"
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        if host is None:
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+            )
+        else:
+            done = host.run([str(each) for each in command], env=environment, cwd=folder, timeout=LIMIT_S)
     passed = done.returncode == 0 and done.stdout.count(SIGN) == 2
     if not passed:
-        print(done.stdout)
+        print(done.stdout, done.stderr, sep="")
     way = Path(command[0]).name + (" --as-horovod" if "--as-horovod" in command else "")
+    way += " on two hosts" if host else ""
     outcome = "passed" if passed else f"FAILED with status {done.returncode}"
     print(f"{client.name} {client.version}, {way}: {outcome}, {time.monotonic() - began:.0f} s", flush=True)
     return passed
@@ -98,8 +108,16 @@ def main() -> int:
             continue
         programs = make_environment(client)
         program = PROGRAMS / f"{client.program}.py"
-        passed.append(attempt(client, [programs / "hvdgloo-run", "--as-horovod", "-np", "2", program]))
-        passed.append(attempt(client, [programs / "horovodrun", "-np", "2", programs / "python", program]))
+        if client.horovod:
+            passed.append(attempt(client, [programs / "hvdgloo-run", "--as-horovod", "-np", "2", program]))
+            passed.append(attempt(client, [programs / "horovodrun", "-np", "2", programs / "python", program]))
+        else:
+            passed.append(attempt(client, [programs / "hvdgloo-run", "-np", "2", program]))
+        if client.hosts and hosts.available():
+            print(f"{client.name} on two hosts: skipped, {hosts.available()}")
+        elif client.hosts:
+            with hosts.Bed(["h1", "h2"]) as bed:
+                passed.append(attempt(client, [programs / "hvdgloo-run", "-H", "h1:1,h2:1", program], bed["h1"]))
     print(f"{passed.count(True)} passed, {passed.count(False)} failed")
     return int(not all(passed))
 

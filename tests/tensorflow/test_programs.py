@@ -382,6 +382,49 @@ print("end", hvd.rank(), flush=True)
 """
 
 
+SUPERVISED = """
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+import horovod.tensorflow as hvd
+
+tf.disable_v2_behavior()
+hvd.init()
+assert hvd.size() == 2
+with tf.Graph().as_default():
+    x = tf.random.normal([32, 8], seed=hvd.rank())
+    with tf.variable_scope("model", reuse=tf.AUTO_REUSE):
+        first = tf.constant_initializer(float(hvd.rank()))  # models differ until they are broadcast
+        weight = tf.get_variable("weight", [8, 1], initializer=first)
+        bias = tf.get_variable("bias", [1], initializer=first)
+    loss = tf.reduce_mean(tf.square(tf.matmul(x, weight) + bias - tf.reduce_sum(x, axis=1, keepdims=True)))
+    gradients = tf.gradients(loss, [weight, bias])
+    places = zip(gradients, ("", "/cpu:0"))
+    gradients = [hvd.allreduce(each, average=False, device_dense=place) for each, place in places]
+    step = tf.train.GradientDescentOptimizer(0.05).apply_gradients(zip(gradients, [weight, bias]))
+    global_step = tf.train.get_or_create_global_step()
+    counted = tf.group(step, global_step.assign_add(1))
+    broadcast = hvd.broadcast_global_variables(0)
+    # All ranks are chiefs, so that each initialises its session; only rank 0 has a folder.
+    supervisor = tf.train.Supervisor(
+        is_chief=True, logdir="run" if hvd.rank() == 0 else None, global_step=global_step, summary_op=None
+    )
+    config = tf.ConfigProto()
+    config.gpu_options.visible_device_list = str(hvd.local_rank())
+    with supervisor.managed_session(config=config, start_standard_services=False) as session:
+        session.run(broadcast)
+        for _ in range(100):
+            session.run(counted)
+        found = np.concatenate([each.ravel() for each in session.run([weight, bias])])
+        steps = session.run(global_step)
+    supervisor.stop()
+assert steps == 100
+assert np.allclose(found, [1.0] * 8 + [0.0], atol=0.01), found
+assert len(set(map(tuple, hvd.allgather_object(found.tolist())))) == 1, "all have the same model"
+print("trained", hvd.rank(), flush=True)
+"""
+
+
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     with launcher_in(tmp_path) as made:
@@ -437,3 +480,12 @@ def test_keras_2_trains_and_a_function_that_still_waits_lets_the_program_end(lau
     assert done.returncode == 0, done.stdout + done.stderr
     said = sorted(line.partition(">:")[2] for line in done.stdout.splitlines())
     assert said == ["end 0", "end 1", "trained 0", "trained 1"]
+
+
+def test_a_supervisor_runs_gradients_that_are_summed_one_by_one(launcher: Launcher) -> None:
+    """As tf_cnn_benchmarks does with ``--variable_update=horovod``; it has no release that could be installed."""
+    env = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_USE_LEGACY_KERAS": "1"}
+    python = warm.python(*warm.TENSORFLOW, **env)
+    done = launcher.run("-np", "2", "--as-horovod", python, launcher.script(SUPERVISED), env=env, timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(line.partition(">:")[2] for line in done.stdout.splitlines()) == ["trained 0", "trained 1"]

@@ -1,0 +1,53 @@
+"""Lightning 2's Trainer with strategy="ddp" on the CPU: fit with metrics of all ranks, a checkpoint, test."""
+
+import os
+
+import lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def _loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def test_step(self, batch: list[torch.Tensor], index: int) -> None:
+        self.log("test_loss", self._loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> object:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def main() -> None:
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy="ddp", devices=here, num_nodes=size // here, max_epochs=3, logger=False,
+        enable_progress_bar=False, default_root_dir="lightning",
+    )  # fmt: skip
+    torch.manual_seed(7)
+    x = torch.randn(256, 8)
+    loader = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=16)
+    torch.manual_seed(rank)  # models differ until they are broadcast
+    model = Model()
+    trainer.fit(model, loader)
+    assert (trainer.world_size, trainer.global_rank) == (size, rank)
+    assert trainer.global_step == 3 * 256 // (16 * size)
+    weights = trainer.strategy.all_gather(model.layer.weight.detach())
+    assert all(torch.equal(weights[0], other) for other in weights), weights
+    (tested,) = trainer.test(model, loader, verbose=False)
+    assert tested["test_loss"] < 0.05, tested
+    print("as it should be", flush=True)
+
+
+if __name__ == "__main__":
+    main()
