@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from hvdgloo._platform.spelling import suggestions
 
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'$")
-_NO_FRONT_END = re.compile(r"ModuleNotFoundError: No module named '((?:hvdgloo|horovod)\.)(\w+)'$")
+_NO_FRONT_END = re.compile(
+    r"ModuleNotFoundError: No module named '(?P<package>hvdgloo|horovod)\.(?P<name>\w+)'$"
+    r"|ImportError: cannot import name '(?P<other>\w+)' from '(?P<whole>hvdgloo|horovod)'"
+)
 _FRONT_ENDS = ("torch", "tensorflow", "keras", "mxnet", "numpy", "spark", "ray")
 _ALSO_CALLED = {"pytorch": "torch", "tf": "tensorflow", "pyspark": "spark"}
 _NO_CUDA = "AssertionError: Torch not compiled with CUDA enabled"
@@ -25,9 +28,10 @@ def advise(cause: str, argv: Sequence[str], python: str, *, option: str = "") ->
         option: the launcher's option that names another interpreter there; empty if it is the launcher's own.
     """
     if front_end := _NO_FRONT_END.match(cause):
-        package, name = front_end.groups()
+        package = front_end["package"] or front_end["whole"]
+        name = front_end["name"] or front_end["other"]
         meant = [_ALSO_CALLED[name]] if name in _ALSO_CALLED else suggestions(name, _FRONT_ENDS)
-        return f"did you mean {' or '.join(package + each for each in meant)}?" if meant else ""
+        return f"did you mean {' or '.join(f'{package}.{each}' for each in meant)}?" if meant else ""
     if cause == _NO_CUDA:
         where = f" of {python}" if argv[0] == python else ""
         return (

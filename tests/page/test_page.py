@@ -167,6 +167,28 @@ def test_a_killed_rank_is_shown_as_failed_and_then_the_job(show: Show, browser: 
     assert float(browser.text("#rate")) == pytest.approx(540 / 61, rel=0.01)
 
 
+def test_the_cause_of_a_failure_is_red_and_not_those_who_failed_with_it(show: Show, browser: Chromium) -> None:
+    shown = show(minute())
+    shown.job.observatory.worker(0, "failed", "exited with status 1")
+    shown.advance()
+    browser.wait_for("#event-list", "rank 0 (h1) exited with status 1")
+    shown.job.observatory.ended(3, "rank 1 on host h1 exited with status 3", causes=[1])
+    browser.wait_for("#state", "Failed, exit code 3")
+    classes = [str(browser.attribute(f'[data-rank="{rank}"]', "class")) for rank in range(4)]
+    assert ["failed" in each for each in classes] == [False, True, False, False]
+
+
+def test_a_job_that_somebody_stops_has_not_failed(show: Show, browser: Chromium) -> None:
+    shown = show(minute())
+    shown.job.observatory.host("h2", "left out")
+    shown.job.observatory.ended(130, "stopped by SIGINT", stopped=True, causes=[])
+    browser.wait_for("#state", "Stopped")
+    assert browser.text("#state") == "Stopped"
+    browser.wait_for("#verdict", "Stopped by SIGINT")
+    assert "bad" not in str(browser.attribute("#verdict", "class")).split()
+    assert "left out" in browser.text("#ranks")
+
+
 def test_a_job_that_has_ended_says_so_and_who_was_slow(show: Show, browser: Chromium) -> None:
     shown = show(minute())
     shown.job.observatory.ended(0)

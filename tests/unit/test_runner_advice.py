@@ -44,6 +44,9 @@ def test_the_interpreter_that_lacks_a_module_is_named() -> None:
 def test_a_front_end_of_another_name_is_told_whatever_runs_it(module: str, meant: str) -> None:
     for argv in ([PYTHON, "train.py"], ["/bin/sh", "train.sh"]):
         assert advise(missing(module), argv, PYTHON) == f"did you mean {meant}?"
+    package, _, name = module.partition(".")
+    cause = f"ImportError: cannot import name '{name}' from '{package}' (/env/{package}/__init__.py)"
+    assert advise(cause, [PYTHON, "train.py"], PYTHON) == f"did you mean {meant}?"
     assert advise(missing("hvdgloo.zebra"), [PYTHON, "train.py"], PYTHON) == ""
 
 

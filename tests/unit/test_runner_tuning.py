@@ -434,8 +434,8 @@ class TestCommandLine:
         assert main(["tune", "-np", "2", "--save", str(path)]) == 2
         assert f"{path}: " in capsys.readouterr().err
 
-    def test_folders_of_its_files_are_made_before_anything_is_measured(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_folders_of_its_files_are_made_before_anything_is_measured_and_that_is_said(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         class Begun(BaseException):
             """Not one that the command would show."""
@@ -447,6 +447,7 @@ class TestCommandLine:
         monkeypatch.setattr(campaign, "run", run)
         with pytest.raises(Begun):
             main(["tune", "-np", "2", "--save", str(tmp_path / "new" / "tuned.yaml")])
+        assert f"hvdgloo-run: creating the folder {tmp_path}/new\n" in capsys.readouterr().err
 
     def test_ctrl_c_between_two_jobs_is_one_line(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
