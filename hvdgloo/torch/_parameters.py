@@ -3,7 +3,6 @@ reduced."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -77,54 +76,6 @@ def refuse_unsendable(named_parameters: NamedParameters) -> None:
         reason = refusal(parameter)
         if reason is not None:
             raise InvalidArgumentError(f"{name}: {reason}")
-
-
-_REDUCERS = frozenset({"DistributedDataParallel", "FullyShardedDataParallel"})
-"""Wrappers of modules, torch's and other libraries', that reduce the gradients of their parameters."""
-
-
-def refuse_reduced_by_others(named_parameters: NamedParameters) -> None:
-    """Check that no model of torch.distributed reduces the same gradients.
-
-    Nothing about a parameter tells, so all objects are looked through, but only where torch.distributed is used.
-
-    Raises:
-        InvalidArgumentError: one does; the parameter and the class are named.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    pairs = list(named_parameters)
-    reduced = _reduced_by_others()
-    if not any(id(parameter) in reduced for _, parameter in pairs):
-        return
-    gc.collect()  # a wrapper that the program has dropped, too, is there until then
-    reduced = _reduced_by_others()
-    for name, parameter in pairs:
-        other = reduced.get(id(parameter))
-        if other is not None:
-            raise InvalidArgumentError(
-                f"{name}: {other} reduces this parameter's gradient as well, and neither of the two would be right; "
-                f"leave out {other}, or train with it and the plain optimizer, without hvd.DistributedOptimizer"
-            )
-
-
-def _reduced_by_others() -> dict[int, str]:
-    """Find the parameters of all wrappers in this process: by id, the wrappers' classes."""
-    objects = gc.get_objects()
-    wrappers = {
-        kind
-        for kind in {*map(type, objects)}
-        if issubclass(kind, torch.nn.Module) and any(base.__name__ in _REDUCERS for base in kind.__mro__)
-    }
-    if not wrappers:
-        return {}
-    return {
-        id(parameter): type(module).__name__
-        for module in objects
-        if type(module) in wrappers and "_parameters" in vars(module)  # not while another thread makes it
-        for _, parameter in torch.nn.Module.named_parameters(module)
-        if not getattr(parameter, "_ddp_ignored", False)
-    }
 
 
 def groups_of(groups: Groups, trained: Sequence[Tensor], known: set[int]) -> list[list[Tensor]]:

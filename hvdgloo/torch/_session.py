@@ -47,13 +47,13 @@ from hvdgloo.torch import _sparse as sparse
 from hvdgloo.torch._adapter import overlaps_itself
 from hvdgloo.torch._buckets import Buckets, agree, plan, suits
 from hvdgloo.torch._compilation import uncompiled
+from hvdgloo.torch._others import refuse_reduced_by_others
 from hvdgloo.torch._parameters import (
     NamedParameters,
     ReductionOptions,
     groups_of,
     names_of,
     parameters_of,
-    refuse_reduced_by_others,
     refuse_unsendable,
 )
 from hvdgloo.torch.compression import Compression

@@ -46,7 +46,7 @@ def sharded_by_fsdp(model: nn.Module) -> nn.Module:
 
     made: nn.Module = object.__new__(FullyShardedDataParallel)
     nn.Module.__init__(made)
-    made._modules["_fsdp_wrapped_module"] = model
+    nn.Module.__setattr__(made, "_fsdp_wrapped_module", model)
     return made
 
 
