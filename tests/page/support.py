@@ -57,6 +57,16 @@ def until(condition: Callable[[], Any], what: str) -> Any:
     return value
 
 
+def stays(browser: Chromium, condition: str, *arguments: object) -> bool:
+    """Whether a condition holds now, and after several frames, in which the browser lays out what it has skipped."""
+    frames = "let n = 10; const next = () => (n-- ? requestAnimationFrame(next) : arguments[0](true)); next();"
+    held = [bool(browser.run(condition, *arguments))]
+    for _ in range(3):
+        browser.driver.execute_async_script(frames)
+        held.append(bool(browser.run(condition, *arguments)))
+    return all(held)
+
+
 class Chromium:
     """A browser without a window.
 

@@ -14,7 +14,7 @@ from selenium.webdriver.common.keys import Keys
 from hvdgloo._observe.samples import Sample, Steps
 from hvdgloo.rendezvous._observatory import view
 from hvdgloo.rendezvous._page.control import BusyError, Trace
-from tests.page.support import NARROW, USUAL, WIDE, Chromium, Shown, axe, drag, until, words
+from tests.page.support import NARROW, USUAL, WIDE, Chromium, Shown, axe, drag, stays, until, words
 from tests.support.observed import EVIL, SimulatedJob
 
 Show = Callable[..., Shown]
@@ -408,6 +408,31 @@ def test_output_is_followed_searched_and_read_back(show: Show, browser: Chromium
     browser.click("#lines > button")
     until(lambda: int(str(browser.attribute(".line", "data-number"))) == first - 500, "500 lines more")
     assert browser.run("return document.querySelector('#follow').checked") is False
+
+
+def test_lines_that_take_several_rows_are_followed_to_their_end(show: Show, browser: Chromium) -> None:
+    job = minute()
+    wide = "wide " * 200
+    for n in range(400):
+        job.observatory.output(0, 1, f"line {n} {wide}\n".encode())
+    shown = show(job)
+    browser.run("document.querySelector('#output').scrollIntoView({block: 'center'})")
+    at_the_end = """
+        const list = document.querySelector("#lines");
+        const atEnd = list.scrollTop + list.clientHeight >= list.scrollHeight - 8;
+        return atEnd && document.querySelector("#follow").checked;
+    """
+    for n in range(400, 403):
+        until(lambda n=n: any(f"line {n - 1} " in text for text in browser.texts(".line .text")), "the latest line")
+        until(lambda: stays(browser, at_the_end), "the end is in sight, and stays there")
+        job.observatory.output(1, 1, f"line {n} {wide}\n".encode())
+        shown.advance()
+    browser.run("document.querySelector('#lines').scrollTop -= 2000")
+    until(lambda: not browser.run("return document.querySelector('#follow').checked"), "who reads back does not follow")
+    job.observatory.output(1, 1, b"another\n")
+    shown.advance()
+    until(lambda: "another" in browser.texts(".line .text"), "the new line")
+    assert not browser.run(at_the_end)
 
 
 def test_events_are_filtered_by_kind(show: Show, browser: Chromium) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hvdgloo.rendezvous._page import report
-from tests.page.support import Chromium, axe, until, words
+from tests.page.support import Chromium, axe, stays, until, words
 from tests.support.observed import SimulatedJob
 
 
@@ -85,3 +85,43 @@ def test_what_failed_stands_first(browser: Chromium, tmp_path: Path) -> None:
     assert browser.text("#state") == "Failed, exit code 1"
     data = (tmp_path / "report.json").read_text()
     assert data.index(what) < 300, "in its first lines"
+
+
+IN_SIGHT = """
+    const list = document.querySelector("#lines").getBoundingClientRect();
+    const row = [...document.querySelectorAll(".line")].find((row) => row.textContent.includes(arguments[0]));
+    if (!row) return false;
+    const { top, bottom } = row.getBoundingClientRect();
+    return top >= list.top && bottom <= list.bottom;
+"""
+LONG = "a line that is as long as what programs print, and longer than a window is wide " * 6
+
+
+def test_it_opens_the_output_where_the_job_failed(browser: Chromium, tmp_path: Path) -> None:
+    """Whatever other ranks have printed since, and however many rows a line takes."""
+    job = SimulatedJob()
+    job.advance(10)
+    for n in range(200):
+        job.observatory.output(n % 4, 1, f"step {n}: {LONG}\n".encode())
+    job.observatory.output(2, 2, b"Traceback (most recent call last):\nValueError: no more data\n")
+    for n in range(600):
+        job.observatory.output((0, 1, 3)[n % 3], 2, f"echo {n}: {LONG}\n".encode())
+    job.observatory.ended(1, "the job failed: rank 2 on host h2 exited with status 1: ValueError: no more data")
+    opened(browser, tmp_path, job)
+    browser.run("document.querySelector('#output').scrollIntoView({block: 'center'})")
+
+    until(lambda: stays(browser, IN_SIGHT, "ValueError: no more data"), "the error is in sight")
+    browser.run("document.querySelector('#lines').dispatchEvent(new WheelEvent('wheel'))")
+    browser.run("document.querySelector('#lines').scrollTop = 0")
+    assert stays(browser, "return document.querySelector('#lines').scrollTop === 0"), "who reads elsewhere stays there"
+
+
+def test_it_opens_the_output_of_another_job_at_its_end(browser: Chromium, tmp_path: Path) -> None:
+    job = SimulatedJob()
+    job.advance(10)
+    for n in range(300):
+        job.observatory.output(n % 4, 1, f"step {n}: {LONG}\n".encode())
+    job.finish()
+    opened(browser, tmp_path, job)
+    browser.run("document.querySelector('#output').scrollIntoView({block: 'center'})")
+    until(lambda: stays(browser, IN_SIGHT, "step 299"), "the last line is in sight")

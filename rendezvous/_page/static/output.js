@@ -10,8 +10,9 @@ const CONTROLS = /[\x00-\x08\x0b-\x1f\x7f-\x9f]/g;
 const DIRECTIONS = /[\u202a-\u202e\u2066-\u2069]/g;
 
 class Output {
-  constructor(lines) {
+  constructor(lines, { atOnce = LINES_AT_ONCE } = {}) {
     this._fetch = lines;
+    this._atOnce = atOnce;
     this._list = dom.byId("lines");
     this._search = dom.byId("search");
     this._rank = dom.byId("output-rank");
@@ -24,6 +25,9 @@ class Output {
     this._known = 0;
     this._fetching = Promise.resolve();
     this._waiting = 0;
+    /** The rank whose last line is shown at first, instead of the latest one. */
+    this._culprit = null;
+    this._top = 0;
     let typing = 0;
     this._search.addEventListener("input", () => {
       clearTimeout(typing);
@@ -32,14 +36,23 @@ class Output {
     this._rank.addEventListener("input", () => this.reset());
     this._follow.addEventListener("change", () => this._follow.checked && this._scrollDown());
     this._earlier.addEventListener("click", () => this._inTurn(() => this._fetchEarlier()));
-    // Who scrolls up wants to read there, and who comes back to the end wants to follow.
+    // Who scrolls up wants to read there, and who comes back to the end wants to follow. That the end is farther away
+    // than before says nothing: how many rows a line takes is known only once it has been in sight.
     this._list.addEventListener("scroll", () => {
-      this._follow.checked = this._list.scrollTop + this._list.clientHeight >= this._list.scrollHeight - 8;
+      const top = this._list.scrollTop;
+      const atEnd = top + this._list.clientHeight >= this._list.scrollHeight - 8;
+      this._follow.checked = atEnd || (this._follow.checked && top >= this._top);
+      this._top = top;
     });
+    for (const kind of ["wheel", "touchmove", "pointerdown", "keydown"]) {
+      this._list.addEventListener(kind, () => this._letGo(), { passive: true });
+    }
+    new ResizeObserver(() => this._follow.checked && this._scrollDown()).observe(this._rows);
   }
 
-  /** Say how many lines there are; new ones are fetched. */
-  render(number) {
+  /** Say how many lines there are; new ones are fetched. At first, a `culprit`'s last line is shown. */
+  render(number, culprit = null) {
+    this._culprit = culprit;
     if (number < this._known) this._newest = 0;
     this._known = number;
     if (!this._waiting) this._inTurn(() => this._fetchNew());
@@ -52,6 +65,7 @@ class Output {
 
   /** Show the latest lines that match. */
   reset() {
+    this._culprit = null;
     this._newest = 0;
     this._follow.checked = true;
     this._inTurn(() => this._fetchNew());
@@ -70,7 +84,7 @@ class Output {
 
   _wanted(more) {
     const rank = this._rank.value === "" ? undefined : Number(this._rank.value);
-    return { rank, search: this._search.value, limit: LINES_AT_ONCE, ...more };
+    return { rank, search: this._search.value, limit: this._atOnce, ...more };
   }
 
   async _fetchNew() {
@@ -81,14 +95,14 @@ class Output {
     const lines = await this._fetch(wanted);
     if (anew) {
       this._rows.replaceChildren();
-      this._earlier.hidden = lines.length < LINES_AT_ONCE;
+      this._earlier.hidden = lines.length < this._atOnce;
     }
     this._rows.append(...lines.map((line) => this._row(line)));
     while (this._rows.childElementCount > MOST_LINES) {
       this._rows.firstElementChild.remove();
       this._earlier.hidden = false;
     }
-    this._newest = lines.length === LINES_AT_ONCE ? lines.at(-1).number : Math.max(known, lines.at(-1)?.number ?? 0);
+    this._newest = lines.length === this._atOnce ? lines.at(-1).number : Math.max(known, lines.at(-1)?.number ?? 0);
     if (this._rows.childElementCount) this._say("");
     else this._say(this._search.value || this._rank.value ? "No line matches." : "No rank has written anything yet.");
     if (this._follow.checked) this._scrollDown();
@@ -100,7 +114,7 @@ class Output {
     if (!first) return;
     const height = this._list.scrollHeight;
     const lines = await this._fetch(this._wanted({ before: Number(first.dataset.number) }));
-    this._earlier.hidden = lines.length < LINES_AT_ONCE;
+    this._earlier.hidden = lines.length < this._atOnce;
     this._rows.prepend(...lines.map((line) => this._row(line)));
     this._list.scrollTop += this._list.scrollHeight - height;
   }
@@ -113,6 +127,7 @@ class Output {
       dom.make("span", { class: "source", text: String(line.rank), title: line.stream === 2 ? "stderr" : "stdout" }),
     );
     row.dataset.number = line.number;
+    row.dataset.rank = line.rank;
     row.append(this._marked(line.text.replace(CONTROLS, "").replace(DIRECTIONS, "\ufffd")));
     return row;
   }
@@ -139,7 +154,17 @@ class Output {
     this._message.hidden = !text;
   }
 
+  /** To the end, or to the culprit's last line. */
   _scrollDown() {
-    this._list.scrollTop = this._list.scrollHeight;
+    const row = this._culprit === null ? null : [...this._rows.querySelectorAll(`[data-rank="${this._culprit}"]`)].at(-1);
+    if (row) this._list.scrollTop += row.getBoundingClientRect().bottom - this._list.getBoundingClientRect().bottom + 8;
+    else this._list.scrollTop = this._list.scrollHeight;
+    this._top = this._list.scrollTop;
+  }
+
+  /** Somebody reads on from the culprit's line. */
+  _letGo() {
+    if (this._culprit !== null) this._follow.checked = false;
+    this._culprit = null;
   }
 }

@@ -3,7 +3,7 @@
 /* The page: what is chosen, and when what is drawn. */
 
 class Page {
-  constructor(server) {
+  constructor(server, { isReport = false } = {}) {
     this._server = server;
     this._store = new Store();
     this._changed = new Set();
@@ -20,11 +20,11 @@ class Page {
     this._charts = new Charts(this._view);
     this._stragglers = new Stragglers(this._view, choose);
     this._events = new Events(choose);
-    this._output = new Output(server.lines);
+    this._output = new Output(server.lines, isReport ? { atOnce: MOST_LINES } : {});
     this._details = new Details();
     this._traces = new Traces(server);
     this._ownSeries = null;
-    this._views = this._makeViews();
+    this._views = this._makeViews(isReport);
     for (const id of ["as-grid", "as-table"]) dom.byId(id).addEventListener("click", () => this._showTable(id === "as-table"));
     window.addEventListener("hashchange", () => this._readHash());
     document.addEventListener("visibilitychange", () => this._schedule());
@@ -88,14 +88,14 @@ class Page {
   }
 
   /** What is drawn where, and whenever one of these parts of the store has changed. */
-  _makeViews() {
+  _makeViews(isReport) {
     const views = [
       ["summary", ["job", "hosts", "ranks", "planes", "stragglers", "events"], (store) => this._summary.render(store)],
       ["ranks", ["ranks", "hosts"], (store) => this._drawRanks(store)],
       ["charts", ["series", "view"], (store, changed) => this._drawCharts(store, changed)],
       ["stragglers", ["stragglers", "waits", "heat", "view"], (store, changed) => this._drawStragglers(store, changed)],
       ["events", ["events"], ({ events }) => this._events.render(events)],
-      ["output", ["output"], ({ output }) => this._output.render(output)],
+      ["output", ["output"], ({ output, job }) => this._output.render(output, isReport ? culprit(job) : null)],
       ["planes", ["planes", "job"], (store) => this._details.renderPlanes(store)],
       ["trace", ["events", "job"], (store) => this._traces.render(store)],
       ["hosts", ["hosts"], (store) => this._details.renderHosts(store)],
@@ -196,6 +196,12 @@ class Page {
   }
 }
 
+/** The rank whose failure has ended the job; null if it has not failed, or for another reason. */
+function culprit(job) {
+  const found = job.state === "failed" && /\brank (\d+)\b/.exec(job.message);
+  return found ? Number(found[1]) : null;
+}
+
 const EMPTY_SERIES = {
   at: [],
   width: 1,
@@ -255,7 +261,7 @@ function main() {
   const { snapshot, ...rest } = JSON.parse(recording.textContent);
   snapshot.job.control = false;
   document.body.classList.add("report");
-  const page = new Page(recorded(rest));
+  const page = new Page(recorded(rest), { isReport: true });
   bindTheme(page);
   setStatus("report");
   page.receive("snapshot", snapshot);
