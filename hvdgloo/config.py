@@ -711,6 +711,16 @@ class Config:
         "compared with the settings of the start before it is kept",
     )
 
+    check_weights: bool = _setting(
+        True,
+        env="HVDGLOO_CHECK_WEIGHTS",
+        flag="--check-weights",
+        yaml="params.check_weights",
+        parse=_boolean,
+        help="warn at the first step of PyTorch's DistributedOptimizer if ranks start from different weights, compared "
+        "by a checksum of a sample of them that travels with what is exchanged then anyway",
+    )
+
     # Stalls.
     stall_check_disable: bool = _setting(
         False,

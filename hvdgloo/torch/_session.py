@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import logging
 import sys
 import warnings
 import weakref
@@ -24,6 +25,7 @@ from types import FrameType
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.utils.checkpoint
 
@@ -31,11 +33,12 @@ from hvdgloo._backends import gpu
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import process_set_id
-from hvdgloo._collectives.spec import reduction
+from hvdgloo._collectives.spec import CollectiveSpec, reduction
 from hvdgloo._job.context import Context
 from hvdgloo._platform import interrupts
 from hvdgloo._training.options import Groups
 from hvdgloo._training.reducer import GradientReducer
+from hvdgloo._training.weights import all_equal, to_send, warning
 from hvdgloo.errors import (
     GradientsInFlightError,
     HorovodInternalError,
@@ -56,8 +59,11 @@ from hvdgloo.torch._parameters import (
     parameters_of,
     refuse_unsendable,
 )
+from hvdgloo.torch._weights import checksum_of
 from hvdgloo.torch.compression import Compression
-from hvdgloo.types import ReduceOp
+from hvdgloo.types import Collective, ReduceOp
+
+logger = logging.getLogger(__name__)
 
 Tensor = torch.Tensor
 Closure = Callable[[], Any]
@@ -175,6 +181,9 @@ class Session:
         self._stepped: _Stepped | None = None  # with op=Adasum: what is being combined
         self._broken_off = False  # the last step(), synchronize() or the like raised
         self._kinds: dict[str, _Kind] = {}
+        self._asked_about: list[str] = []  # names in the last question about kinds
+        self._is_new = True  # no step in this Context so far
+        self._differs = False  # the ranks' weights were found to differ, which nobody has been told yet
         self._labels: dict[str, str] | None = None  # what gradients are called in this Context's messages
         self._active = False
         self._context: Context | None = None
@@ -229,6 +238,7 @@ class Session:
         self._buckets = None
         self._first_order = {}
         self._kinds.clear()
+        self._is_new, self._differs = True, False
         self._sparse.clear()
         self._asked.clear()
         self._leaving = []
@@ -410,19 +420,48 @@ class Session:
         A gradient that is dense on some rank is sent as dense by all from then on: that rank may already have sent it.
         """
         unknown = {name: p for name, p in self._tracked.items() if name not in self._kinds}
-        if not unknown and "kinds" not in self._asked:
-            return
-        if self.options.sparse_as_dense:
+        if self.options.sparse_as_dense or self.adaptive:
             self._kinds.update(dict.fromkeys(unknown, _Kind.DENSE))
+            unknown = {}
+        if not (unknown or self._is_new or "kinds" in self._asked):
             return
+        is_new, own = self._is_new, None
+        if is_new and self.frontend.context.config.check_weights:
+            own = checksum_of(self._parameters.values())
 
-        def ask() -> Callable[[], dict[str, _Kind]]:
-            own = [_kind_of(parameter, self.options) for parameter in unknown.values()]
+        def ask() -> Callable[[], npt.NDArray[np.uint8]]:
+            kinds = np.array([_kind_of(parameter, self.options) for parameter in unknown.values()], np.uint8)
             most = reduction(None, ReduceOp.MAX, 1.0, 1.0, self.options.process_set)
-            answer = self.frontend.start_array(most, np.array(own, np.uint8), None)
-            return lambda: {n: _Kind(k) for n, k in zip(unknown, answer().tolist(), strict=True) if k != _Kind.NONE}
+            self._asked_about = list(unknown)
+            return self.frontend.start_array(most, np.concatenate([kinds, to_send(own)]) if is_new else kinds, None)
 
-        self._agree("kinds", ask, self._kinds.update)
+        def use(most: npt.NDArray[np.uint8]) -> None:
+            names = self._asked_about
+            kinds = {name: _Kind(kind) for name, kind in zip(names, most.tolist(), strict=False)}
+            self._kinds.update({name: kind for name, kind in kinds.items() if kind != _Kind.NONE})
+            self._is_new, self._differs = False, is_new and not all_equal(most[len(names) :])
+
+        self._agree("kinds", ask, use)
+        if self._differs:
+            self._tell_of_weights(own)
+
+    def _tell_of_weights(self, own: int | None) -> None:
+        """Ranks have different weights: have one of them say which."""
+        process_set = process_set_id(self.options.process_set)
+        ranks = self.frontend.sharers(self.options.process_set)
+
+        def ask() -> Callable[[], npt.NDArray[Any]]:
+            mine = np.array([[-1 if own is None else own]], np.int64)
+            gather = CollectiveSpec(Collective.ALLGATHER, process_set=process_set)
+            return self.frontend.start_array(gather, mine, None)
+
+        def use(everyones: npt.NDArray[Any]) -> None:
+            self._differs = False
+            if self.frontend.context.rank == ranks[0]:
+                remedy = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+                logger.warning("%s", warning(ranks, everyones[:, 0].tolist(), remedy))
+
+        self._agree("weights", ask, use)
 
     def _agree(self, what: str, ask: Callable[[], Callable[[], T]], use: Callable[[T], None]) -> None:
         """Exchange something with all ranks, and use the answer. Where that was interrupted, the next call goes on."""
@@ -722,6 +761,7 @@ class Session:
         stepped = self._stepped
         if stepped is None:
             self._agree_on_names()
+            self._learn_kinds()
             trained = {name: p for name, p in self._tracked.items() if p.requires_grad}
             before = {name: p.detach().clone() for name, p in trained.items()}
             given = () if closure is None else (closure,)

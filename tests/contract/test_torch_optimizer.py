@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -315,6 +316,47 @@ def test_zero_grad_while_gradients_are_in_flight(world: MakeWorld) -> None:
         assert all(p.grad is None for p in model.parameters())
 
     world(2).run(rank_body)
+
+
+@pytest.mark.parametrize("options", [{}, {"sparse_as_dense": True}, {"op": ReduceOp.ADASUM}], ids=str)
+@pytest.mark.parametrize("check", [True, False])
+def test_ranks_that_start_from_different_weights_are_told(
+    world: MakeWorld, caplog: pytest.LogCaptureFixture, options: dict[str, Any], check: bool
+) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        with torch.no_grad():
+            model[2].bias += float(context.rank == 1)
+        optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()), **options)
+        for _ in range(2):
+            loss_of(model, part_of(context)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    world(3, check_weights=check).run(rank_body)
+    told = [record.getMessage() for record in caplog.records if "weights" in record.getMessage()]
+    assert len(told) == int(check)  # once, by one rank
+    if check:
+        assert re.search(r"^rank 1 .* rank 0, .* hvd\.broadcast_parameters\(", told[0])
+
+
+def test_ranks_that_start_from_the_same_weights_are_not_told_anything(
+    world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rank_body(context: Context) -> None:
+        model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Conv2d(3, 2, 2).bfloat16())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape))
+        if context.rank:  # memory in another order
+            model.to(memory_format=torch.channels_last)
+        optimizer = distribute(context, torch.optim.SGD(model.parameters(), lr=0.1))
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, float(context.rank))
+        optimizer.step()
+
+    world(2).run(rank_body)
+    assert not [record for record in caplog.records if "weights" in record.getMessage()]
 
 
 def test_a_state_that_one_rank_alone_asks_for_is_made_without_the_others(world: MakeWorld) -> None:
