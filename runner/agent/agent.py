@@ -38,7 +38,7 @@ from hvdgloo.runner.agent import watchdog
 from hvdgloo.runner.agent.observing import Observing
 from hvdgloo.runner.agent.preflight import lacking
 from hvdgloo.runner.agent.probes import HostDiscovery
-from hvdgloo.runner.agent.recorded import RecordedErrors
+from hvdgloo.runner.agent.recorded import RecordedErrors, folder_of, remove_recorded
 from hvdgloo.runner.agent.relaying import RelayListener
 from hvdgloo.runner.agent.watchdog import Mark
 from hvdgloo.runner.processes import reaper
@@ -511,6 +511,7 @@ class Agent:
         left = reaper.end_all(self._leftovers, grace=grace, reap=self._reap, rest=self._serve)
         if self._abandoned is not None:
             left |= reaper.end_abandoned(self._abandoned.agent_id, self._abandoned.grace, self._serve)
+            remove_recorded(folder_of(self._abandoned.agent_id))
         self._drain()
         self._channel.send(Cleared(sorted(left)))
         self._flush_out()

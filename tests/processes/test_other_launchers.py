@@ -225,11 +225,17 @@ def test_whatever_is_recorded_is_one_line(tmp_path: Path, content: str, told: st
         assert not path.parent.exists()
 
 
-def test_what_was_recorded_does_not_outlive_an_agent_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("watched", [True, False], ids=["agent", "agent and watchdog"])
+def test_what_was_recorded_does_not_outlive_an_agent_that_is_killed(tmp_path: Path, watched: bool) -> None:
     with launcher_in(tmp_path) as launcher:
         started = launcher.start("-np", "1", launcher.script(RECORDS), "{}", "stays")
         folder = Path(launcher.file("path").read_text()).parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        launcher.agents(started)[1].kill()
+        watchdog, agent = launcher.agents(started)
+        if not watched:
+            watchdog.suspend()
+        agent.kill()
+        if not watched:
+            watchdog.kill()
         started.communicate(timeout=30)
         assert not folder.exists()
