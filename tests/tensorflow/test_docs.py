@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,34 @@ def test_the_programs_of_the_pages_train(capsys: pytest.CaptureFixture[str], pag
 def test_the_elastic_programs_train(capsys: pytest.CaptureFixture[str], containing: str) -> None:
     run_program("docs/elastic.md", containing)
     assert re.search(r"trained by 1 workers, loss 0\.0\d+", capsys.readouterr().out)
+
+
+def test_a_new_schedule_needs_a_new_train_function_as_the_page_about_elastic_jobs_says() -> None:
+    import keras
+    import numpy as np
+
+    import hvdgloo.keras as hvd
+
+    def schedule(rate: float) -> Any:
+        return keras.optimizers.schedules.PiecewiseConstantDecay([1000], [rate, 0.0])
+
+    def step() -> float:
+        """The change of a weight whose gradient is -1."""
+        before = model.get_weights()[0].item()
+        model.fit(np.ones((4, 1)), np.full((4, 1), 100.0), batch_size=4, verbose=0)
+        return float(model.get_weights()[0].item() - before)
+
+    hvd.init()
+    try:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(schedule(0.25))), loss="mae")
+        assert step() == pytest.approx(0.25, rel=1e-3)
+        model.optimizer.learning_rate = schedule(0.5)
+        assert step() == pytest.approx(0.25, rel=1e-3)
+        model.make_train_function(force=True)
+        assert step() == pytest.approx(0.5, rel=1e-3)
+    finally:
+        hvd.shutdown()
 
 
 @pytest.mark.timeout(300)  # several jobs, one after the other; mostly a tenth of it
