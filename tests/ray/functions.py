@@ -97,6 +97,16 @@ def hang(started: str) -> None:
     time.sleep(FOREVER)
 
 
+def wait_for_file(started: str, enough: str) -> int:
+    """Make a file once all ranks are here, and return the rank once somebody else has made the other."""
+    total(1.0)
+    with open(f"{started}.{hvd.rank()}", "w"):
+        pass
+    while not os.path.exists(enough):
+        time.sleep(0.01)
+    return hvd.rank()
+
+
 def kill(rank: int) -> None:
     total(1.0)
     if hvd.rank() == rank:

@@ -19,6 +19,7 @@ from hvdgloo.ray import RayExecutor, _placement, _workers
 from hvdgloo.ray._actor import WorkerActor
 from hvdgloo.ray._settings import demand
 from tests.ray import functions
+from tests.support.launching import hold_interpreter
 from tests.support.pages import ROOT
 from tests.support.ray import PATIENCE_S, Running, await_true
 
@@ -38,6 +39,17 @@ def _hanging(executor: RayExecutor, folder: Path) -> list[Any]:
     begun = executor.run_remote(functions.hang, [str(folder / "started")])
     await_true(lambda: len(list(folder.glob("started.*"))) == 2)
     return begun
+
+
+def test_a_driver_whose_interpreter_is_held_goes_on(executor: RayExecutor, cluster: Running, tmp_path: Path) -> None:
+    """As by ``sorted`` of a long list in another thread. A host may be silent for 5 seconds."""
+    import ray
+
+    begun = executor.run_remote(functions.wait_for_file, [str(tmp_path / "started"), str(tmp_path / "enough")])
+    await_true(lambda: len(list(tmp_path.glob("started.*"))) == 2)
+    hold_interpreter(6.5)
+    (tmp_path / "enough").touch()
+    assert ray.get(begun) == [0, 1]
 
 
 def test_a_worker_that_is_killed(executor: RayExecutor, cluster: Running) -> None:

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.linalg import Vectors
+from pyspark.sql.types import DoubleType
 
 from hvdgloo.errors import ConfigError, MissingDependencyError, StoreError
 from hvdgloo.spark.common.backend import LocalBackend
 from hvdgloo.spark.common.store import Store
 from hvdgloo.spark.keras import KerasEstimator, KerasModel, _codecs
+from hvdgloo.spark.keras._layout import Side, Slot
 from hvdgloo.spark.keras._library import Library, library_of_model
 from hvdgloo.spark.keras._models import archive_of, model_of
 from hvdgloo.spark.keras._remote import _choose_gpu
@@ -211,7 +213,13 @@ def halfway() -> Any:
 
 @pytest.mark.parametrize(
     ("make", "columns"),
-    [(Plain, ["x"]), (halfway, ["x"]), (Plain, ["a"]), (Pair, ["a", "b"]), (Named, ["a", "b"])],
+    [
+        (Plain, ["x"]),
+        (halfway, ["x"]),
+        (Plain, ["a"]),
+        pytest.param(Pair, ["a", "b"], marks=pytest.mark.extended),
+        (Named, ["a", "b"]),
+    ],
     ids=["one column", "build() was called", "a number", "several", "by name"],
 )
 def test_a_model_of_ones_own_class_is_built_from_the_first_rows(
@@ -219,7 +227,7 @@ def test_a_model_of_ones_own_class_is_built_from_the_first_rows(
 ) -> None:
     model = make()
     fitting = estimator(store, model=model, feature_cols=columns, custom_objects={type(model).__name__: type(model)})
-    trained = fitting.setEpochs(12).fit(df)
+    trained = fitting.setEpochs(4).fit(df)
     assert trained.getHistory()["loss"][-1] < trained.getHistory()["loss"][0]
     assert [weight.shape for weight in trained.getModel().weights] == [weight.shape for weight in model.weights]
     for row in trained.transform(df.where("id < 3")).collect():
@@ -240,6 +248,37 @@ def test_a_model_that_fails_on_the_first_rows_is_told_with_its_reason(df: Any, s
     for _ in range(2):  # a model whose call has failed is not taken for built
         with pytest.raises(ConfigError, match=r"'x' of shape \(2, 2\): three features, please; begin it with keras"):
             estimator(store, model=model, custom_objects={"Wide": Wide}, backend=Unused()).fit(df)
+
+
+def test_a_model_that_is_not_built_does_not_transform(df: Any) -> None:
+    for model in (Plain(), halfway()):
+        by_hand = KerasModel(model=model, feature_columns=["x"], label_columns=["y"], custom_objects={"Plain": Plain})
+        by_hand = by_hand._with(_metadata={"y": {"spark_data_type": DoubleType, "output_shape": [1]}})
+        with pytest.raises(ConfigError, match=r"plain\w* is not built: begin it with keras\.Input, or call it"):
+            by_hand.transform(df)
+    with pytest.raises(ConfigError, match="before a model of your own class is saved, it has to be called on some ro"):
+        model_of(Library.here("keras"), archive_of(halfway()), {"Plain": Plain})
+
+
+class Heads(Plain):
+    def call(self, inputs: Any) -> Any:
+        return {"hidden": inputs, "y": super().call(inputs)}
+
+
+def test_outputs_in_a_dictionary_go_by_the_labels_names(df: Any) -> None:
+    model = Heads()
+    model(np.ones((2, 2), np.float32))
+    arguments: dict[str, Any] = {"model": model, "feature_columns": ["x"], "custom_objects": {"Heads": Heads}}
+    shape = {"spark_data_type": DoubleType, "output_shape": [1]}
+    (row,) = (
+        KerasModel(**arguments, label_columns=["y"], _metadata={"y": shape}).transform(df.where("id = 3")).collect()
+    )
+    expected = model.predict_on_batch(row.x.toArray()[None].astype(np.float32))["y"]
+    assert row.y__output == pytest.approx(float(np.asarray(expected)[0, 0]), rel=1e-4)
+    side = Side((Slot("z", None, None),), keyed=False)
+    assert side.arrays({"only": 1}) == [1]
+    with pytest.raises(ConfigError, match="returns a dictionary of 'hidden', 'y', and label_cols are 'z': name its"):
+        side.arrays({"hidden": 1, "y": 2})
 
 
 def test_rows_that_build_a_model_are_transformed_as_they_are_for_ranks(df: Any, store: Store) -> None:

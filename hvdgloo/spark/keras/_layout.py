@@ -54,9 +54,21 @@ class Side:
         return arrays[0] if len(arrays) == 1 else tuple(arrays)
 
     def arrays(self, structure: Any) -> list[Any]:
-        """The inverse of ``structure``, of what a model returns."""
+        """The inverse of ``structure``, of what a model returns.
+
+        Raises:
+            ConfigError: (a ValueError) it is a dictionary in which the columns' names are not found.
+        """
         if isinstance(structure, Mapping):
-            return [structure[slot.name] for slot in self.slots]
+            names = [slot.name for slot in self.slots]
+            if set(names) <= set(structure):
+                return [structure[name] for name in names]
+            if len(names) == len(structure) == 1:
+                return list(structure.values())
+            raise ConfigError(
+                f"the model returns a dictionary of {', '.join(map(repr, structure))}, and label_cols are "
+                f"{', '.join(map(repr, names))}: name its outputs as the labels, or return them in the labels' order"
+            )
         return list(structure) if isinstance(structure, (list, tuple)) else [structure]
 
 

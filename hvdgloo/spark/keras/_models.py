@@ -141,6 +141,8 @@ def _loaded(library: Library, data: bytes, custom_objects: Mapping[str, Any], *,
             )
         except (TypeError, ValueError, OSError) as error:
             advice = "if it has classes or functions of its own, name them in custom_objects="
+            if "objects could not be loaded" in str(error):  # all are known, and weights are missing
+                advice = "before a model of your own class is saved, it has to be called on some rows"
             raise ConfigError(
                 f"this is not a model that {library.title} can load: {followed_by(_reason(error), advice)}"
             ) from error
@@ -166,7 +168,7 @@ def build(model: Any, names: Sequence[str], floatx: str, rows: Callable[[], Sequ
     Raises:
         ConfigError: (a ValueError) the model cannot be called on them.
     """
-    if _is_built(model):
+    if is_built(model):
         return
     # As Keras has always had it for models that it builds: a number is a row of one number.
     columns = [column.reshape(len(column), -1) if column.ndim == 1 else column for column in rows()]
@@ -189,7 +191,7 @@ def build(model: Any, names: Sequence[str], floatx: str, rows: Callable[[], Sequ
     ) from first
 
 
-def _is_built(model: Any) -> bool:
+def is_built(model: Any) -> bool:
     """Tell whether all of a model's weights are there."""
     if not model.built:
         return False

@@ -24,6 +24,7 @@ from hvdgloo.spark.keras._models import (
     build,
     check_names,
     compilation_of,
+    is_built,
     load_state,
     model_of,
     registered_objects,
@@ -300,6 +301,8 @@ class KerasModel(HorovodModel):
     def _predictor(self) -> KerasPredictor:
         model = self.getModel()
         library = library_of_model(model)
+        if not is_built(model):
+            raise ConfigError(f"{model.name} is not built: begin it with keras.Input, or call it on some rows")
         names = {**registered_objects(library), **self.getCustomObjects()}
         return KerasPredictor(library, archive_of(model), pickling.dumps((names, self._layout())))
 
