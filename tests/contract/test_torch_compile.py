@@ -256,14 +256,15 @@ def test_hooks_in_compiled_backward_passes_send_gradients(compiled: Compile, mon
 def test_a_compiled_model_with_synchronised_batch_normalisation_trains_and_is_evaluated(compiled: Compile) -> None:
     def rank_body(context: Context) -> list[Any]:
         found = []
-        for compile_ in (lambda f, **_: f, compiled):
+        # Only one rank compiles, which takes half of the time: Dynamo compiles for one thread after the other.
+        for compile_ in (lambda f, **_: f, compiled if context.rank == 0 else lambda f, **_: f):
             model = make_model()
             norm = hvd.SyncBatchNorm(8).double()
             norm.frontend = frontend_of(context)
             model.insert(1, norm)
             fast = compile_(model)
             optimizer, part = distribute(context, model), part_of(context)
-            for _ in range(3):
+            for _ in range(2):
                 optimizer.zero_grad()
                 ((fast(INPUTS[part]) - TARGETS[part]) ** 2).mean().backward()
                 optimizer.step()
