@@ -53,8 +53,8 @@ def report(
     if told is None:
         lines.append(
             "  Usual causes: a rank takes another branch or leaves a loop earlier (uneven data), or waits for "
-            "something else (a lock, a file, a slow loader). Names must match on all ranks; where those of gradients "
-            "differ, the models do."
+            "something else (a lock, a file, a slow loader). Names must match on all ranks; a gradient has its "
+            "variable's, and a rank whose loss does not use the variable has none."
         )
     return "\n".join(lines)
 

@@ -145,10 +145,9 @@ class _State:
         self.sync = open_sync(self.options)
 
 
-def names_of(variables: Sequence[Any]) -> list[str]:
-    """Names of the gradients of these variables."""
-    begin = label([(tuple(v.shape), str(v.dtype)) for v in variables])
-    return [f"{begin}.{index}" for index in range(len(variables))]
+def label_of(variables: Sequence[Any]) -> str:
+    """The prefix of the names of these variables' gradients."""
+    return label([(tuple(v.shape), str(v.dtype)) for v in variables])
 
 
 def check_op(options: KerasOptions) -> None:

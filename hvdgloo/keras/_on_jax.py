@@ -15,10 +15,11 @@ from jax.experimental import io_callback
 from hvdgloo._collectives import compression
 from hvdgloo._job.context import Context
 from hvdgloo._platform.error_tokens import ForeignError, recall
+from hvdgloo._training.labels import agreed_labels
 from hvdgloo._training.options import make_reducer, named_groups
 from hvdgloo._training.reducer import GradientReducer
 from hvdgloo.errors import HvdglooError
-from hvdgloo.keras._distributed import FINITE, KerasOptions, names_of
+from hvdgloo.keras._distributed import FINITE, KerasOptions, label_of
 from hvdgloo.numpy._frontend import FRONTEND
 from hvdgloo.types import DType, ReduceOp, TensorSpec
 
@@ -43,7 +44,8 @@ class JaxSync:
         results = list(gradients)
         shared = [index for index, variable in enumerate(variables) if id(variable) not in self._local]
         chosen = [variables[index] for index in shared]
-        names = names_of(chosen)
+        begin = label_of(chosen)
+        names = [f"{begin}.{index}" for index in range(len(chosen))]
         groups = named_groups(self._options.groups, names, chosen)
         reducers: list[tuple[Context, GradientReducer[Any]]] = []  # none, or the latest
 
@@ -55,7 +57,9 @@ class JaxSync:
                 FRONTEND.end_step()
                 return [*arrays, size]
             if not reducers or reducers[0][0] is not context:
+                labels = agreed_labels(FRONTEND, begin, chosen, self._options.process_set)
                 reducers[:] = [(context, make_reducer(FRONTEND, self._options, groups))]
+                reducers[0][1].release(dict(zip(names, labels, strict=True)))
             reducer = reducers[0][1]
             for name, array in reversed(list(zip(names, arrays, strict=True))):
                 if reducer.is_open(name):

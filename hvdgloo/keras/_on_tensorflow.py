@@ -20,15 +20,20 @@ class TensorFlowSync:
         self._sync = GradientSync(FRONTEND, options)
         for variable in options.local_variables:
             self._sync.register_local_source(variable)
+        self._step: tuple[list[Any], list[Any]] = [], []  # what apply() was given
 
     def track(self, variables: Sequence[Any], *, changes: bool) -> None:
         """Nothing to do: gradients are sent from where they are computed."""
 
     def complete(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        self._step = list(gradients), list(variables)
         return list(gradients)  # a compiled step is the same on all ranks
 
     def reduce(self, given: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        return self._sync.reduce(given, variables)
+        # Those without gradients have been left out, and other ranks may have them.
+        every = {id(variable) for variable in self._step[1]}
+        among = self._step if all(id(variable) in every for variable in variables) else None
+        return self._sync.reduce(given, variables, among=among)
 
     def agree(self, holds: Any) -> Any:
         return self._sync.agree(holds, FINITE)

@@ -22,8 +22,9 @@ from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._job.context import Context
+from hvdgloo._training.labels import agreed_labels
 from hvdgloo._training.options import make_reducer, named_groups
-from hvdgloo.keras._distributed import KerasOptions, names_of
+from hvdgloo.keras._distributed import KerasOptions, label_of
 from hvdgloo.torch._compilation import uncompiled, uncompiled_methods
 from hvdgloo.torch._frontend import FRONTEND
 from hvdgloo.types import Collective, ReduceOp
@@ -48,6 +49,8 @@ class TorchSync:
         self._reducer = make_reducer(FRONTEND, options, [], options.compression)
         self._shared: list[Any] = []
         self._names: dict[int, str] = {}
+        self._begin = ""  # of the names
+        self._is_agreed = False  # what they are called in messages
         self._local = {id(variable) for variable in options.local_variables}
         self._hooked: dict[str, Any] = {}
         self._hooks: list[Any] = []
@@ -59,9 +62,15 @@ class TorchSync:
 
     @property
     def active(self) -> bool:
-        """Whether there is anybody to reduce with."""
+        """Whether there is anybody to reduce with; collective when it is asked for the first time."""
         self._follow()
-        return bool(self._ranks())
+        if not self._ranks():
+            return False
+        if not self._is_agreed:
+            labels = agreed_labels(FRONTEND, self._begin, self._shared, self._options.process_set)
+            self._reducer.release(dict(zip(self._names.values(), labels, strict=True)))
+            self._is_agreed = True
+        return True
 
     def track(self, variables: Sequence[Any], *, changes: bool) -> None:
         self._abandon()
@@ -71,7 +80,7 @@ class TorchSync:
             if _owners.get(id(variable.value)) is self:
                 del _owners[id(variable.value)]
         self._shared = [v for v in variables if id(v) not in self._local]
-        self._name(names_of(self._shared))
+        self._name(label_of(self._shared))
         self._hooks_wanted = not changes
         if not FRONTEND.may_share(self._options.process_set):
             return
@@ -211,7 +220,7 @@ class TorchSync:
             return
         if self._context is not None:
             self._drop()
-            self._name(list(self._names.values()))
+            self._name(self._begin)
             self._is_new = True
             if not self._hooked:
                 self._hook()
@@ -223,7 +232,7 @@ class TorchSync:
         self._unhook()
         self._hooks_wanted = False
         # The other's gradients may be under way when this one steps.
-        self._name([f"{name}.late" for name in names_of(self._shared)])
+        self._name(f"{label_of(self._shared)}.late")
 
     def _hook(self) -> None:
         if not self._hooks_wanted:
@@ -241,10 +250,13 @@ class TorchSync:
             hook.remove()
         self._hooks, self._hooked = [], {}
 
-    def _name(self, names: Sequence[str]) -> None:
+    def _name(self, begin: str) -> None:
+        self._begin, self._is_agreed = begin, False
+        names = [f"{begin}.{index}" for index in range(len(self._shared))]
         self._names = {id(v): name for v, name in zip(self._shared, names, strict=True)}
         groups = named_groups(self._options.groups, names, self._shared)
         self._reducer = make_reducer(FRONTEND, self._options, groups, self._options.compression)
+        self._reducer.hold()
 
     def _ranks(self) -> tuple[int, ...]:
         return FRONTEND.sharers(self._options.process_set)

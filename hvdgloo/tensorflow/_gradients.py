@@ -8,14 +8,16 @@ variable's gradient, which the backward pass computes first, is made first.
 **Elastic jobs.** A function that is traced in a job of one process reduces as well: the job may have grown when it
 runs. Its operators look at the size as they run, and with nobody to share with they give back what they got.
 
-**Names** are made of the gradients' shapes and types and their places in the list. They do not depend on the order in
-which ranks trace their functions, on how often they did, or on what else a rank has built.
+**Names** are made of the variables' shapes, types and names, and of their places in the list. They do not depend on the
+order in which ranks trace their functions, on how often they did, or on what else a rank has built: see
+``hvdgloo._training.labels``.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,10 @@ import tensorflow as tf
 
 from hvdgloo._collectives.adapter import Tape
 from hvdgloo._collectives.persistent import Pending
-from hvdgloo._collectives.process_sets import process_set_id
+from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, gathering
 from hvdgloo._job.context import Context
+from hvdgloo._training.labels import agreed_labels, labels, path_of
 from hvdgloo._training.options import GradientOptions, check, label, make_reducer, named_groups
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.tensorflow import _sparse as sparse
@@ -77,7 +80,14 @@ class GradientSync:
         return id(inner(variable)) in self._sources
 
     @also_tensorflows
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any], *, differentiable: bool = False) -> list[Any]:
+    def reduce(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        differentiable: bool = False,
+        among: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    ) -> list[Any]:
         """The reduced gradients, in order.
 
         Args:
@@ -86,6 +96,7 @@ class GradientSync:
             variables: what they are the gradients of.
             differentiable: the results have gradients in turn, which all ranks then ask for alike; not if any of them
                 is sparse.
+            among: all of the step's gradients and variables, if those without gradients have been left out.
 
         Returns:
             new tensors, on every rank the same; None where None was given. Those of local variables are this rank's,
@@ -106,8 +117,9 @@ class GradientSync:
             shared.append(index)
         if shared:
             chosen = [results[index] for index in shared]
+            names = self._names(*(among or (results, variables)))
             reduce = self._reduce_differentiably if differentiable else self._reduce
-            reduced = reduce(chosen, [variables[index] for index in shared])
+            reduced = reduce(chosen, [variables[index] for index in shared], names)
             for index, gradient in zip(shared, reduced, strict=True):
                 results[index] = gradient
         return results
@@ -171,23 +183,22 @@ class GradientSync:
         size = self.frontend.number_of(self.options.process_set)
         return self.options.local(gradient, tf.cast(size, gradient.dtype) if tf.is_tensor(size) else size)
 
-    def _reduce_differentiably(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def _reduce_differentiably(self, gradients: Sequence[Any], variables: Sequence[Any], names: _Names) -> list[Any]:
         if any(sparse.is_sparse(gradient) for gradient in gradients):
-            return self._reduce(gradients, variables)
+            return self._reduce(gradients, variables, names)
 
         def forward(given: Sequence[Tensor]) -> list[Tensor]:
-            return self._reduce(given, variables)
+            return self._reduce(given, variables, names)
 
         def backward(tape: Tape[Tensor], arriving: Sequence[Tensor]) -> list[Tensor]:
             if self.options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
                 raise InvalidArgumentError("only what was reduced with op=Average or Sum can be differentiated again")
-            return self._reduce(arriving, variables)  # such a reduction is its own adjoint
+            return self._reduce(arriving, variables, names)  # such a reduction is its own adjoint
 
         return record(forward, backward, gradients, keep=False)
 
-    def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        begin = self._label(gradients, variables)
-        names = [f"{begin}.{index}" for index in range(len(gradients))]
+    def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any], of: _Names) -> list[Any]:
+        names = of.choose(variables)
         parts: list[list[Tensor]] = []  # of each gradient, what is sent
         contexts: list[Any] = []
         for gradient in gradients:
@@ -199,7 +210,8 @@ class GradientSync:
                 sent, ctx = self.options.compression.compress(tf.convert_to_tensor(gradient))
                 parts.append([sent])
                 contexts.append(ctx)
-        batch = _Batch(self, names, self._groups(names, gradients, variables))
+        agreed = functools.partial(of.agreed, self.frontend, self.options.process_set)
+        batch = _Batch(self, names, self._groups(names, gradients, variables), agreed)
         received = _in_graph(batch, parts) if in_graph([None]) else _eagerly(self, batch, parts)
         return [
             sparse.combine(gradient, result, self.options.op, self.frontend.number_of(self.options.process_set))
@@ -208,14 +220,11 @@ class GradientSync:
             for gradient, result, ctx in zip(gradients, received, contexts, strict=True)
         ]
 
-    def _label(self, gradients: Sequence[Any], variables: Sequence[Any]) -> str:
-        described = [
-            (str(v.shape), tf.as_dtype(v.dtype).name, sparse.is_sparse(g))
-            for g, v in zip(gradients, variables, strict=True)
-        ]
-        begin = label(described)
-        # Nothing orders two optimizers in a graph of TensorFlow 1.
-        return begin if not in_graph([None]) or is_ordered() else unique_in_graph(begin)
+    def _names(self, gradients: Sequence[Any], variables: Sequence[Any]) -> _Names:
+        pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if not self.is_local(v)]
+        begin = label([(str(v.shape), tf.as_dtype(v.dtype).name) for _, v in pairs])
+        kinds = ["none" if g is None else "sparse" if sparse.is_sparse(g) else "dense" for g, _ in pairs]
+        return _Names(begin, [v for _, v in pairs], kinds)
 
     def _groups(self, names: Sequence[str], gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[str]]:
         groups, is_sparse = self.options.groups, [sparse.is_sparse(gradient) for gradient in gradients]
@@ -232,6 +241,39 @@ class GradientSync:
         return chosen
 
 
+class _Names:
+    """What the gradients of some variables are called, by this rank and by all of them.
+
+    Args:
+        begin: the prefix, which follows from shapes and types.
+        variables: all that a step may have gradients of, also those without.
+        kinds: of their gradients, see ``agreed_labels``.
+    """
+
+    def __init__(self, begin: str, variables: Sequence[Any], kinds: Sequence[str]) -> None:
+        self._variables = variables
+        self._kinds = kinds
+        self._begin = begin
+        self._own = [f"{begin}.{index}" for index in range(len(variables))]
+        # Nothing orders two optimizers in a graph of TensorFlow 1, nor what ranks would have to do to agree.
+        self._is_settled = in_graph([None]) and not is_ordered()
+        if self._is_settled:
+            made = labels(begin, [path_of(variable) for variable in variables])
+            self._own = [unique_in_graph(name) for name in made]
+
+    def choose(self, variables: Sequence[Any]) -> list[str]:
+        """This rank's names, of some of the variables."""
+        known = {id(inner(variable)): name for variable, name in zip(self._variables, self._own, strict=True)}
+        return [known[id(inner(variable))] for variable in variables]
+
+    def agreed(self, frontend: TensorFlowFrontend, process_set: ProcessSet) -> dict[str, str]:
+        """What each of this rank's names stands for; collective."""
+        everyones = self._own
+        if not self._is_settled:
+            everyones = agreed_labels(frontend, self._begin, self._variables, process_set, self._kinds)
+        return dict(zip(self._own, everyones, strict=True))
+
+
 class _Batch:
     """The gradients of one place in a program, of which each step reduces a new set.
 
@@ -239,15 +281,24 @@ class _Batch:
         sync: reduces them.
         names: of the gradients.
         groups: of names, each sent as one.
+        agreed: returns what each name stands for in messages; collective.
     """
 
-    def __init__(self, sync: GradientSync, names: Sequence[str], groups: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self,
+        sync: GradientSync,
+        names: Sequence[str],
+        groups: Sequence[Sequence[str]],
+        agreed: Callable[[], dict[str, str]],
+    ) -> None:
         self._frontend = sync.frontend
+        self._agreed = agreed
         self._options = sync.options
         self._names = names
         self._groups = groups
         self._sparse: dict[int, Pending[Tensor]] = {}
         self._own: dict[int, Sequence[Tensor]] = {}  # what there is nobody to share with
+        self._labels: dict[str, str] = {}  # until ranks have agreed
         self._lock = threading.Lock()
         self._open()
 
@@ -257,6 +308,9 @@ class _Batch:
         if self._context is not self._frontend.context:
             self._open()
         self._own = {}
+        if self._is_shared and not self._labels:
+            self._labels = self._agreed()
+            self._reducer.release(self._labels)
 
     def ready(self, index: int, *tensors: Tensor) -> None:
         """Hand a gradient to the engine; returns at once."""
@@ -267,7 +321,7 @@ class _Batch:
             elif len(tensors) == 1:
                 self._reducer.ready(name, tensors[0])
             else:
-                self._sparse[index] = self._frontend.start(self._gather, tensors, name, grouped=True)
+                self._sparse[index] = self._frontend.start(self._gather, tensors, self._labels[name], grouped=True)
 
     def wait(self) -> list[list[Tensor]]:
         """Each gradient's result, with which a step ends."""
@@ -303,6 +357,8 @@ class _Batch:
         self._is_shared = self._frontend.is_shared(process_set)
         self._gather = gathering(process_set)
         self._reducer = make_reducer(self._frontend, self._options, self._groups)
+        self._reducer.hold()
+        self._labels = {}
 
     def abandon(self) -> None:
         """Wait for what is left over from a step that did not finish, and drop it."""
@@ -325,6 +381,7 @@ def _eagerly(sync: GradientSync, batch: _Batch, parts: Sequence[Sequence[Tensor]
     if sync.unfinished is not None:
         sync.unfinished.abandon()
     sync.unfinished = batch
+    batch.begin()
     for index in reversed(range(len(parts))):
         batch.ready(index, *parts[index])
     results = batch.wait()

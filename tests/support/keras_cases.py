@@ -358,6 +358,39 @@ def logged() -> Iterator[list[str]]:
 
 
 @case
+@eagerly
+def like_models_are_told_apart_by_their_names() -> None:
+    def step(optimizer: Any, variable: Any, value: float) -> float:
+        variable.assign([0.0])
+        optimizer.apply([keras.ops.convert_to_tensor([value * (hvd.rank() + 1)], "float32")], [variable])
+        return float(keras.ops.convert_to_numpy(variable.value)[0])
+
+    def pair(*names: str) -> list[tuple[Any, Any]]:
+        return [
+            (hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), keras.Variable([0.0], name=name)) for name in names
+        ]
+
+    mean = -(hvd.size() + 1) / 2
+    # What one rank alone has built has taken some of Keras's numbers.
+    for _ in range(hvd.rank()):
+        keras.layers.Dense(1).build((1, 1))
+    layers = [keras.layers.Dense(1, use_bias=False) for _ in range(2)]
+    for factor, layer in enumerate(layers, 1):
+        layer.build((1, 1))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+        layer.kernel.assign([[0.0]])
+        optimizer.apply([keras.ops.convert_to_tensor([[factor * (hvd.rank() + 1.0)]], "float32")], [layer.kernel])
+        np.testing.assert_allclose(layer.get_weights()[0], [[factor * mean]])
+    twins = pair("critic_one", "critic_two")
+    if BACKEND != "jax":  # whose step is compiled: it says so of itself
+        mine = twins if hvd.rank() else twins[::-1]
+        error = raised(MismatchError, lambda: step(*mine[0], 1.0))
+        assert "of critic_two on rank 0 and of critic_one on rank 1" in str(error), error
+    for factor, (optimizer, variable) in enumerate(twins, 1):
+        assert step(optimizer, variable, float(factor)) == factor * mean
+
+
+@case
 def with_jit_compile_it_trains() -> None:
     with logged() as said:
         if BACKEND != "torch":  # whose compiler is another matter

@@ -21,6 +21,7 @@ from hvdgloo.keras import _optimizer as hvd_keras
 from hvdgloo.tensorflow import _tape as tapes
 from hvdgloo.tensorflow import _v1 as v1
 from hvdgloo.tensorflow import util
+from hvdgloo.tensorflow._frontend import TensorFlowFrontend
 from hvdgloo.tensorflow._gradients import GradientSync, _Batch
 from hvdgloo.tensorflow._state import broadcast_variables
 from hvdgloo.tensorflow.compression import Compression
@@ -741,12 +742,17 @@ def test_batch_normalisation_over_all_ranks(ranks: Ranks, way: str) -> None:
             SyncBatchNormalization(fused=fused)
 
 
+def batch_of(frontend: TensorFlowFrontend, names: list[str], groups: list[list[str]]) -> _Batch:
+    return _Batch(GradientSync(frontend, GradientOptions()), names, groups, lambda: {name: name for name in names})
+
+
 def test_gradients_may_become_ready_in_several_threads(ranks: Ranks) -> None:
     """As in a session, where nothing orders them: what keeps the members of a group together sees one at a time."""
 
     def rank_body(context: Context) -> None:
         frontend = frontend_of(context)
-        batch = _Batch(GradientSync(frontend, GradientOptions()), ["a", "b"], [["a", "b"]])
+        batch = batch_of(frontend, ["a", "b"], [["a", "b"]])
+        batch.begin()
         ready, inside, together = batch._reducer.ready, threading.Semaphore(), threading.Event()
 
         def alone(*args: Any, **kwargs: Any) -> None:
@@ -776,7 +782,7 @@ def test_what_a_broken_off_step_has_sent_is_dropped(ranks: Ranks, names: list[st
 
     def rank_body(context: Context) -> None:
         everything = [*names, "grouped", "with it"]
-        batch = _Batch(GradientSync(frontend_of(context), GradientOptions()), everything, [everything[2:]])
+        batch = batch_of(frontend_of(context), everything, [everything[2:]])
 
         def ready(name: str, value: float) -> None:
             values = np.full((1, 2), value, np.float32)
