@@ -11,15 +11,46 @@ memory is *shared* with it: the exported Buffer's owner is the tensor itself, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy.typing as npt
 
+from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import Buffer, DType, TensorSpec
 
 T = TypeVar("T")
+
+
+def not_sendable(kind: str, tensors: str, supported: Iterable[object], pairs: str) -> InvalidArgumentError:
+    """The error for tensors of an element type that no collective can carry.
+
+    Args:
+        kind: the type's name.
+        tensors: what the framework calls its tensors.
+        supported: the types that can be sent.
+        pairs: what makes real numbers of complex ones.
+    """
+    if "complex" in kind:
+        return InvalidArgumentError(
+            f"complex numbers ({kind}) cannot be sent; their real and imaginary parts can: {pairs}"
+        )
+    if kind == "string":
+        return InvalidArgumentError(
+            f"{tensors} of strings cannot be sent; broadcast_object() and allgather_object() send any Python object"
+        )
+    return InvalidArgumentError(
+        f"{tensors} of type {kind} cannot be sent; the types that can are {', '.join(map(str, supported))}"
+    )
+
+
+def kind_of(array: npt.NDArray[Any]) -> str:
+    """The name of an array's element type: "string" for each of the types that numpy has for text."""
+    of_objects = (
+        array.dtype.kind == "O" and array.size > 0 and all(isinstance(each, (str, bytes)) for each in array.flat)
+    )
+    return "string" if of_objects or array.dtype.kind in "SUT" else array.dtype.name
 
 
 @dataclass(frozen=True)

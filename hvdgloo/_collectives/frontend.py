@@ -411,13 +411,27 @@ class Frontend(Core[T]):
         return self._broadcast_all(named, broadcasting(root_rank, process_set), in_place=False)
 
     def _broadcast_all(self, named: Iterable[tuple[str, T]], operation: CollectiveSpec, *, in_place: bool) -> list[T]:
+        given = list(named)
+        for name, tensor in given:
+            self.check(name, tensor)  # before anything is sent
         pending = []
-        for name, tensor in named:
+        for name, tensor in given:
             try:
                 pending.append(self.start(operation, [tensor], name, in_place=in_place))
             except InvalidArgumentError as error:
                 raise error if name in str(error) else InvalidArgumentError(f"{name}: {error}") from None
         return [broadcast.result()[0] for broadcast in pending]
+
+    def check(self, name: str, tensor: T) -> None:
+        """Check that a tensor can be sent.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) it cannot; the text begins with the name.
+        """
+        try:
+            self.adapter.describe(self._own(tensor))
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{name}: {error}") from None
 
     # Python objects ---------------------------------------------------------------------------------------------------
 

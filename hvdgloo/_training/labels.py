@@ -101,16 +101,16 @@ def _compared(
     key = begin, number
     if key not in names.asked:  # a wait that was interrupted goes on
         # A few bytes, and ranks that have joined need not answer.
-        names.asked[key] = frontend.start_array(highest, np.array([number, -number], np.int64), f"{begin}.names")
+        names.asked[key] = frontend.start_array(highest, np.array([number, -number], np.int64), f"names.{begin}")
     extremes = names.asked[key]()
     del names.asked[key]
     if extremes[0] == -extremes[1]:
         return paths
-    everyones = frontend.allgather_object((paths, kinds), f"{begin}.names", process_set)
+    everyones = frontend.allgather_object((paths, kinds), f"names.{begin}", process_set)
     ranks = frontend.context.engine.process_sets[highest.process_set]
     _check_kinds(ranks, everyones)
     others = {path for theirs, _ in everyones for path in theirs}
-    if all(frontend.allgather_object(_exist(others, variables), f"{begin}.exist", process_set)):
+    if all(frontend.allgather_object(_exist(others, variables), f"exist.{begin}", process_set)):
         rank, path, other = next(
             (rank, here, there)
             for rank, (several, _) in zip(ranks, everyones, strict=True)

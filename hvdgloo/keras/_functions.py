@@ -16,6 +16,7 @@ import numpy as np
 
 from hvdgloo._collectives.arrays import broadcast_arrays
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
+from hvdgloo._training.labels import path_of
 from hvdgloo.errors import EagerExecutionError, InvalidArgumentError
 from hvdgloo.keras import _distributed as distributed
 from hvdgloo.keras._compression import Compression
@@ -113,6 +114,8 @@ def broadcast_global_variables(root_rank: int) -> Any:
 def broadcast_weights(variables: Sequence[Any], root_rank: int) -> None:
     """Assign one rank's values to the other ranks' Keras variables; all are under way before one is waited for."""
     arrays = [array_of(variable) for variable in variables]
+    for variable, array in zip(variables, arrays, strict=True):
+        FRONTEND.check(path_of(variable), array)
     label = FRONTEND.automatic_name("broadcast_weights")
     for variable, array in zip(variables, broadcast_arrays(FRONTEND, arrays, root_rank, label), strict=True):
         if not FRONTEND.context.is_root(root_rank):

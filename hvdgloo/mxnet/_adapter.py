@@ -20,7 +20,7 @@ from mxnet import autograd
 from mxnet.base import _LIB, MXNetError, check_call
 from mxnet.ndarray.sparse import BaseSparseNDArray
 
-from hvdgloo._collectives.adapter import Tape
+from hvdgloo._collectives.adapter import Tape, kind_of, not_sendable
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.mxnet import _recording as recording
 from hvdgloo.mxnet._shapes import numpy_shapes
@@ -44,6 +44,7 @@ _DTYPES: dict[Any, DType] = {
     for dtype, numpy_dtype in _MXNET_DTYPES.items()
     for kind in ((numpy_dtype,) if dtype is DType.BFLOAT16 else (numpy_dtype, numpy_dtype.type))
 }
+_PAIRS = "mx.nd.array(numpy.stack([array.real, array.imag]))"
 _ON_HOST = frozenset({"cpu", "cpu_pinned", "cpu_shared"})
 
 
@@ -60,10 +61,7 @@ class MXNetAdapter:
     def describe(self, tensor: Tensor) -> TensorSpec:
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
-            names = dict.fromkeys(str(supported) for supported in _DTYPES.values())
-            raise InvalidArgumentError(
-                f"arrays of type {tensor.dtype} cannot be sent; the types that can are {', '.join(names)}"
-            )
+            raise not_sendable(str(tensor.dtype), "arrays", dict.fromkeys(_DTYPES.values()), _PAIRS)
         return TensorSpec(dtype, tensor.shape)
 
     def export(self, tensor: Tensor, *, writable: bool = False, known: TensorSpec | None = None) -> Buffer:
@@ -134,6 +132,8 @@ class MXNetAdapter:
 def _instead_of(value: object) -> str:
     if isinstance(value, mx.sym.Symbol):
         return "a block that calls a collective must not be hybridized, nor must one around it"
+    if "complex" in kind_of(np.asarray(value)):
+        return f"MXNet has no complex numbers, but their real and imaginary parts can be sent: {_PAIRS}"
     return "mx.nd.array makes one of numbers and lists"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdgloo._collectives.adapter import Tape
+from hvdgloo._collectives.adapter import Tape, kind_of, not_sendable
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import Buffer, DType, TensorSpec
 
@@ -30,9 +30,8 @@ class NumpyAdapter:
     def describe(self, tensor: Array) -> TensorSpec:
         dtype = _DTYPES.get(tensor.dtype.name)
         if dtype is None:
-            raise InvalidArgumentError(
-                f"arrays of type {tensor.dtype.name} cannot be sent; the types that can are {', '.join(_DTYPES)}"
-            )
+            pairs = "numpy.stack([array.real, array.imag])"
+            raise not_sendable(kind_of(np.asarray(tensor)), "arrays", _DTYPES, pairs)
         return TensorSpec(dtype, tensor.shape)
 
     def export(self, tensor: Array, *, writable: bool = False, known: TensorSpec | None = None) -> Buffer:

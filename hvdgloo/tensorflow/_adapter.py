@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from hvdgloo._collectives.adapter import Tape
+from hvdgloo._collectives.adapter import Tape, kind_of, not_sendable
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import Buffer, DType, TensorSpec
 
@@ -48,9 +48,8 @@ class TensorFlowAdapter:
         name = tensor.dtype.name
         dtype = _DTYPES.get(name)
         if dtype is None:
-            raise InvalidArgumentError(
-                f"tensors of type {name} cannot be sent; the types that can are {', '.join(_DTYPES)}"
-            )
+            kind = kind_of(np.asarray(tensor)) if isinstance(tensor, _ARRAYS) else name
+            raise not_sendable(kind, "tensors", _DTYPES, "tf.stack([tf.math.real(x), tf.math.imag(x)])")
         if isinstance(tensor, _ARRAYS):
             return TensorSpec(dtype, tensor.shape)
         dimensions = tensor.shape.as_list() if tensor.shape.rank is not None else []

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdgloo._collectives.arrays import broadcast_arrays
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
+from hvdgloo._training.labels import path_of
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.tensorflow._frontend import TensorFlowFrontend, is_ordered, operator, unique_in_graph
 
@@ -31,6 +32,9 @@ def broadcast_variables(
     """
     given = list(variables)
     targets = [variable_of(variable) for variable in given]
+    for variable, target in zip(given, targets, strict=True):
+        if frontend.adapter.owns(target):  # not the kind that TensorFlow 1 made at first
+            frontend.check(path_of(variable), target)
     number = process_set_id(process_set)
 
     def exchange(*arrays: Any) -> list[Any]:

@@ -24,6 +24,7 @@ _suits = _moments is not None and list(inspect.signature(_moments).parameters) =
 """Whether this is Keras 3's layer, whose method for a batch's statistics, which is not public, can be overridden."""
 
 
+@tf.keras.utils.register_keras_serializable("hvdgloo")
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
     """``keras.layers.BatchNormalization`` whose statistics in training are those of all ranks' batches together.
 

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from hvdgloo._backends import gpu
-from hvdgloo._collectives.adapter import Tape
+from hvdgloo._collectives.adapter import Tape, not_sendable
 from hvdgloo._platform.huge_pages import LARGE_BYTES, advise_large_pages
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.torch._compilation import uncompiled
@@ -46,10 +46,7 @@ class TorchAdapter:
         _refuse(tensor)
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
-            raise InvalidArgumentError(
-                f"tensors of type {tensor.dtype} cannot be sent; the types that can are "
-                + ", ".join(str(supported) for supported in _DTYPES)
-            )
+            raise not_sendable(str(tensor.dtype), "tensors", _DTYPES, "torch.view_as_real(tensor)")
         return TensorSpec(dtype, tuple(tensor.shape), "cuda" if self.on_gpu(tensor) else "cpu")
 
     def export(self, tensor: torch.Tensor, *, writable: bool = False, known: TensorSpec | None = None) -> Buffer:

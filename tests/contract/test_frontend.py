@@ -5,6 +5,7 @@ Expectations are computed in numpy from rank and size.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -457,8 +458,40 @@ def test_complex_numbers_are_refused_by_name(world: MakeWorld, framework: Framew
     }
     tensor = make.get(framework.name, lambda: array)()
     for call in (frontend.allreduce, frontend.allgather, lambda t: frontend.broadcast_(t, 0)):
-        with pytest.raises(ValueError, match="complex128"):
+        with pytest.raises(ValueError, match="complex128") as caught:
             call(tensor)
+    _, _, advice = str(caught.value).partition("their real and imaginary parts can: ")
+    names = {"array": tensor, "tensor": tensor, "x": tensor, "numpy": np}
+    names |= {name: importlib.import_module(name) for name in ("torch", "tensorflow") if name == framework.name}
+    pairs = eval(advice, names | {"tf": names.get("tensorflow")})
+    assert sorted(framework.array(frontend.allreduce(pairs)).ravel().tolist()) == [1.0, 2.0]
+
+
+def test_strings_are_refused_as_strings(world: MakeWorld, framework: Framework) -> None:
+    if framework.name in ("mxnet", "torch"):
+        pytest.skip(f"{framework.name} has no strings")
+    frontend = framework.frontend(world(1).contexts[0])
+    arrays: list[Any] = [np.array(["a", "b"]), np.array([b"sixteen bytes ..."]), np.array(["a", "b"], object)]
+    if framework.name == "tensorflow":
+        arrays.append(importlib.import_module("tensorflow").constant(["a"]))
+    for array in arrays:
+        with pytest.raises(ValueError, match=r"s of strings cannot be sent; broadcast_object\(\)"):
+            frontend.allreduce(array)
+    with pytest.raises(ValueError, match="of type object cannot be sent"):
+        frontend.allreduce(np.array([None, "a"], object))
+
+
+def test_nothing_is_broadcast_if_a_part_of_it_cannot_be(world: MakeWorld, framework: Framework) -> None:
+    def rank_body(context: Context) -> None:
+        frontend = framework.frontend(context)
+        weight = framework.writable(framework.float64([context.rank + 1.0]))
+        with pytest.raises(ValueError, match=r"^phases: expected "):
+            frontend.broadcast_all_([("weight", weight), ("phases", "not a tensor")], 1)
+        assert framework.array(weight).tolist() == [context.rank + 1.0]
+        frontend.broadcast_all_([("weight", weight)], 1)
+        assert framework.array(weight).tolist() == [2.0]
+
+    world(2).run(rank_body)
 
 
 @pytest.mark.parametrize("average", [True, False])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import io
 import json
 import logging
@@ -399,6 +400,24 @@ def with_jit_compile_it_trains() -> None:
         assert len(said) == (BACKEND == "tensorflow"), said
         assert all("trains without it (jit_compile=False)" in line for line in said)
     trained_as_one(lambda: keras.optimizers.SGD(0.05), jit_compile="auto")
+
+
+@case
+def a_model_with_synchronised_batch_normalization_is_saved_and_loaded() -> None:
+    if BACKEND != "tensorflow":
+        return
+    layer = importlib.import_module("hvdgloo.tensorflow").SyncBatchNormalization
+    model = keras.Sequential([keras.Input((4,)), layer(momentum=0.5), keras.layers.Dense(3)])
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss="mse")
+    model.fit(own(X), own(Y), batch_size=BATCH // hvd.size(), verbose=0)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("model.keras", "model.h5"):
+            model.save(f"{folder}/{name}")
+            for load in (keras.models.load_model, hvd.load_model):
+                loaded = load(f"{folder}/{name}")
+                assert type(loaded.layers[0]) is layer, loaded.layers
+                assert loaded.layers[0].momentum == 0.5
+                np.testing.assert_allclose(loaded.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-5)
 
 
 @case

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._job.context import Context
 from hvdgloo._training.options import GradientOptions
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError
+from hvdgloo.keras import _functions as keras_functions
 from hvdgloo.keras import _optimizer as hvd_keras
+from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.tensorflow import _tape as tapes
 from hvdgloo.tensorflow import _v1 as v1
 from hvdgloo.tensorflow import util
@@ -677,6 +681,30 @@ def test_adasum_combines_what_a_sessions_optimizers_did(ranks: Ranks, passes: in
                 assert session.run(count) == 2
 
     ranks(2).run(rank_body)
+
+
+@pytest.mark.parametrize("way", ["eager", "function", "session"])
+@pytest.mark.parametrize(
+    ("value", "text"), [([b"a" * 16], "tensors of strings"), ([1j], "complex numbers")], ids=["strings", "complex"]
+)
+def test_a_variable_that_cannot_be_broadcast_is_named(ranks: Ranks, way: str, value: Any, text: str) -> None:
+    frontend = frontend_of(ranks(1).contexts[0])
+    with tf.Graph().as_default() if way == "session" else nullcontext():
+        weight, words = tf.Variable(1.0, name="weight"), tf.Variable(value, name="words")
+
+        def broadcast() -> Any:
+            return broadcast_variables(frontend, [weight, words], 0)
+
+        with pytest.raises(InvalidArgumentError, match=f"^words: {text}.* cannot be sent"):
+            compiled("eager" if way == "session" else way, broadcast)()
+
+
+def test_a_variable_of_keras_that_cannot_be_broadcast_is_named(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = ranks(1).contexts[0]
+    monkeypatch.setattr(keras_functions, "FRONTEND", Frontend(NumpyAdapter(), lambda: context))
+    words = tf.Variable([b"a" * 16], name="words")
+    with pytest.raises(InvalidArgumentError, match=r"^words: arrays of strings cannot be sent"):
+        keras_functions.broadcast_weights([tf.Variable(1.0), words], 0)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
