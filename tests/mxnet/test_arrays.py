@@ -125,6 +125,9 @@ def test_what_cannot_be_sent_is_refused(ranks: Ranks) -> None:
     for call in (frontend.allreduce, frontend.allreduce_, frontend.allgather):
         with pytest.raises(InvalidArgumentError, match=r"row_sparse array cannot be sent; tostype"):
             call(sparse)
+        for value in (np.array([1j]), 1j):
+            with pytest.raises(InvalidArgumentError, match="MXNet has no complex numbers, but their real and"):
+                call(value)
 
     class Block(mx.gluon.HybridBlock):  # type: ignore[misc]
         def hybrid_forward(self, F: Any, x: Any) -> Any:  # noqa: N803 - Gluon's name

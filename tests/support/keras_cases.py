@@ -408,7 +408,8 @@ def a_model_with_synchronised_batch_normalization_is_saved_and_loaded() -> None:
         return
     layer = importlib.import_module("hvdgloo.tensorflow").SyncBatchNormalization
     model = keras.Sequential([keras.Input((4,)), layer(momentum=0.5), keras.layers.Dense(3)])
-    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss="mse")
+    loss = keras.losses.MeanSquaredError()
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss=loss)
     model.fit(own(X), own(Y), batch_size=BATCH // hvd.size(), verbose=0)
     with tempfile.TemporaryDirectory() as folder:
         for name in ("model.keras", "model.h5"):
