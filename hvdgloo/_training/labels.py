@@ -144,4 +144,4 @@ def _check_kinds(ranks: Sequence[int], everyones: Sequence[tuple[list[str], list
 def _exist(paths: set[str], variables: Sequence[Any]) -> bool:
     """Whether this process has variables of all these names."""
     classes = tuple({type(variable) for variable in variables})
-    return paths <= {path_of(each) for each in gc.get_objects() if isinstance(each, classes)}
+    return paths <= {path_of(each) for each in gc.get_objects() if issubclass(type(each), classes)}
