@@ -186,7 +186,9 @@ class Agents:
             ConfigError: this process may not have as many open files as all agents need.
         """
         count = len(self.hosts)
-        reserve_descriptors(_PIPES * count, "this launcher", f"the commands that lead to {count} hosts")
+        reserve_descriptors(
+            _PIPES * count, "this launcher", f"the commands that lead to {count} host{'s' * (count > 1)}"
+        )
         self._startup, self._required = startup, required
         self.start_due(time.monotonic())
         yield
