@@ -170,6 +170,7 @@ class TestFile:
             "params.gloo_provider": "torch",
             "params.shm_direct": "true",
             "params.deterministic": "true",
+            "params.check_weights": "false",
             "elastic.join": "now",
             "observe.enabled": "false",
             "autotune.enabled": "true",
