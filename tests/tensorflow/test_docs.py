@@ -27,7 +27,7 @@ def test_the_api_page_is_what_the_docstrings_say() -> None:
     [
         ("README.md", "DistributedGradientTape"),
         ("README.md", "model.fit"),
-        ("docs/elastic.md", "KerasState(model, batch=0, epoch=0)"),
+        ("docs/elastic.md", "KerasState(model, batch=0"),
         ("docs/elastic.md", "TensorFlowKerasState"),
     ],
 )
