@@ -61,7 +61,8 @@ class TorchAdapter:
                 and tensor.shape == known.shape
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
-                and not is_null(tensor, address := tensor.data_ptr())
+                # Nearly all addresses are higher than any place in a storage.
+                and ((address := tensor.data_ptr()) >> 40 or not is_null(tensor, address))
             ):
                 return Buffer(address, known, tensor)
         except RuntimeError:  # from a tensor without a shape or an address, about which there is more to say below

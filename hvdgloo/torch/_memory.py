@@ -32,7 +32,8 @@ _KINDS = {
 
 def refusal(tensor: torch.Tensor) -> str | None:
     """Return why a tensor has no memory that could be sent, and what to do instead; None if it has."""
-    for kind in type(tensor).__mro__:
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    for kind in () if is_plain else type(tensor).__mro__:
         if kind.__name__ in _KINDS and kind.__module__.startswith("torch."):
             return _KINDS[kind.__name__].format(kind.__name__)
     if is_functorch_wrapped_tensor(tensor):
@@ -48,7 +49,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
             "initialise its weights, before an optimizer is made for it and before anything is sent"
         )
     if tensor.layout is torch.strided and has_no_address(tensor) and not tensor._is_zerotensor():
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        if is_plain:
             return "the tensor's memory has been freed (its storage has 0 bytes), as FSDP does it between uses"
         return f"a {type(tensor).__name__} has no memory of its own; send the tensors that it consists of"
     return None
@@ -66,5 +67,4 @@ def has_no_address(tensor: torch.Tensor) -> bool:
 
 def is_null(tensor: torch.Tensor, address: int) -> bool:
     """Whether an address is only the tensor's place in its storage, which itself lies nowhere."""
-    # Nearly all addresses are higher than any offset, which saves two calls for each tensor of a step.
-    return address >> 40 == 0 and address == tensor.storage_offset() * tensor.element_size()
+    return address == tensor.storage_offset() * tensor.element_size()
