@@ -81,7 +81,7 @@ class WorkerInfo:
 
 
 def started_by(holder: WorkerInfo, info: WorkerInfo, name: str) -> str:
-    """Why a worker cannot have a place whose holder has started it: it is none, and has only run the worker's program.
+    """Say why a process cannot have the place of the worker that has started it: it has only run the worker's program.
 
     Args:
         holder: who has the place.

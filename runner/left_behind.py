@@ -1,4 +1,4 @@
-"""What a job has left in files, for the end of its summary: where it is, how to open it, and what is missing in it."""
+"""Files that a job has left, for the end of its summary: where they are, how to open them, and what they lack."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _traces(path: str, began: float) -> list[str]:
 
 
 def _opened(found: list[str], path: str) -> str:
-    """Where traces are, and how to open them."""
+    """Say where traces are and how to open them."""
     if len(found) == 1:
         return f"the timeline is in {found[0]}; open it in ui.perfetto.dev"
     names = "*".join(shlex.quote(part) if part else "" for part in path.split("{rank}"))

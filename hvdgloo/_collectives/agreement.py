@@ -21,7 +21,7 @@ _registered: weakref.WeakKeyDictionary[Context, dict[tuple[str, int], Persistent
 _asked: weakref.WeakKeyDictionary[Context, dict[str, tuple[Handle, npt.NDArray[np.int64]]]] = (
     weakref.WeakKeyDictionary()
 )
-"""What is being agreed upon, by the operations' names. The others have this rank's values."""
+"""The agreements under way, by their operations' names. The others have this rank's values."""
 
 
 def highest(context: Context, label: str, values: Sequence[int]) -> list[int]:

@@ -91,7 +91,7 @@ def meeting(config: Config) -> Iterator[Config]:
 
 
 def _is_torchrun_s(config: Config, environ: Mapping[str, str]) -> bool:
-    """Whether torchrun has started this process, and all that it has started are on this host."""
+    """Tell whether torchrun has started this process, and all that it has started are on this host."""
     # The last variable is set by torchrun in any case, and by no other launcher.
     return (
         config.rendezvous is None
@@ -150,7 +150,7 @@ def _await_invitation(path: str, config: Config) -> dict[str, str]:
 
 
 def _invitation(path: str) -> dict[str, str] | None:
-    """What is said in the file; None if it is not there, or was left behind by a process that was killed."""
+    """Read the file; None if it is not there, or was left behind by a process that was killed."""
     try:
         with open(path, encoding="ascii") as file:
             try:

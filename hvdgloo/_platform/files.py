@@ -109,7 +109,7 @@ def check_link(path: str) -> None:
 
 
 def _own_target(path: str) -> str | None:
-    """Where a link of this user's or root's leads; None if it is another user's."""
+    """Read the target of a link of this user's or root's; None if it is another user's."""
     if not hasattr(os, "O_PATH"):
         return os.readlink(path) if os.lstat(path).st_uid in (0, os.geteuid()) else None
     # By a descriptor of the link itself, which nobody can exchange between the two questions.

@@ -1,4 +1,4 @@
-"""What this machine has: a name, cores, GPUs, packages; and whether the kernel ran out of memory.
+"""Facts about this machine: its name, cores, GPUs and packages, and whether the kernel ran out of memory.
 
 Nothing here imports a framework: asking torch for the number of GPUs would take longer than starting the job.
 """

@@ -1,4 +1,4 @@
-"""What gradients are called in a job's messages, where ranks find each other's by their variables.
+"""Names of gradients in a job's messages, where ranks find each other's gradients by their variables.
 
 A gradient's name tells the variable's, so that models of the same shapes are told apart, whatever the order in which a
 rank reduces their gradients. But Keras numbers what has no name of its own, and a rank that has built something else
@@ -27,7 +27,7 @@ from hvdgloo.types import Collective, ReduceOp
 
 
 class _Names:
-    """What the ranks of one Context have agreed on.
+    """The names that the ranks of one Context have agreed on.
 
     Attributes:
         agreed: labels.
@@ -57,7 +57,7 @@ def agreed_labels(
     process_set: ProcessSet,
     kinds: Sequence[str] | None = None,
 ) -> list[str]:
-    """What the gradients of some variables are called in this job; collective when it is asked for the first time.
+    """Name the gradients of some variables in this job; collective when called for the first time.
 
     Args:
         frontend: where collectives are submitted.
@@ -142,6 +142,6 @@ def _check_kinds(ranks: Sequence[int], everyones: Sequence[tuple[list[str], list
 
 
 def _exist(paths: set[str], variables: Sequence[Any]) -> bool:
-    """Whether this process has variables of all these names."""
+    """Tell whether this process has variables of all these names."""
     classes = tuple({type(variable) for variable in variables})
     return paths <= {path_of(each) for each in gc.get_objects() if issubclass(type(each), classes)}

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 SAMPLE = 32
-"""How many elements of each tensor are looked at: where initial weights differ, nearly all of them do."""
+"""The number of elements that are sampled from each tensor: where initial weights differ, nearly all of them do."""
 
 _BYTES = 4
 
@@ -37,7 +37,7 @@ def to_send(own: int | None) -> npt.NDArray[np.uint8]:
 
 
 def all_equal(received: npt.NDArray[np.uint8]) -> bool:
-    """Whether the greatest bytes of all ranks say that all checksums are the same; also if there are none."""
+    """Tell whether the greatest bytes of all ranks mean that all checksums are equal; also if there are none."""
     greatest, complements = received[:_BYTES].astype(int), received[_BYTES:].astype(int)
     nobody = not received.any()
     return nobody or bool((greatest == 255 - complements).all())

@@ -172,7 +172,7 @@ class _State:
             self._is_minimizing = before
 
     def compute(self, plain: Callable[..., Any], *args: Any, of: Any = None, **kwargs: Any) -> Any:
-        """What an optimizer's method computes, reduced, unless ``minimize`` calls it.
+        """Return what an optimizer's method computes, reduced, unless ``minimize`` calls it.
 
         Args:
             plain: returns pairs of gradients and variables; with ``of=``, the gradients of these variables.
@@ -186,7 +186,7 @@ class _State:
         return pairs if of is None else [gradient for gradient, _ in pairs]
 
     def takes_reduced(self) -> bool:
-        """Whether what ``apply_gradients`` is given comes from ``compute``. To be called once by each."""
+        """Tell whether what ``apply_gradients`` is given comes from ``compute``. To be called once by each."""
         computed = self._computed
         if self._is_minimizing:
             self._computed = None

@@ -62,7 +62,7 @@ class TorchSync:
 
     @property
     def active(self) -> bool:
-        """Whether there is anybody to reduce with; collective when it is asked for the first time."""
+        """True if there are other ranks to reduce with; collective when read for the first time."""
         self._follow()
         if not self._ranks():
             return False

@@ -306,7 +306,7 @@ def _is_of_pyspark(handler: object) -> bool:
 
 
 def number_of_tasks(session: Session, num_proc: int | None, start_timeout: float | None = None) -> int:
-    """How many tasks to start: ``num_proc``, or as many as Spark is set to run at once and has room for.
+    """Choose the number of tasks to start: ``num_proc``, or as many as Spark is set to run at once and has room for.
 
     ``spark.default.parallelism`` is often a number of partitions, several for each core.
 
@@ -325,7 +325,7 @@ def number_of_tasks(session: Session, num_proc: int | None, start_timeout: float
 
 
 def _slots(session: Session, needed: int, deadline: float) -> int:
-    """How many tasks Spark runs at once, as soon as these are enough or no executor is still expected."""
+    """Count the tasks that Spark runs at once, as soon as these are enough or no executor is still expected."""
     slots = session.slots()
     unsettled = time.monotonic()
     while slots < needed and time.monotonic() < deadline:

@@ -125,7 +125,7 @@ class GradientSync:
         return results
 
     def alike(self, gradients: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any], name: str) -> list[Any]:
-        """What ``reduce`` has returned; if a gradient given on some rank is not finite, one is not finite on any rank.
+        """Return what ``reduce`` has returned, with a gradient that is not finite if one was given on any rank.
 
         For deciding by that whether to step. Sums have this property anyway.
 
@@ -242,7 +242,7 @@ class GradientSync:
 
 
 class _Names:
-    """What the gradients of some variables are called, by this rank and by all of them.
+    """The names of some variables' gradients, as this rank has them and as all ranks have them.
 
     Args:
         begin: the prefix, which follows from shapes and types.
@@ -267,7 +267,7 @@ class _Names:
         return [known[id(inner(variable))] for variable in variables]
 
     def agreed(self, frontend: TensorFlowFrontend, process_set: ProcessSet) -> dict[str, str]:
-        """What each of this rank's names stands for; collective."""
+        """Map each of this rank's names to the common one; collective."""
         everyones = self._own
         if not self._is_settled:
             everyones = agreed_labels(frontend, self._begin, self._variables, process_set, self._kinds)

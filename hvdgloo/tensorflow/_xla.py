@@ -23,7 +23,7 @@ _STEPS = {"train_function": "trains", "test_function": "is evaluated", "predict_
 
 
 class _Met(threading.local):
-    """How many operators that run collectives this thread has made so far."""
+    """Count the operators running collectives that this thread has made so far."""
 
     count = 0
 

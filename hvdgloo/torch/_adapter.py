@@ -207,7 +207,7 @@ def _refuse(tensor: torch.Tensor) -> None:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether some elements share their memory, as they do in what was expanded."""
+    """Tell whether some elements share their memory, as they do in what was expanded."""
     extent, places = 0, [(step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
     for step, size in sorted(places):
         if step <= extent:

@@ -56,7 +56,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
 
 
 def has_no_address(tensor: torch.Tensor) -> bool:
-    """Whether a tensor with elements, on the CPU or a GPU, lacks memory."""
+    """Tell whether a tensor with elements, on the CPU or a GPU, lacks memory."""
     if not (tensor.is_cpu or gpu.of(tensor) is not None) or not tensor.numel():
         return False
     try:
@@ -66,5 +66,5 @@ def has_no_address(tensor: torch.Tensor) -> bool:
 
 
 def is_null(tensor: torch.Tensor, address: int) -> bool:
-    """Whether an address is only the tensor's place in its storage, which itself lies nowhere."""
+    """Tell whether an address is only the tensor's place in its storage, which itself lies nowhere."""
     return address == tensor.storage_offset() * tensor.element_size()

@@ -97,7 +97,7 @@ class _Kind(enum.IntEnum):
 
 @dataclass
 class _Stepped:
-    """What an Adasum optimizer's step has changed, and what comes of it.
+    """The changes that an Adasum optimizer's step has made, and their reductions.
 
     Attributes:
         before: the parameters as they were.

@@ -94,7 +94,7 @@ class Observatory:
             self._fed.notify()
 
     def host(self, name: str, state: str) -> None:
-        """What has become of a host: "up", "left out", "lost" (with its ranks) or "left".
+        """Record the state of a host: "up", "left out", "lost" (with its ranks) or "left".
 
         A change makes an event, but for "left out": what says so has the reason, too.
         """
@@ -275,7 +275,7 @@ class Subscription:
         return value
 
     def waiting(self, least: float) -> dict[int, str]:
-        """What each rank waits for; see ``Observatory.waiting``."""
+        """Tell what each rank waits for; see ``Observatory.waiting``."""
         return self._observatory.waiting(least)
 
     def __enter__(self) -> Subscription:

@@ -62,7 +62,7 @@ class Window:
         self._first: Sample | None = None
         self._interval = 1.0
         self.heard = 0.0
-        """When the last sample came, by our clock."""
+        """The time of the last sample, by this process's clock."""
         self._stepped = 0.0  # and when the last one with a new step
         self._steps = Rates()
 

@@ -454,7 +454,7 @@ class Front(cheroot_server.HTTPServer):
             self._register(connection)
 
     def _are_quiet(self) -> bool:
-        """Whether there is a connection that could give way to another."""
+        """Tell whether there is a connection that could give way to another."""
         with self._lock:
             return any((self._lingering, self._reading, self._idle))
 

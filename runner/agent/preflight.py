@@ -34,7 +34,7 @@ def lacking(required: Require, environ: Mapping[str, str]) -> Lacking:
 
 
 def machine_lacks() -> str:
-    """What this host itself lacks, and what to do about it; empty if nothing."""
+    """Name what this host itself lacks, and what to do about it; empty if nothing."""
     if sys.platform != "linux" or os.path.isdir(f"/proc/{os.getpid()}"):
         return ""
     return (

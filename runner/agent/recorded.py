@@ -1,7 +1,7 @@
-"""What workers record of the error that ends them, in the way of ``torch.distributed.elastic.multiprocessing.errors``.
+"""Errors that workers record before they end, as ``torch.distributed.elastic.multiprocessing.errors`` has it.
 
-Its decorator ``record`` writes the error to a file that TORCHELASTIC_ERROR_FILE names. Each worker has one of its own,
-in a folder that only this user can enter.
+The decorator ``record`` of that module writes the error to a file that TORCHELASTIC_ERROR_FILE names. Each worker has a
+file of its own, in a folder that only this user can enter.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _LONGEST = 400  # characters of an error
 
 
 def folder_of(agent_id: str) -> str:
-    """Where the workers of an agent record their errors."""
+    """The folder in which an agent's workers record their errors."""
     return os.path.join(tempfile.gettempdir(), f"hvdgloo-errors-{agent_id}")
 
 
 class RecordedErrors:
-    """What one agent's workers have recorded."""
+    """The errors that one agent's workers have recorded."""
 
     def __init__(self) -> None:
         self._folder = ""
@@ -34,11 +34,11 @@ class RecordedErrors:
             self._folder = folder
 
     def variables(self, number: int) -> dict[str, str]:
-        """What a worker must find in its environment."""
+        """Return the variable that a worker must find in its environment."""
         return {_VARIABLE: self._path(number)} if self._folder else {}
 
     def error(self, number: int) -> str:
-        """What a worker that has failed recorded, in a line; empty if that is nothing."""
+        """Return in one line what a worker that has failed recorded; empty if that is nothing."""
         try:
             with open(self._path(number), encoding="utf-8", errors="replace") as file:
                 text = file.read(_MOST)

@@ -288,7 +288,7 @@ class Parser(argparse.ArgumentParser):
         return next(action.option_strings for action in self._actions if action.dest == dest)
 
     def brief_help(self) -> str:
-        """What most people look for; ``format_help`` has everything."""
+        """Format what most people look for; ``format_help`` has everything."""
         return _BRIEF
 
     def doctor_help(self) -> str:

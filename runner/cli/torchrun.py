@@ -98,7 +98,7 @@ def judge_torchrun_flags(arguments: argparse.Namespace) -> None:
 
 
 def processes_here(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int | None:
-    """How many workers ``--nproc-per-node`` asks for; None if it is not given.
+    """Count the workers that ``--nproc-per-node`` asks for; None if it is not given.
 
     Raises:
         ConfigError: its value cannot be used.

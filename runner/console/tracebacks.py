@@ -1,5 +1,5 @@
-"""What many workers raise at the same time: each traceback in one piece, and one that is the same on several ranks only
-once. Pure; times are the caller's.
+"""Tracebacks of many workers, each in one piece, and only once where several ranks print the same. Pure; times are
+the caller's.
 
 A traceback comes in many small writes, and eight ranks that raise the same error would have theirs mixed line by line.
 So it is held back until it is complete, which takes no more than a moment; what is not one is shown at once.
@@ -64,7 +64,7 @@ class _Held:
 
     @property
     def due(self) -> float:
-        """When it is to be shown at the latest."""
+        """The time at which it is shown at the latest."""
         latest = self._since + LONGEST
         return latest if self.inside else min(latest, self._last + QUIET)
 
@@ -138,7 +138,7 @@ class Tracebacks:
         return [*shown, *([Piece(source, plain)] if plain else [])]
 
     def take(self, now: float, *, over: bool = False) -> list[Piece]:
-        """What is to be shown by now; if no more comes, everything."""
+        """Take what is due; if no more comes, everything."""
         due = [source for source, held in self._held.items() if over or held.due <= now]
         return [piece for source in due for piece in self._release(source, now)]
 
@@ -152,7 +152,7 @@ class Tracebacks:
 
     @property
     def next(self) -> float | None:
-        """When ``take`` or ``same`` has something to return."""
+        """The time at which ``take`` or ``same`` has something to return."""
         times = [held.due for held in self._held.values()]
         return min([*times, *(shown.due for shown in self._shown.values() if shown.same)], default=None)
 

@@ -28,7 +28,7 @@ _SUBCOMMANDS = ("doctor", "timeline", "top", "tune")
 """What stands in a command's place and is none."""
 _OWN_INTERPRETER = ("python", "python3")
 _MORE_HOSTS = re.compile(r",.*|[^/]+(:\d+|,)")
-"""What looks like the rest of a list of hosts that was broken by a space."""
+"""Words that look like the rest of a list of hosts that a space has broken."""
 
 
 def resolve_command(

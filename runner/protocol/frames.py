@@ -336,7 +336,7 @@ class Served(Frame, frozen=True):
 
 
 class Relaying(Frame, frozen=True):
-    """Where the agent listens for its workers: a port of its loopback address; or why it does not."""
+    """The agent listens for its workers on a port of its loopback address, or says why it does not."""
 
     port: int
     failure: str = ""

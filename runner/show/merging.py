@@ -85,7 +85,7 @@ def origin(path: str) -> tuple[int, int]:
 
 
 def incomplete(path: str) -> str:
-    """Why a trace is incomplete, as its last event says; empty if it says no such thing, or cannot be read."""
+    """Read why a trace is incomplete, as its last event says; empty if it says no such thing, or cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST))

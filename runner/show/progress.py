@@ -90,7 +90,7 @@ class RunProgress:
 
 
 def _described(waiting: Mapping[int, str]) -> str:
-    """Which ranks wait for which operation, in words."""
+    """Say which ranks wait for which operation."""
     by_name: dict[str, list[int]] = {}
     for rank, name in waiting.items():
         by_name.setdefault(name, []).append(rank)

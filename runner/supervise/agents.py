@@ -253,7 +253,7 @@ class Agents:
                 self.happen(host, late)
 
     def _excused(self, link: Link) -> bool:
-        """Whether a silent agent has been kept from running, or has run in the meantime after all."""
+        """Tell whether a silent agent has been kept from running, or has run in the meantime after all."""
         if link.stream.starved():
             return True
         poll = select.poll()

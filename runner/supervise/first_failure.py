@@ -16,7 +16,7 @@ ECHO_TIME = 2.0
 
 
 def describe_end(frame: Exited) -> str:
-    """How a worker has ended, in words, with what its agent knows about it."""
+    """Say how a worker has ended, with what its agent knows about it."""
     return describe_status(frame.status) + (f"; {frame.account}" if frame.account else "")
 
 

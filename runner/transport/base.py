@@ -27,7 +27,7 @@ class AgentStream(Protocol):
         """The command's exit status; None while it runs."""
 
     def starved(self) -> bool:
-        """Whether its agent is silent only because it waits for a core or for memory, as far as can be seen here."""
+        """Tell whether its agent is silent only because it waits for a core or for memory, as far as is known here."""
 
     def kill(self) -> None:
         """End the command at once. Its agent sees the end of its stream and dies."""

@@ -62,8 +62,10 @@ class LocalStream(PipedProcess):
     """An agent as a child process."""
 
     def starved(self) -> bool:
-        """Whether the agent would run if it could. One that is stopped, or waits for something, has no such excuse: its
-        next sign of life is overdue."""
+        """Tell whether the agent would run if it could.
+
+        One that is stopped, or waits for something, has no such excuse: its next sign of life is overdue.
+        """
         return any(_wants_to_run(pid) for pid in self._agents())
 
     def _agents(self) -> list[int]:
@@ -118,7 +120,7 @@ def _descriptors() -> Iterable[int]:
 
 
 def _wants_to_run(pid: int) -> bool:
-    """Whether a process waits for a core, or for the system to bring back its memory; True if that is not known."""
+    """Tell whether a process waits for a core, or for its memory to be swapped in; True if that is not known."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"R", b"D")

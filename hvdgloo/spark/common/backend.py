@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def default_num_proc() -> int:
-    """How many processes there are by default: ``defaultParallelism``, and no more than Spark runs tasks at once.
+    """Choose the default number of processes: ``defaultParallelism``, and no more than Spark runs tasks at once.
 
     Raises:
         LaunchError: there is no active SparkContext.
