@@ -45,7 +45,7 @@ class TensorFlowAdapter:
 
     def describe(self, tensor: Tensor) -> TensorSpec:
         # Also for tensors of a graph under construction, whose dimensions may be unknown; those are -1 here.
-        name = tensor.dtype.name
+        name = tensor.dtype.name.removesuffix("_ref")  # a variable of TensorFlow 1's may be a reference to its memory
         dtype = _DTYPES.get(name)
         if dtype is None:
             kind = kind_of(np.asarray(tensor)) if isinstance(tensor, _ARRAYS) else name
