@@ -111,6 +111,7 @@ SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')
     test-spark test-with-spark test-ray test-spark-3.5 test-with-spark-3.5 test-packaging test-page test-with-page docs test-docs test-pythons test-gpu mutants soak clients check clean
 
 demo: $(READY_DEMO)
+	@mkdir -p build
 	$(BIN)/hvdgloo-run -np 2 --page --report build/demo.html examples/torch_digits.py
 	@sed "s|^  hvdgloo-run|  $(BIN)/hvdgloo-run|" docs/after-the-demo.txt
 

@@ -321,7 +321,9 @@ class Console:
         for numbers, error in self._tracebacks.same(now, over=over):
             ranks = sorted(map(self._rank_of, numbers))
             some = f"{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
-            self.always(f"the same on rank{some}: {in_one_line(error)[:_ERROR_WIDTH]}")
+            text = in_one_line(error)
+            shown = text if len(text) <= _ERROR_WIDTH else f"{text[:_ERROR_WIDTH]}..."
+            self.always(f"the same on rank{some}: {shown}")
 
     def _emit(self, source: tuple[int, int], lines: Sequence[bytes]) -> None:
         if not lines or not self._shows(source[0]):

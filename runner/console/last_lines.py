@@ -6,7 +6,9 @@ last traceback is kept, too, and shown before the last lines if these do not rea
 
 from __future__ import annotations
 
+import re
 from collections import deque
+from typing import AnyStr
 
 HEAD = "Traceback (most recent call last):"
 
@@ -16,7 +18,15 @@ KEPT = 10
 _OF_TRACE = 5  # of them, the end of a traceback that was followed by more than the others can show
 _FOLLOWING = 100  # lines after which a traceback no longer counts as the reason why the worker ended
 _WIDTH = 400
+_RANK = re.compile(r"\[rank\d+\]: ")
+_RANK_BYTES = re.compile(_RANK.pattern.encode())
 _ERROR = "hvdgloo.errors."  # the first word of an error that is shown without a traceback; see ``_job.excepthook``
+
+
+def without_rank(line: AnyStr) -> AnyStr:
+    """Remove what torch.distributed writes before each line of a traceback once a process group has been made."""
+    found = _RANK.match(line) if isinstance(line, str) else _RANK_BYTES.match(line)
+    return line[found.end() :] if found else line
 
 
 class LastLines:
@@ -35,8 +45,9 @@ class LastLines:
             position: how many lines had been printed before it, by all workers.
             error_stream: it was written to stderr, where tracebacks are.
         """
+        self._lines.append((text[:_WIDTH], position))
+        text = without_rank(text)
         line = text[:_WIDTH], position
-        self._lines.append(line)
         if error_stream and (text == HEAD or (text.startswith(_ERROR) and not self._unfinished)):
             self._trace.clear()
             self._trace.append(line)

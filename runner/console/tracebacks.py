@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hvdgloo.runner.console.last_lines import HEAD
+from hvdgloo.runner.console.last_lines import HEAD, without_rank
 from hvdgloo.runner.console.lines import Source
 
 QUIET = 0.1
@@ -124,15 +124,16 @@ class Tracebacks:
         shown: list[Piece] = []
         plain: list[bytes] = []
         for line in lines:
+            bare = without_rank(line)  # or no two ranks would raise the same
             held = self._held.get(source)
-            if held is not None and held.add(line, now):
+            if held is not None and held.add(bare, now):
                 continue
             if held is not None:
                 shown += self._release(source, now)
-            if line.startswith(_HEADS):
+            if bare.startswith(_HEADS):
                 shown += [Piece(source, plain)] if plain else []
                 plain = []
-                self._held[source] = _Held(line, now)
+                self._held[source] = _Held(bare, now)
             else:
                 plain.append(line)
         return [*shown, *([Piece(source, plain)] if plain else [])]

@@ -99,7 +99,7 @@ def _described(waiting: Mapping[int, str]) -> str:
     parts: list[str] = []
     for ranks, name in groups[:_NAMED]:
         verb = "" if parts else " wait" if len(ranks) > 1 else " waits"
-        parts.append(f"{_ranks(ranks)}{verb} for {name[:_LONGEST] or 'none'}")
+        parts.append(f"{_ranks(ranks)}{verb} for {name[:_LONGEST] or 'nothing'}")
     more = len(groups) - _NAMED
     return ", ".join(parts) + (f", and others for {more} more" if more > 0 else "")
 

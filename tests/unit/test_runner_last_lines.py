@@ -57,6 +57,10 @@ class TestLastLines:
         found = last_lines(*TRACE, "The above exception ...", *TRACE[:-1], "KeyError: 'x'", "bye")
         assert found.cause == "KeyError: 'x'"
 
+    def test_one_that_torch_distributed_prints(self) -> None:
+        found = last_lines("epoch 1", *(f"[rank1]: {line}" for line in TRACE), "bye")
+        assert found.cause == "ValueError: bad data"
+
     def test_an_echo_without_a_traceback(self) -> None:
         found = last_lines("hvdgloo.errors.JobShutdownError: rank 1 (host a, pid 1) ended", "wandb: syncing")
         assert found.cause.startswith("hvdgloo.errors.JobShutdownError: rank 1 ")

@@ -169,3 +169,21 @@ def test_output_without_an_end_is_not_held_back() -> None:
         assert held <= LONGEST / 0.05 + 1
     shown.feed(0, SIMPLE + "x\n" * 100_000, 10.0)
     assert sum(text.count("x\n") for _, text in shown.pieces) > 90_000
+
+
+def test_what_torch_distributed_writes_before_each_line_makes_no_difference() -> None:
+    """Its excepthook does so once a process group has been made, and leaves empty lines as they are."""
+    shown = Shown()
+    for rank in range(3):
+        text = "".join(f"[rank{rank}]: {line}" if line.strip() else line for line in CHAINED.splitlines(keepends=True))
+        shown.feed(rank, text, 0.0)
+    shown.tick(QUIET)
+    shown.tick(QUIET + GATHER)
+    assert shown.pieces == [(0, CHAINED)]
+    assert shown.same == [([1, 2], "RuntimeError: that is worse")]
+
+
+def test_such_a_prefix_elsewhere_is_left_alone() -> None:
+    shown = Shown()
+    shown.feed(0, "[rank0]: hello\n", 0.0)
+    assert shown.pieces == [(0, "[rank0]: hello\n")]

@@ -64,8 +64,8 @@ def test_a_program_that_does_not_use_hvdgloo_has_no_line(news: News | None) -> N
     ("waits", "text"),
     [
         ({0: "val_loss", 1: "next"}, "rank 0 waits for val_loss, rank 1 for next"),
-        ({0: "loss", 1: "", 2: "loss"}, "ranks 0 and 2 wait for loss, rank 1 for none"),
-        (dict.fromkeys(range(5), "a") | {5: ""}, "5 ranks wait for a, rank 5 for none"),
+        ({0: "loss", 1: "", 2: "loss"}, "ranks 0 and 2 wait for loss, rank 1 for nothing"),
+        (dict.fromkeys(range(5), "a") | {5: ""}, "5 ranks wait for a, rank 5 for nothing"),
         ({rank: f"op{rank}" for rank in range(6)},
          "rank 0 waits for op0, rank 1 for op1, rank 2 for op2, and others for 3 more"),
         ({0: "x" * 300, 1: "y"}, f"rank 0 waits for {'x' * 40}, rank 1 for y"),
