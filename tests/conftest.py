@@ -77,6 +77,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Have torch compute on one thread: ranks are threads here, and would take the cores from each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def backend(request: pytest.FixtureRequest) -> str:
     """The name of each backend in turn."""
     _require(request.param)

@@ -35,12 +35,7 @@ GROWING = ("a", "ab", "abcd", "c")
 """Members of one epoch after another: from one to four, and down to one that was not there at first."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def frontend_of(life: Life) -> Frontend[Tensor]:

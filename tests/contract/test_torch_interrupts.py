@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,16 +23,10 @@ from tests.support.selection import extended  # noqa: E402
 from tests.support.small_model import loss_of, make_model, part_of  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BACKENDS = ("local",)
 MakeWorld = Callable[..., World]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Embedded(nn.Module):
