@@ -21,13 +21,14 @@ from hvdgloo.config import Config
 from tests.support.frameworks import need_installed
 from tests.support.launching import clean_environment, launcher_in, wait_for
 
-TRAINS = """
+TRAINS = r"""
 import os
 import numpy as np
 import hvdgloo.numpy as hvd
 hvd.init()
 total = hvd.allreduce(np.ones(1), op=hvd.Sum)
-print("joined", hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size(), total, flush=True)
+joined = ("joined", hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size(), total)
+os.write(1, (" ".join(map(str, joined)) + "\n").encode())  # at once: torchrun's processes share one pipe
 """
 
 
