@@ -1,4 +1,4 @@
-"""What to add to the summary of a failed job, where it was a newcomer's usual mistake. Pure."""
+"""Advice for the summary of a failed job, where the cause is a typical beginner's mistake. Pure."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NO_SUCH_GPU = re.compile(r"\S*Error: CUDA error: invalid device ordinal")
 
 
 def advise(cause: str, argv: Sequence[str], python: str, *, option: str = "") -> str:
-    """One line that says what to do; empty if that is not known.
+    """Return one line that says what to do; empty if there is nothing to advise.
 
     Args:
-        cause: the line in which the worker says why it failed.
+        cause: the line in which the worker's error appears.
         argv: what was executed.
         python: the interpreter that the launcher uses by default on the worker's host.
         option: the launcher's option that names another interpreter there; empty if it is the launcher's own.
@@ -58,10 +58,10 @@ def advise(cause: str, argv: Sequence[str], python: str, *, option: str = "") ->
 
 
 def advise_on_signal(reason: str) -> str:
-    """One line that says what to do about a lack of memory; empty if the reason for the end is another one.
+    """Return one line that says what to do about a lack of memory; empty if the job failed for another reason.
 
     Args:
-        reason: why the job failed, with what the kernel has to do with it.
+        reason: why the job failed, including what the kernel did.
     """
     if "by signal 9" not in reason or " for lack of memory" not in reason:
         return ""

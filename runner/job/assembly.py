@@ -1,6 +1,6 @@
-"""From what was asked for to a job: the same way from the command line and from ``hvdgloo.run.run``.
+"""A job, assembled from options or arguments: the command line and ``hvdgloo.run.run`` share this path.
 
-What can be wrong with a value is found here or earlier, and not once agents are running.
+Unusable values are refused here or earlier, before any agent is started.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def assemble(
     max_restarts: int = 0,
     views: Views = Views(),  # noqa: B008 - it never changes
 ) -> LaunchSpec:
-    """The job. Arguments that are not described here are those of ``LaunchSpec``.
+    """Return the job. Arguments that are not described here have the same meaning as in ``LaunchSpec``.
 
     Args:
-        inventory: what it runs on.
-        environ: of the workers; its settings apply to the launcher, too.
+        inventory: the hosts that the job runs on.
+        environ: the workers' environment; its settings apply to the launcher, too.
         reach: how hosts are reached, except for what inventory and settings determine.
-        nics: the user's words on which addresses to use, in the form of ``--nics``.
+        nics: which addresses to use, in the form of ``--nics``.
         start_timeout: in seconds; None for the setting.
-        heartbeat_timeout: seconds of silence between launcher and agent after which either is lost to the other; None
-            for what suits a launcher that is part of the user's program.
+        heartbeat_timeout: seconds of silence between launcher and agent after which each considers the other lost; None
+            for a value that suits a launcher inside the user's program.
 
     Raises:
         ConfigError: a value cannot be used; the text names it.

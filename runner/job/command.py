@@ -1,4 +1,4 @@
-"""What a worker is given: its argv and its environment. Data until the last moment; no shell sees any of it."""
+"""A worker's command line and environment. Both are data until the last moment: no shell parses them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
 )
 NO_LIMIT = 2**31 - 1
-"""Stands for any number of restarts: programs read the variable as a whole number, and compare the count with it."""
+"""Value that stands for an unlimited number of restarts: programs read the variable as an integer and compare the count
+with it."""
 _SUBCOMMANDS = ("doctor", "timeline", "top", "tune")
-"""What stands in a command's place and is none."""
+"""Subcommands, which take a command's place."""
 _OWN_INTERPRETER = ("python", "python3")
 _MORE_HOSTS = re.compile(r",.*|[^/]+(:\d+|,)")
-"""Words that look like the rest of a list of hosts that a space has broken."""
+"""Pattern of words that look like the rest of a host list that a space has split."""
 
 
 def resolve_command(
     command: Sequence[str], *, python: str | None, cwd: str, search_path: str | None, module_path: Sequence[str]
 ) -> tuple[str, ...]:
-    """The argv that a command means.
+    """Return the argv that runs the user's command.
 
     ``train.py ...`` and ``-m package.module ...`` are run by ``python``, the interpreter that hvdgloo is installed for;
     so is a command that begins with the bare word ``python`` or ``python3``. Anything else is a program, looked up as a
@@ -64,7 +65,7 @@ def resolve_command(
 
 
 def resolve_elsewhere(command: Sequence[str], *, python: str | None) -> tuple[str, ...]:
-    """The argv that a command means on another host, whose interpreter and search path may differ."""
+    """Return the argv that runs the user's command on another host, whose interpreter and search path may differ."""
     program = command[0]
     if python is None:
         return tuple(command)
@@ -74,10 +75,10 @@ def resolve_elsewhere(command: Sequence[str], *, python: str | None) -> tuple[st
 
 
 def needs(argv: Sequence[str], python: str) -> tuple[Sequence[str], Sequence[str]]:
-    """The files and programs that must be present where workers run, as far as an argv shows them.
+    """Return the files and programs that must exist where workers run, as far as an argv shows them.
 
     Args:
-        python: our own interpreter on that host, which is present if an agent is.
+        python: hvdgloo's own interpreter on that host, which exists if an agent runs.
     """
     if not argv:
         return (), ()
@@ -99,7 +100,7 @@ def _module(arguments: Sequence[str], path: Sequence[str]) -> tuple[str]:
 
 
 def _check_script(arguments: Sequence[str], cwd: str) -> None:
-    """``python train.py``: a script given as the first argument must exist."""
+    """Check that the script exists in ``python train.py``."""
     if arguments and arguments[0].endswith(".py"):
         _require_file(arguments[0], cwd)
 
@@ -147,18 +148,19 @@ def worker_environment(
     restart: int = 0,
     max_restarts: int | None = 0,
 ) -> dict[str, str]:
-    """What one worker finds in its environment in addition to the user's own.
+    """Return the variables that are added to the user's environment for one worker.
 
-    Three families: hvdgloo's names, the Horovod names that have a meaning here, and those that torchrun sets, which
+    There are three families: hvdgloo's names, the Horovod names that have a meaning here, and the names that torchrun
+    sets, which torch.distributed's ``env://`` and libraries based on it read.
     torch.distributed's ``env://`` and libraries built on it read.
 
     Args:
         rendezvous: address and port of the server.
-        address: where this worker is reached.
-        master: an address of rank 0's host and a free port there, for the user's own torch.distributed; None if that is
-            not known yet.
-        restart: how often all workers have been started again.
-        max_restarts: how often they may be, or in an elastic job may form anew; None for any number of times.
+        address: the worker's own address, at which its peers reach it.
+        master: an address of rank 0's host and a free port there, for the user's own torch.distributed; None if not yet
+            known.
+        restart: how often all workers have been restarted.
+        max_restarts: how often all workers may be restarted, or an elastic job may form anew; None for no limit.
     """
     return {
         **place_variables(
@@ -193,13 +195,13 @@ def worker_environment(
 
 
 def interface_variables(address: Address, *, chosen: bool) -> dict[str, str]:
-    """For libraries that choose a network interface by its name: the one that the job uses on this host.
+    """Return the variables that tell libraries which network interface the job uses on this host.
 
-    Gloo would take an interface's first address, which for IPv6 is the link-local one, so with IPv6 it is not told.
-    NCCL uses several at once if it finds several, and is told only what the user wants.
+    Gloo gets no variable with IPv6: it would take the interface's first address, which is the link-local one. NCCL uses
+    all the interfaces that it finds, and gets a variable only if the user has chosen.
 
     Args:
-        chosen: the user has said which interfaces this host is to use.
+        chosen: True if the user has chosen the interfaces of this host.
     """
     if not address.nic:
         return {}
@@ -210,10 +212,10 @@ def interface_variables(address: Address, *, chosen: bool) -> dict[str, str]:
 
 
 def thread_defaults(cores: int, local_size: int, environ: Mapping[str, str], *, machine_cores: int) -> dict[str, str]:
-    """Numbers of threads that keep the workers of a host from fighting over its cores.
+    """Return thread counts that keep the workers of a host from competing for its cores.
 
-    What the user has set is kept; with OMP_NUM_THREADS given, nothing is added, since the other libraries follow it. A
-    single worker that may use the whole machine needs no limit either.
+    Variables that the user has set are kept; OMP_NUM_THREADS suppresses all others, because the other libraries follow
+    it. A single worker that may use the whole machine needs no limit either.
     """
     if "OMP_NUM_THREADS" in environ or (local_size == 1 and cores == machine_cores):
         return {}

@@ -1,8 +1,8 @@
-"""Which of the launcher's variables workers on other hosts find, and in which folder. Pure, except for reading files.
+"""The environment and the working directory of workers on other hosts. Pure, except for reading files.
 
-By default all, because a program that runs here should run there, except those that describe this host, this session or
-this login, which would be wrong there. For these, workers keep what their own host says. ``-x`` and ``--env-file`` add
-any variables; ``--export named`` passes only these and settings.
+By default, workers get all of the launcher's variables, because a program that runs here should run there. The
+exceptions are variables that describe this host, session or login: for these, workers keep the values of their own
+host. ``-x`` and ``--env-file`` add any variables; ``--export named`` passes only these and settings.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ HOST_SPECIFIC = (
     "SLURM_*", "SLURMD_*", "SLURMSTEPD_*", "SRUN_*", "PMI_*", "PMIX_*", "OMPI_*", "MPI_LOCAL*", "LSB_*", "LSF_*",
     "PBS_*", "KUBERNETES_*", "*_SERVICE_HOST", "*_SERVICE_PORT", "*_SERVICE_PORT_*", "*_PORT_*_TCP*",
 )  # fmt: skip
-"""Names that are passed on only if they are asked for; ``*`` stands for anything."""
+"""Names that are passed on only on request; ``*`` is a wildcard."""
 
 _PATTERN = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in HOST_SPECIFIC))
 _NAME = re.compile(r"[^=\s\0]+")
 
 
 def working_directory(environ: Mapping[str, str]) -> str:
-    """The current folder, by the name under which the user entered it, if it has several.
+    """Return the current directory, by the name under which the user entered it.
 
-    With an automounter, what is behind that name differs from host to host.
+    With an automounter, the target of that name differs from host to host.
 
     Raises:
-        ConfigError: the current folder has been removed.
+        ConfigError: the current directory has been removed.
     """
     try:
         real = os.getcwd()
@@ -54,17 +54,17 @@ def working_directory(environ: Mapping[str, str]) -> str:
 
 
 def is_host_specific(name: str) -> bool:
-    """Whether a variable describes this host, session, login or task, and so is passed on only if asked for."""
+    """Tell whether a variable describes this host, session, login or task, and is passed on only on request."""
     return _PATTERN.fullmatch(name) is not None
 
 
 def is_setting(name: str) -> bool:
-    """Whether it may be a setting of ours, or one that frameworks' launchers set."""
+    """Tell whether a variable may be one of our settings, or one of other launchers' names for them."""
     return name.startswith(("HVDGLOO_", "HOROVOD_"))
 
 
 def for_other_hosts(environ: Mapping[str, str], exported: Set[str], *, export_all: bool) -> dict[str, str]:
-    """The variables that are sent to another host.
+    """Return the variables that are sent to another host.
 
     Args:
         environ: the job's variables.
@@ -80,7 +80,7 @@ def for_other_hosts(environ: Mapping[str, str], exported: Set[str], *, export_al
 
 
 def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """What ``-x NAME`` and ``-x NAME=VALUE`` amount to.
+    """Return the variables that ``-x NAME`` and ``-x NAME=VALUE`` define.
 
     Raises:
         ConfigError: there is no name, or the variable is not set here.
@@ -89,9 +89,9 @@ def parse_exports(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str,
 
 
 def read_env_file(path: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """A line for each variable: ``NAME=VALUE``, or ``NAME`` for the value here; ``#`` begins a comment line.
+    """Read one variable per line: ``NAME=VALUE``, or ``NAME`` for its value here; ``#`` begins a comment line.
 
-    A value may be in quotes, which are removed; nothing in it is expanded.
+    Quotes around a value are removed; nothing in it is expanded.
 
     Raises:
         ConfigError: a line cannot be used; the text names file and line.

@@ -1,8 +1,8 @@
-"""The hosts of a job, from whatever specifies them: options, a file, a Slurm allocation, or nothing.
+"""The hosts of a job, from options, a file, a Slurm allocation, or none of these.
 
-Inside a Slurm allocation its nodes are the hosts if none are given, and srun leads to them: processes started by ssh
-would escape the job's limits and survive its end. Given hosts win; those of them that are nodes of the allocation are
-still reached by srun. ``--no-slurm`` turns all of this off.
+Inside a Slurm allocation, its nodes are the hosts if none are given, and they are reached by srun: processes started by
+ssh would escape the job's limits and survive its end. Given hosts take precedence; those that are nodes of the
+allocation are still reached by srun. ``--no-slurm`` turns all of this off.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hvdgloo.runner.job.spec import HostEntry, Reach
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a job runs on.
+    """The hosts and the number of workers of a job.
 
     Attributes:
         hosts: in order.
         np: number of workers; None for all slots.
-        notices: what to tell the user about it.
-        allocation: the one that it runs in, if Slurm is to be used.
+        notices: lines for the user about the choice.
+        allocation: the Slurm allocation around the launcher; None if there is none, or it is not to be used.
     """
 
     hosts: tuple[HostEntry, ...]
@@ -34,7 +34,7 @@ class Inventory:
     allocation: Allocation | None = None
 
     def completed(self, reach: Reach) -> Reach:
-        """The same, with the hosts to which srun leads."""
+        """Return ``reach`` with the hosts that srun reaches."""
         if self.allocation is None:
             return reach
         nodes = frozenset(host.name for host in self.allocation.hosts)
@@ -50,12 +50,12 @@ def take_inventory(
     slurm: bool = True,
     discovered: bool = False,
 ) -> Inventory:
-    """What the job runs on, with defaults for what was not given.
+    """Return the hosts and the number of workers, with defaults for what was not given.
 
     Args:
-        environ: of the launcher.
+        environ: the launcher's environment.
         slurm: look for an allocation.
-        discovered: a script or an object will list the hosts, so that there are none yet.
+        discovered: a script or an object will list the hosts; none are known yet.
 
     Raises:
         ConfigError: hosts, file or Slurm's variables cannot be used.

@@ -1,7 +1,7 @@
-"""From what the user says about hosts to a list of them. Pure, except that a host file is read.
+"""Parsing of host lists and host files. Pure, except for reading a host file.
 
-A host may be given without a number of slots: then it has one for each GPU that its agent reports, or else one. Until
-the agents have answered, it counts as one.
+A host without a number of slots has one for each GPU that its agent reports, or one if there is no GPU. Until its agent
+reports, it counts as one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdgloo.runner.protocol.frames import Hello
 from hvdgloo.topology import counted_slots
 
 MOST_WORKERS = 65536
-"""In one job. No cluster has more; a larger number is a typing error."""
+"""Limit for one job. No cluster has more; a larger number is a typing error."""
 
 _LEAST_LIMIT = 256
 _PER_CORE = 32
@@ -32,17 +32,17 @@ _IGNORED_WORDS = frozenset({"max_slots", "max-slots"})
 
 @dataclass(frozen=True)
 class _Mention:
-    """A host, and where it was found."""
+    """A host, and the place that mentions it."""
 
     host: HostEntry
     where: str
 
 
 def parse_hosts(text: str) -> tuple[HostEntry, ...]:
-    """``name:slots,user@name:slots,[IPv6 address]:slots,...``
+    """Parse ``name:slots,user@name:slots,[IPv6 address]:slots,...``.
 
     Raises:
-        ConfigError: an item cannot be understood, or a host comes twice; the text names it.
+        ConfigError: an item cannot be parsed, or a host occurs twice; the text names it.
     """
     items = [item.strip() for item in text.split(",")]
     mentions = []
@@ -55,12 +55,12 @@ def parse_hosts(text: str) -> tuple[HostEntry, ...]:
 
 
 def read_hostfile(path: str) -> tuple[HostEntry, ...]:
-    """One host per line: ``name slots=4``, ``name:4`` or ``name``; ``#`` begins a comment.
+    """Read one host per line: ``name slots=4``, ``name:4`` or ``name``; ``#`` begins a comment.
 
     ``max_slots`` is accepted but has no meaning here.
 
     Raises:
-        ConfigError: the file cannot be read, or a line cannot be understood; the text names it.
+        ConfigError: the file cannot be read, or a line cannot be parsed; the text names it.
     """
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -77,10 +77,10 @@ def read_hostfile(path: str) -> tuple[HostEntry, ...]:
 
 
 def parse_line(line: str, where: str) -> HostEntry:
-    """One host as a discovery script prints it: ``name:slots`` or ``name``.
+    """Parse one host as a discovery script prints it: ``name:slots`` or ``name``.
 
     Raises:
-        ConfigError: it cannot be understood; the text begins with ``where``.
+        ConfigError: it cannot be parsed; the text begins with ``where``.
     """
     return _parse_item(_bracketed(line), where, "h1:4", one_a_line=True)
 
@@ -95,7 +95,7 @@ def _parse_lines(lines: Sequence[str], source: str) -> Iterable[_Mention]:
 
 
 def _bracketed(name: str) -> str:
-    """In a file an IPv6 address may be written without brackets: slots are given by separate words there."""
+    """Put an IPv6 address in brackets, which files may omit: there, separate words give the slots."""
     try:
         return f"[{name}]" if ipaddress.ip_address(name).version == 6 else name
     except ValueError:
@@ -103,7 +103,7 @@ def _bracketed(name: str) -> str:
 
 
 def _with_words(host: HostEntry, text: str, where: str) -> HostEntry:
-    """What follows a host in a line of a file: ``slots=4 max_slots=8``."""
+    """Apply the words after a host in a line of a file: ``slots=4 max_slots=8``."""
     rest = text
     while rest:
         match = _FILE_WORD.match(rest)
@@ -142,7 +142,7 @@ def _slots(text: str, name: str, where: str) -> int:
 
 
 def _merged(mentions: Iterable[_Mention]) -> tuple[HostEntry, ...]:
-    """Each host once. If mentioned several times without slots, it has one for each mention (batch systems)."""
+    """Return each host once. A host that batch systems list several times without slots has one slot per mention."""
     found: dict[str, list[_Mention]] = {}
     for mention in mentions:
         found.setdefault(mention.host.name, []).append(mention)
@@ -161,11 +161,11 @@ def _merge(mentions: Sequence[_Mention]) -> HostEntry:
     return replace(first, slots=len(mentions))
 
 
-# Before and after the agents have answered.
+# Before and after the agents have reported.
 
 
 def shortlist(hosts: Sequence[HostEntry], np: int | None) -> tuple[HostEntry, ...]:
-    """The hosts that may be needed: the first ones that have ``np`` slots together, or all if it is not given.
+    """Return the hosts that may be needed: the first ones that have ``np`` slots together, or all if it is not given.
 
     Raises:
         ConfigError: they have fewer slots (the text has both numbers), or more than a job can have.
@@ -187,7 +187,7 @@ def shortlist(hosts: Sequence[HostEntry], np: int | None) -> tuple[HostEntry, ..
 
 
 def too_few(hosts: Sequence[HostEntry], np: int) -> ConfigError:
-    """The error for hosts that have fewer slots than ``np``. Slots are known."""
+    """Return the error for hosts that have fewer slots than ``np``. All slots must be known."""
     total = sum(host.slots or 1 for host in hosts)
     listed = ", ".join(map(str, hosts[:16])) + (f" and {len(hosts) - 16} more hosts" if len(hosts) > 16 else "")
     share = -(-np // len(hosts))
@@ -199,10 +199,10 @@ def too_few(hosts: Sequence[HostEntry], np: int) -> ConfigError:
 
 
 def with_slots(hosts: Sequence[HostEntry], gpus: Sequence[int]) -> tuple[HostEntry, ...]:
-    """The same hosts, each with a number of slots.
+    """Return the same hosts, each with a number of slots.
 
     Args:
-        gpus: what each host's agent has found.
+        gpus: the number of GPUs that each host's agent reported.
     """
     return tuple(
         host if host.slots is not None else replace(host, slots=max(1, found))
@@ -211,10 +211,10 @@ def with_slots(hosts: Sequence[HostEntry], gpus: Sequence[int]) -> tuple[HostEnt
 
 
 def place(hosts: Sequence[HostEntry], hellos: Sequence[Hello], spec: LaunchSpec) -> tuple[Slot, ...]:
-    """Every worker's place, once the agents have said what there is.
+    """Assign a slot to every worker, once the agents have reported their resources.
 
     Raises:
-        ConfigError: there are fewer slots than workers, or more workers than a host can bear.
+        ConfigError: there are fewer slots than workers, or too many workers for a host.
     """
     known = with_slots(hosts, [hello.gpus for hello in hellos])
     total = sum(host.slots or 0 for host in known)
@@ -237,10 +237,10 @@ def _check_total(slots: int) -> None:
 
 
 def check_load(host: str, workers: int, cores: int) -> None:
-    """Refuse what would only bring a host to its knees.
+    """Refuse a number of workers that would only overload a host.
 
     Raises:
-        ConfigError: there are more workers than it can start in a reasonable time.
+        ConfigError: the host cannot start that many in a reasonable time.
     """
     most = max(_LEAST_LIMIT, _PER_CORE * cores)
     if workers > most:
@@ -251,11 +251,11 @@ def check_load(host: str, workers: int, cores: int) -> None:
 
 
 def remark_on_load(hosts: Sequence[HostEntry], cores: Sequence[int]) -> str:
-    """What to say about hosts with far more workers than cores, most likely by mistake; empty if there are none.
+    """Return a remark about hosts with far more workers than cores, most likely by mistake; empty if there are none.
 
     Args:
         hosts: with slots that are all used.
-        cores: of each host.
+        cores: the number of cores of each host.
     """
     crowded = [(host, has) for host, has in zip(hosts, cores, strict=True) if (host.slots or 1) > _CROWD_PER_CORE * has]
     if not crowded:

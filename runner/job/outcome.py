@@ -1,4 +1,4 @@
-"""How a job ended: values that the supervisor fills in, and that the command line and ``run`` put into words."""
+"""The outcome of a job: values that the supervisor fills in, and that the command line and ``run`` put into words."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LAST_SIGNAL = 64
 
 @dataclass(frozen=True)
 class Failure:
-    """How the first worker failed, or which agent was lost.
+    """The failure of the first worker, or the loss of an agent.
 
     Attributes:
-        rank: None if it was an agent.
-        host: by its name.
+        rank: None for an agent.
+        host: the host's name.
         status: exit status, or minus the signal.
         reason: in words: ``exited with status 3``, ``was killed by signal 9 (SIGKILL)``.
     """
@@ -33,7 +33,7 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """As in a shell: 128+N for signal N."""
+        """Exit status as a shell reports it: 128+N for signal N."""
         return self.status if self.status >= 0 else 128 - self.status
 
     @property
@@ -43,12 +43,12 @@ class Failure:
 
 @dataclass
 class JobOutcome:
-    """How the job ended.
+    """The outcome of a job.
 
     Attributes:
         first: the failure that stopped it.
         interrupted: the signal that stopped it.
-        statuses: of each worker that was started: exit status, or minus the signal; None if its agent was lost.
+        statuses: exit status of each worker that was started, or minus the signal; None if its agent was lost.
     """
 
     first: Failure | None = None
@@ -57,7 +57,7 @@ class JobOutcome:
 
     @property
     def exit_code(self) -> int:
-        """0 only if every worker exited with 0."""
+        """Exit status of the job: 0 only if every worker exited with 0."""
         if self.interrupted is not None:
             return 128 + self.interrupted
         return self.first.exit_code if self.first is not None else 0
@@ -72,26 +72,26 @@ _LEFT = (
 
 
 def named_culprit(cause: str) -> int | None:
-    """The rank that a worker's error names as the reason for its own failure, if any."""
+    """Return the rank that a worker's error names as the reason for its own failure, if any."""
     named = _ECHO.match(cause)
     return int(named[1]) if named is not None else None
 
 
 def _said_of_it(cause: str) -> str:
-    """How a rank ended, according to the error of one that waited for it in vain."""
+    """Return how a rank ended, according to the error of a rank that waited for it in vain."""
     said = _LOST.search(cause)
     return said[1] if said is not None else "failed"
 
 
 def blame(outcome: JobOutcome, hosts: Mapping[int, str], cause: Callable[[int], str]) -> Failure | None:
-    """The failure to report: the first one, unless it is only an echo.
+    """Return the failure to report: the first one, unless it only echoes another one.
 
-    A worker that ends with an uncaught exception tells its peers on the way out, and they may be gone before it is.
-    Their error then names it: ``JobShutdownError: rank 2 (host ...) ...``.
+    A worker that ends with an uncaught exception tells its peers on the way out, and they may exit before it does.
+    Their errors then name it: ``JobShutdownError: rank 2 (host ...) ...``.
 
     Args:
         hosts: rank to host name.
-        cause: the line in which a rank says why it failed; empty if it says nothing.
+        cause: returns the line with a rank's error; empty if the rank printed none.
     """
     found = outcome.first
     seen: set[int] = set()
@@ -107,7 +107,7 @@ def blame(outcome: JobOutcome, hosts: Mapping[int, str], cause: Callable[[int], 
             return Failure(rank, hosts[rank], found.status, _LEFT.format(which))
         if rank == found.rank or not status:
             break
-        # Having printed why, it may have been ended by us before it could exit on its own.
+        # Having printed its error, the worker may have been terminated by us before it could exit on its own.
         ended_by_us = status == -signal.SIGTERM
         reason = _said_of_it(cause(found.rank)) if ended_by_us else describe_status(status)
         found = Failure(rank, hosts[rank], found.status if ended_by_us else status, reason)
@@ -115,11 +115,11 @@ def blame(outcome: JobOutcome, hosts: Mapping[int, str], cause: Callable[[int], 
 
 
 def describe_loss(status: int | None, said_why: bool) -> str:
-    """How the command that leads to an agent ended, put as what happened to the agent."""
+    """Describe what happened to an agent, from the exit status of the command that leads to it."""
     if status is None:
         return "closed its stream"
     if status == _CONNECTION_LOST:
-        # ssh says why, unless the reason was that the command on the other host was killed.
+        # ssh prints the reason, unless the command on the other host was killed.
         return "lost its connection" if said_why else "was killed, or lost its connection"
     if status < 0:
         return f"or the command that leads to it {describe_status(status)}"
@@ -129,7 +129,7 @@ def describe_loss(status: int | None, said_why: bool) -> str:
 
 
 def describe_status(status: int) -> str:
-    """``exited with status 3``, ``was killed by signal 9 (SIGKILL)``."""
+    """Describe a status: ``exited with status 3``, ``was killed by signal 9 (SIGKILL)``."""
     if status >= 0:
         return f"exited with status {status}"
     try:

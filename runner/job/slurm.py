@@ -1,7 +1,7 @@
-"""A Slurm allocation, as its variables describe it: node names and how many workers each may run. Pure.
+"""A Slurm allocation, as described by its variables: node names, and the number of workers per node. Pure.
 
 ``scontrol show hostnames`` would expand a node list too, but it may be missing where the launcher runs (in a container,
-say), so the expansion is done here.
+for example), so the expansion is done here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a job that this process belongs to.
+    """The nodes of the Slurm job that this process belongs to.
 
     Attributes:
-        job_id: Slurm's.
-        hosts: the nodes in Slurm's order; without slots where Slurm was told neither tasks nor GPUs.
+        job_id: Slurm's number of the job.
+        hosts: the nodes in Slurm's order; without slots if Slurm was asked for neither tasks nor GPUs.
         source: the variable that the slots come from.
         launchers: how many tasks of this process's job step run the launcher.
     """
@@ -38,10 +38,10 @@ class Allocation:
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """The allocation that the variables describe; None outside of one.
+    """Return the allocation that the variables describe; None outside of one.
 
     Raises:
-        ConfigError: a variable cannot be understood; the text names it.
+        ConfigError: a variable cannot be parsed; the text names it.
     """
     job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
     name = next((name for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(name)), None)
@@ -59,10 +59,10 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def expand(text: str, source: str = "node list") -> tuple[str, ...]:
-    """``a[001-003,7],b1`` to the names of its nodes, in order.
+    """Expand ``a[001-003,7],b1`` to the names of its nodes, in order.
 
     Raises:
-        ConfigError: ``text`` cannot be understood; the error names ``source``.
+        ConfigError: ``text`` cannot be parsed; the error names ``source``.
     """
     nodes: list[str] = []
     for item in _items(text, source):
@@ -76,7 +76,7 @@ def expand(text: str, source: str = "node list") -> tuple[str, ...]:
 
 
 def _items(text: str, source: str) -> Iterator[str]:
-    """What is between the commas that are outside of brackets."""
+    """Split at the commas that are outside of brackets."""
     item, depth = "", 0
     for letter in text.strip():
         depth += (letter == "[") - (letter == "]")
@@ -93,7 +93,7 @@ def _items(text: str, source: str) -> Iterator[str]:
 
 
 def _expand_item(item: str, text: str, source: str) -> Iterator[str]:
-    """One name with any number of brackets; the last bracket counts fastest."""
+    """Expand one name with any number of brackets; the last bracket counts fastest."""
     head, bracket, rest = item.partition("[")
     if not bracket:
         yield item
@@ -105,7 +105,7 @@ def _expand_item(item: str, text: str, source: str) -> Iterator[str]:
 
 
 def _numbers(ranges: str, text: str, source: str) -> Iterator[str]:
-    """``001-003,7`` to ``001``, ``002``, ``003``, ``7``: each as wide as the lower bound is written."""
+    """Expand ``001-003,7`` to ``001``, ``002``, ``003``, ``7``: each as wide as the lower bound is written."""
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
@@ -122,10 +122,10 @@ def _malformed(text: str, source: str, reason: str) -> ConfigError:
 
 
 def _slots(environ: Mapping[str, str], nodes: int) -> tuple[Sequence[int | None], str]:
-    """How many workers each node may run, and the variable that says so.
+    """Return the number of workers for each node, and the variable that it comes from.
 
-    The tasks that were asked for count first, then GPUs. ``SLURM_TASKS_PER_NODE`` is always set, but follows the number
-    of cores where no tasks were asked for.
+    The requested tasks take precedence over GPUs. ``SLURM_TASKS_PER_NODE`` is always set, but follows the number of
+    cores if no tasks were requested.
     """
     if environ.get("SLURM_NTASKS_PER_NODE"):
         name = "SLURM_NTASKS_PER_NODE"
@@ -149,7 +149,7 @@ def _slots(environ: Mapping[str, str], nodes: int) -> tuple[Sequence[int | None]
 
 
 def _counts(text: str, name: str, nodes: int) -> list[int]:
-    """``2(x3),1`` to 2, 2, 2, 1."""
+    """Expand ``2(x3),1`` to 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())
@@ -164,7 +164,7 @@ def _counts(text: str, name: str, nodes: int) -> list[int]:
 
 
 def _gpus(text: str, name: str) -> int:
-    """``4``, ``a100:4``, ``gpu:a100:2,gpu:v100:2``: the sum."""
+    """Sum up ``4``, ``a100:4``, ``gpu:a100:2,gpu:v100:2``."""
     matches = [_GPUS.fullmatch(part.strip()) for part in text.split(",")]
     total = sum(int(match[1]) for match in matches if match is not None)
     if None in matches or total < 1:

@@ -1,4 +1,5 @@
-"""A job, described: frozen values that the command line and ``hvdgloo.run.run`` build and ``launch`` carries out."""
+"""The description of a job: frozen values that the command line and ``hvdgloo.run.run`` build and ``launch`` carries
+out."""
 
 from __future__ import annotations
 
@@ -20,25 +21,25 @@ GRACE_AFTER_FAILURE = 3.0
 GRACE_AFTER_SIGNAL = 30.0
 HEARTBEAT_TIMEOUT = 5.0
 PROGRAM_S_TIMEOUT = 60.0
-"""Seconds of silence that agents bear if the launcher is part of the user's own program, one call of which (sorting a
-long list, say) may keep all others of its threads from running."""
+"""Seconds of silence that agents tolerate if the launcher is part of the user's own program, where one long call
+(sorting a list, for example) may keep the launcher's threads from running."""
 
 _NO_PREFIX = "--no-prefix is for the output of a single rank; show only one, with --log-ranks 0"
 
 
 @dataclass(frozen=True)
 class Premises:
-    """What an agent that has come by itself has of its own. Several of them may be on one machine.
+    """The environment of an agent that connected by itself. Several such agents may share a machine.
 
     Attributes:
-        hostname: of the machine, as it is shown.
+        hostname: the machine's name, as it is shown.
         machine: equal for agents whose workers form one host of the job.
         cwd: working directory of its workers.
         command: what runs a function there.
-        path: its PYTHONPATH, which comes before the one that the launcher gives.
-        kept: names of variables that keep the value that they have there, whatever the launcher gives.
-        limits: names of those set there that say how many threads to use. The launcher adds none where there are any.
-        key: by which its connection is asked for.
+        path: its PYTHONPATH, which precedes the launcher's.
+        kept: names of variables that keep their values there, whatever the launcher sends.
+        limits: names of the variables set there that limit threads. If there are any, the launcher adds none.
+        key: identifies its connection.
     """
 
     hostname: str
@@ -53,12 +54,12 @@ class Premises:
 
 @dataclass(frozen=True)
 class HostEntry:
-    """A host as the user gave it, and how many workers it may run.
+    """A host as the user gave it, and the number of workers that it may run.
 
     Attributes:
-        slots: None if the host itself decides: one for each of its GPUs, else one.
+        slots: None if the host itself decides: one for each of its GPUs, otherwise one.
         user: to log in as; empty if none was given.
-        premises: of an agent that has come by itself. Agents of one machine follow each other.
+        premises: set for an agent that connected by itself. Agents of one machine are adjacent.
     """
 
     name: str
@@ -68,12 +69,12 @@ class HostEntry:
 
     @property
     def machine(self) -> str:
-        """Equal for entries whose workers form one host of the job."""
+        """Key that is equal for entries whose workers form one host of the job."""
         return self.name if self.premises is None else self.premises.machine
 
     @property
     def hostname(self) -> str:
-        """The name of that host of the job."""
+        """Name of the host of the job that this entry belongs to."""
         return self.name if self.premises is None else self.premises.hostname
 
     def __str__(self) -> str:
@@ -82,17 +83,17 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class Reach:
-    """How hosts other than this one are reached.
+    """The way to other hosts.
 
     Attributes:
-        python: the interpreter there.
+        python: the interpreter on them.
         connect_timeout: seconds that one attempt to connect may take.
-        silence: seconds without a sign of life after which a connection that is up counts as lost.
-        wait_for_hosts: keep trying hosts that are not up, until the start timeout; None leaves it to the transport.
-        ssh_port, ssh_identity_file, ssh_args: for the system's ssh; what is not given is left to ssh's own
+        silence: seconds without a sign of life after which an established connection counts as lost.
+        wait_for_hosts: keep trying hosts that are not up, until the start timeout; None lets the transport decide.
+        ssh_port, ssh_identity_file, ssh_args: for the system's ssh; whatever is not given is left to ssh's own
             configuration.
         agent_command: the words of a template; empty for ssh.
-        slurm_job: the job whose allocation has the nodes ``slurm_nodes``, which srun leads to.
+        slurm_job: the job whose allocation has the nodes ``slurm_nodes``, which srun reaches.
     """
 
     python: str = sys.executable
@@ -109,10 +110,10 @@ class Reach:
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """How hosts reach each other.
+    """The network between hosts.
 
     Attributes:
-        nics: the user's words on which addresses to use, in the form of ``--nics``.
+        nics: which addresses to use, in the form of ``--nics``.
         port_range: first and last port for our own listeners.
         connect_timeout: seconds that connecting two processes may take; probes get a part of it.
         tls: files with which the rendezvous is encrypted; None if it is not.
@@ -125,25 +126,25 @@ class NetworkOptions:
 
 
 class Discovery(Protocol):
-    """What lists the hosts of a job whose size may change."""
+    """A source of the hosts of an elastic job."""
 
     def find_available_hosts_and_slots(self) -> Mapping[str, int | None]:
-        """Hosts (``h1``, ``user@h1``) and their slots, in the order in which they are to be filled.
+        """Return hosts (``h1``, ``user@h1``) and their slots, in the order in which they are to be filled.
 
-        None for the slots of a host leaves them to the host itself: one for each of its GPUs, else one.
+        None for slots lets the host decide: one for each of its GPUs, otherwise one.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ElasticSpec:
-    """What is asked of a job whose size may change.
+    """The options of an elastic job.
 
     Attributes:
         rules: sizes, limits and times.
-        discovery: lists the hosts. Where the user has named them, it always gives the same answer.
-        interval: seconds between two questions to it.
-        entry: what a name of a host means; None where it is as the user would write it.
+        discovery: lists the hosts. For hosts that the user has named, the list never changes.
+        interval: seconds between two calls of it.
+        entry: converts a host's name to its entry; None to parse the name as the user would write it.
     """
 
     rules: Rules
@@ -154,15 +155,15 @@ class ElasticSpec:
 
 @dataclass(frozen=True)
 class Views:
-    """How a job is shown to those who look at it.
+    """The observers of a job: page, report and progress line.
 
     Attributes:
-        title: the command, as the user typed it but for secrets (see ``masking``).
-        page: address and port at which browsers see it while it runs, port 0 for any; None for no page.
-        control: those who see the page may have steps traced.
-        report: file in which it is shown after its end; None for none.
-        progress: a line on the launcher's terminal says how far it is.
-        show_link: shows the page's address, which lets one in, to the user; None to print it.
+        title: the command as the user typed it, with secrets masked (see ``masking``).
+        page: address and port of the page that browsers show while the job runs, port 0 for any; None for no page.
+        control: viewers of the page may have steps traced.
+        report: file for the report after the job's end; None for none.
+        progress: show a progress line on the launcher's terminal.
+        show_link: shows the page's address, which grants access, to the user; None to print it.
     """
 
     title: str = ""
@@ -175,16 +176,16 @@ class Views:
 
 @dataclass(frozen=True)
 class Slot:
-    """One worker's place.
+    """The place of one worker.
 
     Attributes:
-        host: an index into the entries that take part, each of which has an agent.
-        node: number of the host of the job that it is on, which may have several agents.
-        nodes: how many of these there are.
-        hostname: of that host.
-        agent: the name of its entry, by which messages call it.
+        host: index of the entry, among those that take part; each has an agent.
+        node: number of the worker's host in the job; such a host may have several agents.
+        nodes: the number of such hosts.
+        hostname: the name of that host.
+        agent: the name of the entry, which messages use.
 
-    The rest is as in ``hvd.*``.
+    The other attributes have the same meaning as in ``hvd.*``.
     """
 
     rank: int
@@ -202,39 +203,39 @@ class Slot:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Everything that is asked of one job.
+    """The complete description of one job.
 
     Attributes:
         command: program and arguments of every worker on this host, ready to be executed.
-        hosts: in order; ranks fill them in this order. Empty where only a discovery knows them.
-        np: number of workers, at most the hosts' slots; None for as many.
+        hosts: in order; ranks fill them in this order. Empty if only a discovery knows them.
+        np: number of workers, at most the hosts' slots; None for all slots.
         cwd: working directory of the workers.
-        environ: what workers find in their environment, apart from what the launcher adds.
-        exported: names of variables that are passed to other hosts in any case.
+        environ: the workers' environment, except for what the launcher adds.
+        exported: names of variables that are always passed to other hosts.
         export_all: other hosts get all other variables, too, except those that are specific to a host.
-        remote_command: what workers on other hosts execute; None for ``command``.
+        remote_command: the command of workers on other hosts; None for ``command``.
         function: sealed and pickled, for ``hvdgloo.run.run``; ``command`` then runs ``worker.function_task``.
         secret: the job's secret.
-        start_timeout: seconds for the agents, and then for the workers, to come up.
-        grace_period: seconds between asking workers to end and killing them; None means 3 after a failure and 30 after
-            a signal.
-        end_timeout: seconds that an agent has, after everything was killed, to say good-bye before it is killed itself.
-        heartbeat_timeout: seconds of silence after which an agent is lost to the launcher.
-        launcher_timeout: the same the other way round, where they are on different hosts.
-        backlog: bytes of unwritten output beyond which workers have to wait for whoever reads it.
+        start_timeout: seconds within which the agents, and then the workers, must be up.
+        grace_period: seconds between terminating workers and killing them; None means 3 after a failure and 30 after a
+            signal.
+        end_timeout: seconds that an agent has to say goodbye, after everything was killed, before it is killed itself.
+        heartbeat_timeout: seconds of silence after which the launcher considers an agent lost.
+        launcher_timeout: seconds of silence after which an agent on another host considers the launcher lost.
+        backlog: bytes of unwritten output beyond which workers have to wait for the reader.
         output_directory: receives ``rank.<rank>/stdout`` and ``stderr``, byte for byte.
         timestamps: precede every line with the time.
         log_ranks: the ranks whose output is shown; None for all.
         prefix: begin every line that is shown with its rank and stream.
-        stdin_rank: the rank that is given the launcher's standard input.
-        verbose: say what is being done.
+        stdin_rank: the rank that receives the launcher's standard input.
+        verbose: report every step of the launch.
         timeline: where workers write their trace from the start; see ``Config``.
-        autotune_log: where rank 0 writes what ``--autotune`` tries; None for nowhere.
-        reach: how other hosts are reached.
-        network: how hosts reach each other.
+        autotune_log: file in which rank 0 records the settings that ``--autotune`` tries; None for none.
+        reach: the way to other hosts.
+        network: the network between hosts.
         elastic: how the number of workers may change; None if it is fixed.
-        max_restarts: how often all workers of a job of a fixed size are started again after a failure.
-        views: how it is shown to those who look at it.
+        max_restarts: how often all workers of a job of a fixed size are restarted after a failure.
+        views: the observers of the job.
     """
 
     command: tuple[str, ...]
@@ -268,7 +269,7 @@ class LaunchSpec:
     views: Views = Views()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be used, before anything is started.
+        """Refuse unusable values before anything is started.
 
         Raises:
             ConfigError: a value cannot be used; the text names the option.
@@ -294,7 +295,7 @@ class LaunchSpec:
 
     @property
     def nics(self) -> NicSettings:
-        """What ``--nics`` means for this job's hosts; for any host where they are not known from the start."""
+        """Meaning of ``--nics`` for this job's hosts; for any host if they are not known from the start."""
         return parse_nics(self.network.nics, [host.name for host in self.hosts] or None)
 
     def _check_elastic(self, largest: int | None) -> None:
@@ -306,7 +307,7 @@ class LaunchSpec:
             raise ConfigError(_NO_PREFIX)
 
     def check_ranks(self, np: int) -> None:
-        """Refuse ranks that do not exist, and lines without a prefix where they could be of several ranks.
+        """Refuse ranks that do not exist, and unprefixed lines if they could come from several ranks.
 
         Raises:
             ConfigError: the text names the option.
@@ -320,7 +321,7 @@ class LaunchSpec:
             raise ConfigError(_NO_PREFIX)
 
     def directory_on(self, host: HostEntry) -> str:
-        """The working directory of the workers on a host."""
+        """Return the working directory of the workers on a host."""
         return self.cwd if host.premises is None else host.premises.cwd
 
     @property
