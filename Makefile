@@ -58,7 +58,7 @@ PYGLOO ?= pygloo==0.2.1
 PYTHON310 ?= $(shell $(FIND_PYTHON) 3.10)
 FRONTENDS_PYGLOO ?= numpy,mxnet
 TESTS_PYGLOO ?= $(addprefix tests/contract/test_,gloo.py pygloo.py frontend.py frontend_objects.py frontend_reducer.py \
-    timeline.py) tests/unit/test_gloo_provider.py tests/unit/test_front_end_modules.py
+    timeline.py) tests/unit/backends/test_select_gloo.py tests/unit/test_front_end_modules.py
 PROCESSES_PYGLOO ?= tests/processes/test_hosts_pygloo.py tests/processes/test_worlds.py
 
 VENV_SPARK ?= .venv-spark

@@ -38,7 +38,7 @@ CAUGHT_BY = (
     "tests/contract/test_gpus_training.py",
     "tests/contract/test_gpus_schedules.py",
     "tests/contract/test_nccl.py",
-    "tests/unit/test_elastic_torch_overlap.py",
+    "tests/unit/torch/elastic/test_behind.py",
 )
 
 

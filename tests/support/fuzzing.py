@@ -1,8 +1,8 @@
 """Inputs that nobody meant, for everything that reads what others have written.
 
 ``TARGETS`` are the readers. Each input follows from the target's name, a seed and a number, so one that does harm can
-be reproduced from these three; ``Harmful`` says how. The suite tries some of each kind (``tests/unit/test_fuzzing``),
-and ``benchmarks/fuzz.py`` as many as there is time for.
+be reproduced from these three; ``Harmful`` says how. The suite tries some of each kind
+(``tests/unit/benchmarks/test_fuzz.py``), and ``benchmarks/fuzz.py`` as many as there is time for.
 """
 
 from __future__ import annotations

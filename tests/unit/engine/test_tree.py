@@ -56,9 +56,9 @@ from hvdgloo._engine.tree import BATCH_SECONDS, Gatherer
 from hvdgloo.errors import PeerLostError
 from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
 from tests.support.effort import effort
-from tests.unit.test_engine_coordinator import TIMEOUT, WARNING, request
-from tests.unit.test_engine_coordinator import Job as Star
-from tests.unit.test_engine_model import LATE_JOIN, ROUNDS, Job, Round, one_order, possible, run
+from tests.unit.engine.test_coordinator import TIMEOUT, WARNING, request
+from tests.unit.engine.test_coordinator import Job as Star
+from tests.unit.engine.test_negotiation_model import LATE_JOIN, ROUNDS, Job, Round, one_order, possible, run
 
 NEVER = float("inf")
 CALM = CoordinatorSettings(TIMEOUT, 1024, 0.0, False, 60.0, 0.0)

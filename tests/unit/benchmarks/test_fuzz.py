@@ -5,16 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from random import Random
 
 import pytest
 
 from hvdgloo._net.framing import FrameDecoder
 from tests.support import fuzzing
+from tests.support.pages import ROOT
 
 SEED = 1
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.extended

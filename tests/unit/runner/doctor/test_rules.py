@@ -34,6 +34,7 @@ from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.network.probe import Answer, ProbeResult
 from hvdgloo.runner.processes.bootstrap import REQUIRED
 from hvdgloo.runner.protocol.frames import Require
+from tests.support.pages import ROOT
 
 GIB = 1024**3
 H200 = GpuFacts("NVIDIA H200", 140 * GIB)
@@ -404,7 +405,7 @@ class TestExamine:
 
     def test_what_hvdgloo_requires_is_what_setup_cfg_says(self) -> None:
         setup = configparser.ConfigParser()
-        setup.read(Path(__file__).parents[2] / "setup.cfg", encoding="utf-8")
+        setup.read(ROOT / "setup.cfg", encoding="utf-8")
         required = [line.split()[0] for line in setup["options"]["install_requires"].split("\n")[1:]]
         assert {"PyYAML": "yaml"}.get(required[-1]) == "yaml"
         assert {name.replace("PyYAML", "yaml") for name in required} == set(REQUIRED)

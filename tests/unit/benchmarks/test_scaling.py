@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdgloo._job import links
+from tests.support.pages import ROOT
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = ROOT / "benchmarks"
 MODULES = ("scaling", "scaling_model", "scaling_pieces")
 
 

@@ -30,7 +30,7 @@ from hvdgloo.runner.supervise.audience import Seat
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.supervise.supervisor import Supervisor
-from tests.unit.test_elastic_supervisor import Command, Nothing
+from tests.unit.runner.supervise.test_elastic import Command, Nothing
 
 SPEC = LaunchSpec(("true",), (HostEntry("h1", 2),), 2, "/", {}, b"s" * 32, end_timeout=5.0)
 

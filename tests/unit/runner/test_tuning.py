@@ -95,7 +95,7 @@ class TestRecording:
         path.write_text(
             "import sys\n"
             "from hvdgloo._engine.engine import Engine\n"
-            "from tests.unit.test_runner_tuning import request\n"
+            "from tests.unit.runner.test_tuning import request\n"
             "def send(name, count): Engine.launch(None, request(name, count))\n" + body
         )
         return str(path)
