@@ -151,18 +151,67 @@ class ReduceOp(enum.IntEnum):
     __hash__ = int.__hash__  # enum's own is a Python function
 
 
-class Collective(enum.Enum):
-    """A collective operation; the value is the prefix of its tensors' names."""
+class _Traits:
+    """The properties in which collectives differ, for all code that treats several of them alike."""
 
-    ALLREDUCE = "allreduce"
-    ALLGATHER = "allgather"
-    BROADCAST = "broadcast"
-    ALLTOALL = "alltoall"
-    REDUCESCATTER = "reducescatter"
-    BARRIER = "barrier"
-    JOIN = "join"
-    ADD_PROCESS_SET = "add_process_set"
-    REMOVE_PROCESS_SET = "remove_process_set"
+    has_tensors = False
+    """It moves tensors, so that its name comes from the user, behind a prefix."""
+
+    reduces = False
+    """It computes, with a reduce operation and scale factors."""
+
+    along_rows = False
+    """It divides or joins tensors along their first dimension, so that they need one."""
+
+    sized_late = False
+    """Ranks' first dimensions may differ; the result's size is known only when all ranks have submitted."""
+
+    has_root = False
+    """One rank's tensors are the source."""
+
+    fusible = False
+    """Several of its tensors can travel in one buffer."""
+
+    quick = False
+    """On this rank it takes no longer than its bytes, so that a caller's thread may execute a small one."""
+
+    exclusive = False
+    """Nothing else of this rank may be under way when it begins."""
+
+    excusable = False
+    """It goes on without the data of ranks that have joined."""
+
+    changes_sets = False
+    """All ranks add or remove a process set."""
+
+
+class Collective(_Traits, enum.Enum):
+    """A collective operation, with its traits; the value is the prefix of its tensors' names."""
+
+    _value_: str
+
+    ALLREDUCE = "allreduce", "has_tensors reduces fusible quick excusable"
+    ALLGATHER = "allgather", "has_tensors along_rows sized_late fusible quick"
+    BROADCAST = "broadcast", "has_tensors has_root fusible quick"
+    ALLTOALL = "alltoall", "has_tensors along_rows sized_late exclusive"
+    REDUCESCATTER = "reducescatter", "has_tensors reduces along_rows"
+    BARRIER = "barrier", "quick excusable"
+    JOIN = "join", ""
+    ADD_PROCESS_SET = "add_process_set", "changes_sets exclusive"
+    REMOVE_PROCESS_SET = "remove_process_set", "changes_sets exclusive"
+
+    def __new__(cls, value: str, traits: str) -> Collective:
+        member = object.__new__(cls)
+        member._value_ = value
+        for trait in traits.split():
+            if not hasattr(_Traits, trait):
+                raise TypeError(f"no collective is {trait!r}")
+            setattr(member, trait, True)  # on the member: read on the path of every tensor
+        return member
+
+    def prefix(self, *, grouped: bool) -> str:
+        """Return the prefix of names: of one tensor's, or of a group's."""
+        return f"grouped_{self.value}" if grouped else self.value
 
     __hash__ = object.__hash__  # as DType's
 

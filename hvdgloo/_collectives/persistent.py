@@ -25,8 +25,6 @@ from hvdgloo.types import Buffer, Collective, DType, TensorSpec
 
 T = TypeVar("T")
 
-_ALLOCATED_LATE = frozenset({Collective.ALLGATHER, Collective.ALLTOALL})
-
 
 class Pending(Handle, Generic[T]):
     """A started collective: the engine's Handle, and the tensors that it was started with."""
@@ -96,12 +94,12 @@ class PersistentOperation(Generic[T]):
     ) -> None:
         self.spec = spec
         self.name = name
-        self.prefix = "grouped_" + spec.collective.value if grouped else spec.collective.value
+        self.prefix = spec.collective.prefix(grouped=grouped)
         self.in_place = in_place
         self._adapter = adapter
         self._export = adapter.export
         self._context = context
-        self._late = spec.collective in _ALLOCATED_LATE
+        self._late = spec.collective.sized_late
         # The job, the tensors' specs, and whether they are on a GPU; one value, since threads may share it.
         self._registered: tuple[Context, tuple[TensorSpec, ...], PersistentRequest, bool] | None = None
 

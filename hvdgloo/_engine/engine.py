@@ -21,7 +21,7 @@ from hvdgloo._engine.conventions import COORDINATOR
 from hvdgloo._engine.executor import Executor
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
-from hvdgloo._engine.messages import REDUCTIONS, Leave, Observe, Request, Tune
+from hvdgloo._engine.messages import Leave, Observe, Request, Tune
 from hvdgloo._engine.planes import Group
 from hvdgloo._engine.settings import Choice
 from hvdgloo._engine.stacks import THREAD_PREFIX
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ALONG_ROWS = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER})
-_ALLOCATED_LATE = frozenset({Collective.ALLGATHER, Collective.ALLTOALL})
 _FLOATS = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64})
 
 _BATCH = 32
@@ -281,7 +279,7 @@ class Engine:
         signature = persistent.signature
         if signature is None or signature.number < 0:
             self._validate(request)
-        results = inputs if request.collective in _ALLOCATED_LATE else outputs or ()
+        results = inputs if request.collective.sized_late else outputs or ()
         if len(inputs) != len(request.tensors) or len(results) != len(request.tensors):
             raise InvalidArgumentError(
                 f"{request.name}: {len(request.tensors)} tensors are described, but there are {len(inputs)} inputs and "
@@ -419,14 +417,14 @@ class Engine:
     def _validate(self, request: Request) -> None:
         members = self.members_of(request.process_set, request.name)
         for spec in request.tensors:
-            if request.collective in REDUCTIONS:
+            if request.collective.reduces:
                 _check_arithmetic(request, spec)
-            if request.collective in _ALONG_ROWS and not spec.shape:
+            if request.collective.along_rows and not spec.shape:
                 raise InvalidArgumentError(
                     f"{request.name}: a zero-dimensional tensor has no first dimension for {request.collective.value}; "
                     "give it one (reshape to (1,))"
                 )
-        if request.collective is Collective.BROADCAST:
+        if request.collective.has_root:
             _check_root(request, members)
 
     @property

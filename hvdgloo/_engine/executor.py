@@ -26,7 +26,7 @@ from hvdgloo._backends.base import Done, Mark, Plane, Scattered, Several, Tunabl
 from hvdgloo._engine import fusion
 from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.fusion import Bucket, Part
-from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Request, Response, Tune
+from hvdgloo._engine.messages import Request, Response, Tune
 from hvdgloo._engine.phases import Phases, adaptive_sum, exchange
 from hvdgloo._engine.planes import DEPTH, Group
 from hvdgloo._engine.submission import Submission
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Batch = Sequence[tuple[Response, Submission]]
-
-_QUICK = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROADCAST, Collective.BARRIER})
 
 QUICK_BYTES = 1 << 16
 LENT_BYTES = 1 << 22
@@ -305,7 +303,7 @@ class Executor:
     def _depends_on_its_place(self, response: Response, tensor: int) -> bool:
         """Whether a tensor's sums depend on its position in a fused buffer."""
         request = response.request
-        if request.collective not in REDUCTIONS:
+        if not request.collective.reduces:
             return False
         backend = self._groups[request.process_set].host.backend
         return request.tensors[tensor].device != "cpu" or not backend.in_rank_order
@@ -323,7 +321,7 @@ class Executor:
 
     def _is_quick(self, bucket: Bucket, batch: Batch, limit: int) -> bool:
         """True if no part of it can take long, as far as this rank is concerned."""
-        if bucket.collective not in _QUICK or _is_adasum(bucket, batch):
+        if not bucket.collective.quick or _is_adasum(bucket, batch):
             return False
         if bucket.nbytes > limit:
             return False
@@ -428,7 +426,7 @@ class Executor:
 
     def _make_room(self, bucket: Bucket, batch: Batch) -> None:
         """Complete the buckets that must have ended before this one begins."""
-        if bucket.collective in SET_CHANGES or bucket.collective is Collective.ALLTOALL or _is_adasum(bucket, batch):
+        if bucket.collective.exclusive or _is_adasum(bucket, batch):
             self._drain()
             return
         waited_for = [under_way for under_way in self._under_way if not under_way.in_order]
@@ -568,7 +566,7 @@ class Executor:
         if bucket.collective is Collective.ALLTOALL:
             work = Phases(exchange(group.host.backend, plane, operation, len(group.ranks)))
             return _UnderWay(bucket, batch, group, plane, work, operation.inputs[0], packed=False)
-        if bucket.collective in SET_CHANGES:
+        if bucket.collective.changes_sets:
             self._change_sets(response)
         return _UnderWay(bucket, batch, group, plane, Done(), None, packed=False)  # else agreement was all it took
 
@@ -762,7 +760,7 @@ class Executor:
             return
         under_way.delivered = True
         collective = under_way.bucket.collective
-        if collective in REDUCTIONS:
+        if collective.reduces:
             request = under_way.batch[under_way.bucket.parts[0].operation][0].request
             factor = _factor(request, len(under_way.group.ranks))
             if factor != 1.0:

@@ -18,8 +18,6 @@ from hvdgloo.types import Collective
 LONE_BYTES = 1 << 22
 """A tensor of at least this size is not copied into a bucket."""
 
-_FUSIBLE = frozenset({Collective.ALLREDUCE, Collective.ALLGATHER, Collective.BROADCAST})
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -81,7 +79,7 @@ def plan(
             accepting[request.process_set].clear()  # nothing may overtake a barrier
             buckets.append(_Open(request.collective, Part(operation, -1, 0)))
             continue
-        fusible = request.collective in _FUSIBLE
+        fusible = request.collective.fusible
         apart = f" {operation}" if separate_groups and len(request.tensors) > 1 else ""
         for tensor, nbytes in enumerate(response.sizes):
             part = Part(operation, tensor, nbytes)

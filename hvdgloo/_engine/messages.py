@@ -20,23 +20,11 @@ from hvdgloo._net import codec
 from hvdgloo._net.codec import Count
 from hvdgloo.types import Collective, ReduceOp, TensorSpec
 
-SET_CHANGES = frozenset({Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET})
-"""Operations of all ranks that change the process sets."""
-
-REDUCTIONS = frozenset({Collective.ALLREDUCE, Collective.REDUCESCATTER})
-"""Collectives that compute, with a reduce operation and scale factors."""
-
-
 _KINDS = tuple(
-    f"{group}{collective.value}"
-    for collective in (
-        Collective.ALLREDUCE,
-        Collective.ALLGATHER,
-        Collective.BROADCAST,
-        Collective.ALLTOALL,
-        Collective.REDUCESCATTER,
-    )
-    for group in ("", "grouped_")
+    collective.prefix(grouped=grouped)
+    for collective in Collective
+    if collective.has_tensors
+    for grouped in (False, True)
 )
 """The prefixes of names."""
 
@@ -129,7 +117,7 @@ class Response(codec.Message, frozen=True, dict=True):
         r = self.request
         # Gathering moves bytes, whatever they mean; reducing computes on one dtype with one set of factors.
         common = f"{r.collective.value} {r.process_set} {r.root}"
-        if r.collective in REDUCTIONS:
+        if r.collective.reduces:
             common += f" {int(r.op)} {r.prescale!r} {r.postscale!r}"
             return tuple(f"{common} {spec.device} {spec.dtype}" for spec in r.tensors)
         return tuple(f"{common} {spec.device}" for spec in r.tensors)

@@ -21,16 +21,13 @@ from msgspec.structs import replace
 
 from hvdgloo._engine import inline
 from hvdgloo._engine.conventions import COORDINATOR
-from hvdgloo._engine.messages import REDUCTIONS, SET_CHANGES, Execute, Request, Response, Submit
+from hvdgloo._engine.messages import Execute, Request, Response, Submit
 from hvdgloo._engine.partial import PartialSubmission, Requests
 from hvdgloo._engine.readiness import BLOCK_BITS, Block, Ledger, Masks, bits_of, mask_of, numbers_of
 from hvdgloo.types import Collective, ReduceOp
 
 if TYPE_CHECKING:
     from hvdgloo._observe.lateness import LatenessBook
-
-_EXCUSABLE = frozenset({Collective.ALLREDUCE, Collective.BARRIER})
-"""Collectives that go on without the data of ranks that have joined."""
 
 
 @dataclass(frozen=True)
@@ -521,7 +518,7 @@ class Negotiator:
         if not response.error and _lacks(requests, members):
             text = f"{key[1]}: {format_ranks([*self._joined])} called join(), which only allreduce and barrier allow"
             response = Response(response.request, error=text)
-        if response.request.collective in SET_CHANGES:
+        if response.request.collective.changes_sets:
             return self._change_sets(response)
         if response.error or self._capacity == 0:
             return response
@@ -583,7 +580,7 @@ class Negotiator:
 
 def _lacks(requests: Requests, members: Sequence[int]) -> bool:
     """True if members have joined and the operation cannot go on without their data."""
-    return len(requests) < len(members) and requests.shared.collective not in _EXCUSABLE
+    return len(requests) < len(members) and not requests.shared.collective.excusable
 
 
 def agree(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
@@ -596,9 +593,9 @@ def agree(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
     if all(requests[rank] == first for rank in members):
         return Response(first, _rows(requests, members))
     for what, value in _CHECKS:
-        if what == "root rank" and first.collective is not Collective.BROADCAST:
+        if what == "root rank" and not first.collective.has_root:
             continue
-        if what in _REDUCTION_ONLY and first.collective not in REDUCTIONS:
+        if what in _REDUCTION_ONLY and not first.collective.reduces:
             continue
         error = _difference(what, value, requests, members)
         if error:
@@ -608,7 +605,7 @@ def agree(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
 
 def _agreed_shapes(request: Request) -> tuple[tuple[int, ...], ...]:
     """The dimensions in which ranks must not differ."""
-    skip = 1 if request.collective in _UNEVEN else 0
+    skip = 1 if request.collective.sized_late else 0
     return tuple(spec.shape[skip:] for spec in request.tensors)
 
 
@@ -625,9 +622,6 @@ _CHECKS: tuple[tuple[str, Callable[[Request], object]], ...] = (
     ("ranks of the process set", lambda r: r.ranks),
     ("device type", lambda r: tuple(t.device for t in r.tensors)),
 )
-_UNEVEN = frozenset({Collective.ALLGATHER, Collective.ALLTOALL})
-"""Collectives in which ranks' first dimensions may differ."""
-
 _REDUCTION_ONLY = frozenset({"prescale factor", "postscale factor", "reduce operation"})
 
 
@@ -642,7 +636,7 @@ def _difference(
         return ""
     sides = "; ".join(f"{_shown(side)} on {format_ranks(who)}" for side, who in ranks.items())
     name = requests[members[0]].name
-    uneven = requests[members[0]].collective in _UNEVEN
+    uneven = requests[members[0]].collective.sized_late
     note = " (first dimensions may differ)" if what == "shape" and uneven else ""
     return f"{name}: ranks disagree about its {what}{note}: {sides}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hvdgloo._engine import inline
-from hvdgloo._engine.messages import SET_CHANGES, Request
+from hvdgloo._engine.messages import Request
 from hvdgloo._engine.readiness import bits_of
 
 
@@ -103,7 +103,7 @@ class PartialSubmission:
     @property
     def excuses(self) -> bool:
         """Whether it goes on without ranks that have joined. The sets may not be changed in their absence."""
-        return self.requests.shared.collective not in SET_CHANGES
+        return not self.requests.shared.collective.changes_sets
 
 
 class Held:

@@ -34,7 +34,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from hvdgloo._engine import inline
 from hvdgloo._engine.conventions import ping_interval
 from hvdgloo._engine.messages import (
-    SET_CHANGES,
     Abort,
     AskStacks,
     Drained,
@@ -433,7 +432,7 @@ class Gatherer:
 
     def _excused(self, request: Request) -> int:
         """The ranks below without which an operation goes on; or fails, but that is for the root to say."""
-        return 0 if request.collective in SET_CHANGES else self._joined
+        return 0 if request.collective.changes_sets else self._joined
 
     def _hold(self, key: tuple[int, str], since: float) -> None:
         """Look at an operation by itself from now on, until it has gone up."""
@@ -543,7 +542,7 @@ class Gatherer:
         self._pass(1 << rank, request, b"", self._now)
 
     def _changes_sets(self, held: Held) -> bool:
-        return any(request.collective in SET_CHANGES for request in held.spelled)
+        return any(request.collective.changes_sets for request in held.spelled)
 
     def _was_asked(self, rank: int) -> bool:
         """A rank has answered a Resend: was it this leader's?

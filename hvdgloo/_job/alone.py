@@ -20,7 +20,7 @@ from hvdgloo.config import Config
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.rendezvous._identity import host_name
 from hvdgloo.topology import Topology
-from hvdgloo.types import Buffer, Collective, TensorSpec
+from hvdgloo.types import Buffer, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class ProvisionalEngine(Engine):
                 "on it alone. state.sync() there gives it what the others have",
                 request.name,
             )
-        if request.collective is Collective.BROADCAST and request.root:
+        if request.collective.has_root and request.root:
             persistent = PersistentRequest(replace(request, root=0))
         arguments: dict[str, Any] = {"allocate": allocate, "ready": ready, "splits": splits, "waits": waits}
         super().launch(persistent, handle, inputs, outputs, **arguments)

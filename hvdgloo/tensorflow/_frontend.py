@@ -45,11 +45,6 @@ from hvdgloo.types import Collective
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_ALONG_ROWS = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.REDUCESCATTER})
-_AT_RUN_TIME = frozenset({Collective.ALLGATHER, Collective.ALLTOALL, Collective.BROADCAST})
-"""Collectives whose gradients are taken inside one operator: they need to know shapes, or must take part in a
-collective whose result they do not use, which TensorFlow 1 would leave out of its graph."""
-
 
 class TensorFlowFrontend(Frontend[Tensor]):
     """A Frontend whose methods may also be called while a graph is being built."""
@@ -78,7 +73,9 @@ class TensorFlowFrontend(Frontend[Tensor]):
 
             return operator(run, inputs, [t.dtype for t in inputs], [_shape_after(operation, t) for t in inputs])
 
-        at_run_time = adjoint.keep or operation.collective in _AT_RUN_TIME
+        # Taken inside one operator, these gradients need to know shapes, or must take part in a collective whose
+        # result they do not use, which TensorFlow 1 would leave out of its graph.
+        at_run_time = adjoint.keep or operation.collective.sized_late or operation.collective.has_root
         # The factor of this one's gradient is the number of ranks.
         at_run_time |= operation.collective is Collective.REDUCESCATTER and self.context.config.elastic
 
@@ -400,6 +397,6 @@ def _tensor_here(value: Any) -> Tensor:
 
 
 def _shape_after(operation: CollectiveSpec, tensor: Tensor) -> Any:
-    if operation.collective not in _ALONG_ROWS or tensor.shape.rank in (None, 0):
+    if not operation.collective.along_rows or tensor.shape.rank in (None, 0):
         return tensor.shape
     return tf.TensorShape([None]).concatenate(tensor.shape[1:])
