@@ -1,8 +1,8 @@
-"""``hvdgloo-run --check-build``: what can be used on this machine, in the layout that Horovod's users know.
+"""``hvdgloo-run --check-build``: the features available on this machine, in the layout that Horovod's users know.
 
-Nothing is compiled here, so "built" means that our part for it is there, and so is the package that it needs. The
-packages that carry Gloo are listed as well; of several the first is used, unless ``--gloo-provider`` says otherwise.
-Shared memory, which Horovod does not have, is a row of its own: on one host nothing else is needed.
+Nothing is compiled here, so "built" means that our module for a feature exists, and so does the package that it needs.
+The packages that carry Gloo are listed as well; the first available one is used, unless ``--gloo-provider`` names
+another. Shared memory, which Horovod does not have, has its own row: jobs on one host need nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FRAMEWORKS = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
 
 
 def build_table() -> str:
-    """What ``--check-build`` prints."""
+    """Return the text of ``--check-build``."""
     frameworks = {
         name: has_package(f"hvdgloo.{module}") and has_package(module) for name, module in _FRAMEWORKS.items()
     }

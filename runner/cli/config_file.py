@@ -1,7 +1,7 @@
-"""``--config-file``: YAML with the layout of Horovod's, and keys for the launcher's own flags.
+"""``--config-file``: YAML in Horovod's layout, with keys for the launcher's own flags as well.
 
-A key is ``section.name``, or a name alone at the top. One that stands for a field of ``Config`` becomes the text of the
-field's variable; one that stands for a flag of the launcher becomes that flag's value. Flags on the command line win.
+A key is ``section.name``, or a name alone at the top level. A key for a field of ``Config`` becomes the text of the
+field's variable; a key for a flag of the launcher becomes that flag's value. Flags on the command line take precedence.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _IGNORED = {
 _NESTED = "expected a value or a list of values, not values within values"
 
 _PAIRS = {"hosts": ":", "network.nics": "=", "environment.variables": "="}
-"""Keys whose values have names of their own, and what joins the two in text: ``{h1: 2}`` means ``h1:2``."""
+"""Keys whose values are pairs, and the separator of a pair in text: ``{h1: 2}`` means ``h1:2``."""
 
 
 @dataclass
 class FileContent:
-    """What a configuration file says.
+    """The content of a configuration file.
 
     Attributes:
-        environ: variables of workers.
+        environ: variables for the workers.
         flags: values of the launcher's own flags, by ``dest``.
         ignored: keys that have no effect here.
     """
@@ -78,7 +78,7 @@ def read(path: str, parser: Parser) -> FileContent:
 
 
 def _setting(name: str, value: Any, source: str) -> tuple[str, str]:
-    """The variable that a field's key sets, and its text."""
+    """Return the variable that a field's key sets, and its text."""
     setting = settings()[name]
     text = _text(value)
     if (setting.yaml or "").endswith(".enabled") and (setting.flag or "").startswith("--no-"):
@@ -89,7 +89,7 @@ def _setting(name: str, value: Any, source: str) -> tuple[str, str]:
 
 
 def _flag(action: argparse.Action, value: Any, source: str) -> Any:
-    """The value that a flag of the launcher would have."""
+    """Return the value that a flag of the launcher would have."""
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ConfigError(f"{source}: {value!r} cannot be used: expected true or false")
@@ -153,7 +153,7 @@ def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _joined(key: str, value: Any) -> tuple[str, Any]:
-    """A key and its value, in which pairs are text: of a mapping, or of a list of mappings (``- h1: 2``)."""
+    """Return a key and its value, in which pairs (of a mapping, or of a list of mappings: ``- h1: 2``) become text."""
     if key not in _PAIRS:
         return key, value
     items: list[Any] = []
@@ -181,7 +181,7 @@ def _check(value: Any, source: str) -> None:
     """Refuse what cannot be the text of a setting or a flag: nested values, and NUL, which no variable can hold.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: the value cannot be used; the text names the key.
     """
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, (list, dict, set)):

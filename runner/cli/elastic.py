@@ -1,4 +1,4 @@
-"""The flags of elastic jobs, and what their values amount to."""
+"""The flags of elastic jobs, and the options and hosts that they yield."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _DESTS = {
     "interval": "discovery_interval",
     "timeout": "discovery_timeout",
 }
-"""Fields of ``ElasticOptions``, and where argparse puts their flags' values."""
+"""Fields of ``ElasticOptions``, with the ``dest`` of their flags."""
 
 _SETTINGS = ("elastic_timeout", "elastic_join")
 """Settings whose flags are for elastic jobs only."""
 
 
 def add_elastic_flags(add: AddArgument) -> None:
-    """Add those that no setting of the workers stands for."""
+    """Add the flags of elastic jobs, except for those that set variables of the workers."""
     add(
         "--min-np",
         "--min-num-proc",
@@ -111,10 +111,10 @@ def add_elastic_flags(add: AddArgument) -> None:
 
 
 def options_from(arguments: argparse.Namespace) -> ElasticOptions | None:
-    """What the command line says about an elastic job; None if it says nothing.
+    """Return the options of an elastic job; None if the command line has none.
 
     Raises:
-        ConfigError: nothing makes the job elastic, and a flag was given that is for elastic jobs.
+        ConfigError: a flag for elastic jobs was given, but nothing makes the job elastic.
     """
     given = {field: getattr(arguments, dest) for field, dest in _DESTS.items()}
     if all(value is None for value in given.values()):
@@ -133,7 +133,7 @@ def options_from(arguments: argparse.Namespace) -> ElasticOptions | None:
 
 
 def examined(inventory: Inventory, elastic: ElasticSpec) -> Inventory:
-    """The hosts of an elastic job as a job of a fixed size has them: those that are listed now, with all their slots.
+    """Return the hosts of an elastic job in the form of a fixed job's: those that are listed now, with all their slots.
 
     Raises:
         DiscoveryError: they cannot be listed.

@@ -1,8 +1,8 @@
-"""The flags of ``hvdgloo-run``: which there are, in which group ``--help-all`` shows each, where the command begins.
+"""The flags of ``hvdgloo-run``: their declarations, their groups in ``--help-all``, and the start of the command.
 
-They are those of ``horovodrun`` and some more. Flags that set workers' variables are generated from the fields of
-``Config`` (``setting_flags``); the launcher's own are declared here, each once: its names, its help, and its key in a
-configuration file (``yaml=``). Adding one takes one call in ``build_parser``.
+They are the flags of ``horovodrun`` and some more. Flags that set workers' variables are generated from the fields of
+``Config`` (``setting_flags``); the launcher's own flags are declared here, each once: names, help, and key in a
+configuration file (``yaml=``). Adding a flag takes one call in ``build_parser``.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ GROUPS = {
 """Groups of ``--help-all`` in their order: name in this module, and title."""
 
 ALTERNATIVES: tuple[tuple[str, ...], ...] = (("hosts", "hostfile", "host_discovery_script"),)
-"""Flags (by their ``dest``) of which only one may be given. One on the command line also overrides the others in a
-file."""
+"""Flags (by their ``dest``) of which only one may be given. A flag on the command line also overrides its alternatives
+in a file."""
 
 COMPANIONS = {"host_discovery_script": ("discovery_interval", "discovery_timeout")}
-"""Flags that say more about another one: where that in a file does not count, neither do they."""
+"""Flags that complement another one: if a file's value for that flag is overridden, so are its values for these."""
 
 _SECTIONS = {
     "as_horovod": "job",
@@ -70,7 +70,7 @@ _SECTIONS = {
     "observe": "views",
     "timeline": "log",
 }
-"""Section, or single key, of the configuration file to the group in which a setting's flag is shown."""
+"""Section, or single key, of the configuration file, and the group that shows the setting's flag."""
 
 _ELSEWHERE = {
     "-n": "-np",
@@ -82,7 +82,7 @@ _ELSEWHERE = {
     "--machinefile": "--hostfile",
     "--port": "--ssh-port",
 }
-"""Names of flags in mpirun, to their names here."""
+"""Names of flags in mpirun, with their names here."""
 
 _DESCRIPTION = """\
 Start the workers of a training job on one or many hosts, watch over them, and
@@ -176,7 +176,7 @@ was found will stop it, 2 if the command line cannot be used.
 
 
 TUNE_SECONDS = 100
-"""How long ``tune`` measures, about."""
+"""Approximate duration of ``tune``'s measurements."""
 
 _TUNE_GROUPS = ("hosts", "reach", "environment", "network", "tuning", "tune")
 
@@ -201,11 +201,11 @@ Exit status: 0 if settings were measured, also where the defaults are best.
 
 
 class Parser(argparse.ArgumentParser):
-    """Knows, in addition to what argparse does, how many values each flag takes and which keys a file may have.
+    """An argument parser that also knows how many values each flag takes, and the keys of a configuration file.
 
     Attributes:
-        values: each spelling of a flag, and the number of its values.
-        keys: ``section.key`` or ``key`` in a configuration file, and the flag that it stands for.
+        values: the number of values of each flag, by each of its names.
+        keys: the flags, by their key in a configuration file (``section.key`` or ``key``).
     """
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ class Parser(argparse.ArgumentParser):
         }
 
     def adder(self, group: str) -> setting_flags.AddArgument:
-        """A function like ``add_argument`` for one of ``GROUPS``, with ``yaml=`` for a key in a file."""
+        """Return a function like ``add_argument`` for one of ``GROUPS``, with ``yaml=`` for a key in a file."""
 
         def add(*flags: str, yaml: str | None = None, **how: Any) -> argparse.Action:
             action = self._titled[group].add_argument(*flags, **how)
@@ -239,12 +239,12 @@ class Parser(argparse.ArgumentParser):
         return add
 
     def given(self, flags: Sequence[str]) -> argparse.Namespace:
-        """What the command line gives; None for every flag that is not given."""
+        """Parse the command line; flags that are not given are None."""
         absent = argparse.Namespace(**{action.dest: None for action in self._actions})
         return self.parse_args(list(self._joined(flags)), absent)
 
     def _joined(self, flags: Sequence[str]) -> Iterator[str]:
-        """``--ssh-args -v`` as ``--ssh-args=-v``: argparse would take the value for a flag.
+        """Turn ``--ssh-args -v`` into ``--ssh-args=-v``: argparse would take the value for a flag.
 
         Raises:
             ConfigError: a flag's value is ``--``.
@@ -259,7 +259,7 @@ class Parser(argparse.ArgumentParser):
             yield joined
 
     def complete(self, given: argparse.Namespace, from_file: Mapping[str, Any]) -> argparse.Namespace:
-        """The same with what a file adds, and defaults for the rest.
+        """Fill in the values from a file, and defaults for the rest.
 
         Args:
             from_file: values by ``dest``.
@@ -284,19 +284,19 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def spellings(self, dest: str) -> Sequence[str]:
-        """All names of a flag."""
+        """Return all names of a flag."""
         return next(action.option_strings for action in self._actions if action.dest == dest)
 
     def brief_help(self) -> str:
-        """Format what most people look for; ``format_help`` has everything."""
+        """Return the help that most people look for; ``format_help`` has everything."""
         return _BRIEF
 
     def doctor_help(self) -> str:
-        """The help of ``hvdgloo-run doctor``."""
+        """Return the help of ``hvdgloo-run doctor``."""
         return self._help_of(_DOCTOR_DESCRIPTION, _DOCTOR_GROUPS, _DOCTOR_EPILOG)
 
     def tune_help(self) -> str:
-        """The help of ``hvdgloo-run tune``."""
+        """Return the help of ``hvdgloo-run tune``."""
         return self._help_of(_TUNE_DESCRIPTION, _TUNE_GROUPS, _TUNE_EPILOG)
 
     def _help_of(self, description: str, groups: Sequence[str], epilog: str) -> str:
@@ -316,7 +316,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Names a flag's value once, and stays readable on wide terminals."""
+    """A formatter that shows a flag's value once, and stays readable on wide terminals."""
 
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size().columns, 100) - 2
@@ -336,7 +336,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def build_parser() -> Parser:
-    """All flags, in groups as ``--help-all`` shows them."""
+    """Return a parser with all flags, in the groups that ``--help-all`` shows."""
     parser = Parser()
     _add_job_flags(parser.adder("job"))
     _add_host_flags(parser.adder("hosts"))
@@ -518,7 +518,7 @@ def _add_information_flags(add: setting_flags.AddArgument) -> None:
 
 
 def _add_known_flags(parser: Parser) -> None:
-    """Horovod's other flags, so that they are not rejected as unknown."""
+    """Add Horovod's other flags; otherwise they would be rejected as unknown."""
     add = parser.adder("horovod")
     hidden = argparse.SUPPRESS
     add("--gloo", action="store_true", help="the only controller, and the default")
@@ -532,11 +532,11 @@ def _add_known_flags(parser: Parser) -> None:
 
 
 def judge_known_flags(arguments: argparse.Namespace) -> list[str]:
-    """A line for each of Horovod's flags that was given and has no effect, or now has another name. Torchrun's are
-    judged as well.
+    """Return one line for each given flag of Horovod's that has no effect, or has a new name. Judge torchrun's flags,
+    too.
 
     Raises:
-        ConfigError: one was given that cannot be ignored without changing the job.
+        ConfigError: a given flag cannot be ignored without changing the job.
     """
     given = vars(arguments)
     judge_torchrun_flags(arguments)
@@ -549,16 +549,16 @@ def judge_known_flags(arguments: argparse.Namespace) -> list[str]:
     return notices
 
 
-# Where the command begins.
+# Start of the command.
 
 
 def split(argv: Sequence[str], values: Mapping[str, int]) -> tuple[list[str], list[str]]:
-    """The launcher's own flags, and the command.
+    """Split the command line into the launcher's own flags and the command.
 
     The command begins after ``--``, with ``-m``, or with the first word that is neither a flag nor a flag's value.
 
     Raises:
-        ConfigError: a flag that does not exist; the text suggests the one that may have been meant.
+        ConfigError: a flag does not exist; the text suggests the one that may have been meant.
     """
     position = 0
     while position < len(argv):
@@ -575,10 +575,10 @@ def split(argv: Sequence[str], values: Mapping[str, int]) -> tuple[list[str], li
 
 
 def misplaced(command: Sequence[str], spellings: Sequence[str]) -> str:
-    """What to say about one of the launcher's flags, with a value, that comes after the program; empty if none does.
+    """Return advice about a flag of the launcher, with a value, that follows the program; empty if there is none.
 
     Args:
-        spellings: of that flag.
+        spellings: all names of that flag.
     """
     for position, word in enumerate(command):
         flag, equals, _ = word.partition("=")

@@ -1,7 +1,7 @@
-"""``hvdgloo-run``: the command line, to a LaunchSpec.
+"""``hvdgloo-run``: from the command line to a LaunchSpec.
 
-The flags are those of ``horovodrun``, so that scripts keep working: a flag that has a meaning here means the same, one
-that has none is accepted with a line that says so, and one that would make it a different job is refused.
+The flags are those of ``horovodrun``, so that scripts keep working: a flag that has a meaning here means the same, a
+flag without one is accepted with a notice, and a flag that would change the job is refused.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _WIDTH, _WIDEST = 100, 120  # of reports: in a file, and on a terminal at most
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was asked for, and what to tell the user about it."""
+    """A job from the command line, with notices for the user."""
 
     spec: LaunchSpec
     notices: tuple[str, ...] = ()
 
 
 def command() -> NoReturn:
-    """The command itself: nothing but ``main``, and then the end of the process."""
+    """Run ``main``, and end the process."""
     status = main()
     interrupts.end_at_once()
-    # Python looks for garbage among all objects before it ends, which would take longer than all else that is left.
+    # At exit, Python looks for garbage among all objects, which would take longer than everything else that is left.
     gc.freeze()
     sys.exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line, and return the exit status."""
     stdout, stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()
     try:
         return _run(sys.argv[1:] if argv is None else list(argv), stdout, stderr, alone=argv is None)
@@ -83,10 +83,10 @@ def _nowhere() -> TextIO:
 
 
 def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) -> int:
-    """Run the command line with these streams; returns the exit status.
+    """Run the command line with these streams, and return the exit status.
 
     Args:
-        alone: this process is the command itself rather than a program that calls ``main``.
+        alone: True if this process is the command itself rather than a program that calls ``main``.
     """
     if argv[:2] == ["timeline", "merge"]:
         from hvdgloo.runner.cli import trace_merge
@@ -124,7 +124,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
     for notice in line.notices:
         stderr.write(f"{PROGRAM}: {notice}\n")
     stderr.flush()
-    # The launcher's heavier half, which --help and a mistyped flag do not need.
+    # The launcher's heavier half is imported here, because --help and mistyped flags do not need it.
     if doctor:
         from hvdgloo.runner.doctor.doctor import run
 
@@ -150,7 +150,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
 
 
 def _print(text: str, stdout: TextIO, stderr: TextIO) -> int:
-    """Write it, and return the exit status."""
+    """Write the text, and return the exit status."""
     try:
         stdout.write(text)
         stdout.flush()
@@ -160,7 +160,8 @@ def _print(text: str, stdout: TextIO, stderr: TextIO) -> int:
 
 
 def _unwritable(error: OSError, stdout: TextIO, stderr: TextIO) -> int:
-    """The exit status if standard output fails: a reader that has gone (``| head``) is no reason for a traceback."""
+    """Return the exit status for a failure of standard output: a reader that has gone (``| head``) is no reason for a
+    traceback."""
     # What is still buffered would fail again when the interpreter ends.
     if stdout is sys.stdout:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
@@ -176,10 +177,10 @@ def _width(stdout: TextIO) -> int:
 def split_all(
     argv: Sequence[str], values: Mapping[str, int], word: str = "doctor"
 ) -> tuple[list[str], list[str], bool]:
-    """Flags, command, and whether the job is not to be run but to be examined: ``doctor`` (or another word) may come
-    before or after the flags.
+    """Return flags, command, and whether the job is to be examined rather than run: ``doctor`` (or another word) may
+    come before or after the flags.
 
-    A program of that name is run by ``-- doctor``.
+    A program with the name of a subcommand is run by ``-- doctor``.
     """
     flags, command = split(argv, values)
     if argv[len(flags) : len(flags) + 1] != [word]:
@@ -191,7 +192,7 @@ def split_all(
 def command_line(
     parser: Parser, given: argparse.Namespace, command: Sequence[str], *, doctor: bool = False
 ) -> CommandLine:
-    """From the given flags to a job.
+    """Build a job from the given flags.
 
     Args:
         doctor: no command is needed, and notices about starting processes are left out.

@@ -1,4 +1,4 @@
-"""The flags that say how other hosts are reached and what workers find there, and what their values amount to."""
+"""Flags for the way to other hosts and for the environment there, and the values that they yield."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdgloo.runner.transport.template import parse_template
 
 
 def add_reach_flags(add: AddArgument) -> None:
-    """Add those about how hosts are reached."""
+    """Add the flags for the way to other hosts."""
     add("-p", "--ssh-port", type=_port, metavar="PORT", yaml="ssh.port", help="port of sshd on the hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", yaml="ssh.identity_file", help="private key for ssh")
     add(
@@ -42,7 +42,7 @@ def add_reach_flags(add: AddArgument) -> None:
 
 
 def add_environment_flags(add: AddArgument) -> None:
-    """Add those about what workers find on other hosts."""
+    """Add the flags for the environment of workers on other hosts."""
     add(
         "-x",
         action="append",
@@ -75,7 +75,7 @@ def add_environment_flags(add: AddArgument) -> None:
 
 
 def reach_from(arguments: argparse.Namespace) -> Reach:
-    """How hosts are reached, according to the command line.
+    """Return the way to other hosts, according to the command line.
 
     Raises:
         ConfigError: a value cannot be used.
@@ -96,7 +96,7 @@ def reach_from(arguments: argparse.Namespace) -> Reach:
 
 
 def exports_from(arguments: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the command line passes on by name; ``-x`` wins over files.
+    """Return the variables that the command line passes on by name; ``-x`` takes precedence over files.
 
     Raises:
         ConfigError: a variable cannot be used; the text names the flag, or the file and line.

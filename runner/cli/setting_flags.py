@@ -1,8 +1,8 @@
 """Flags that set workers' variables, all generated from the fields of ``Config``.
 
-A flag's value becomes the text of the field's ``HVDGLOO_*`` variable; no other part of the launcher knows which
-settings there are (``config_file`` reads the same from a file). Horovod's flags that have no field are in tables here,
-each with what becomes of it.
+A flag's value becomes the text of the field's ``HVDGLOO_*`` variable; no other part of the launcher knows the list of
+settings (``config_file`` reads the same from a file). The tables here list Horovod's flags that have no field, each
+with its treatment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IGNORED_FLAGS: tuple[tuple[str, int, str], ...] = (
     ("--num-nccl-streams", 1, _NO_EFFECT),
     ("--disable-cache", 0, "nothing is remembered between jobs here, so it has no effect"),
 )  # fmt: skip
-"""Horovod's flags that are accepted and do nothing: flag, number of values, why."""
+"""Horovod's flags that are accepted without effect: flag, number of values, reason."""
 
 CONTROLLER = "there is only the Gloo controller; leave it out, or write --gloo"
 
@@ -43,16 +43,16 @@ REFUSED_FLAGS: tuple[tuple[str, int, str], ...] = (
     ("--mpi", 0, CONTROLLER),
     ("--jsrun", 0, CONTROLLER),
 )
-"""Horovod's flags that cannot be ignored without changing the job: flag, number of values, why."""
+"""Horovod's flags that cannot be ignored without changing the job: flag, number of values, reason."""
 
 AddArgument = Callable[..., argparse.Action]
 
 
 def add_setting_flags(adder: Callable[[str], AddArgument]) -> None:
-    """Add the flag of every field that has one; booleans get a twin for the opposite.
+    """Add the flag of every field that has one; booleans get a second flag for the opposite.
 
     Args:
-        adder: takes a setting's key in the configuration file, and returns what adds its flag.
+        adder: takes a setting's key in the configuration file, and returns a function that adds its flag.
     """
     for name, setting in settings().items():
         if setting.flag is None:
@@ -71,7 +71,7 @@ def add_setting_flags(adder: Callable[[str], AddArgument]) -> None:
 
 
 def twin(flag: str) -> str:
-    """The flag for the opposite: ``--no-x`` and ``--x``, ``--log-without-x`` and ``--log-with-x``."""
+    """Return the flag for the opposite: ``--no-x`` and ``--x``, ``--log-without-x`` and ``--log-with-x``."""
     if flag.startswith("--no-"):
         return "--" + flag[len("--no-") :]
     if "-without-" in flag:
@@ -80,7 +80,7 @@ def twin(flag: str) -> str:
 
 
 def from_flags(arguments: argparse.Namespace) -> dict[str, str]:
-    """The variables that the flags given on the command line set.
+    """Return the variables that the flags on the command line set.
 
     Raises:
         ConfigError: a value cannot be used; the text names the flag.
@@ -94,12 +94,12 @@ def from_flags(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def is_given(arguments: argparse.Namespace, name: str) -> bool:
-    """Whether the flag of a setting is on the command line."""
+    """Tell whether the flag of a setting is on the command line."""
     return getattr(arguments, _PREFIX + name, None) is not None
 
 
 def to_variable(setting: Setting, text: str, source: str) -> str:
-    """The text of the variable, converted from the flag's unit to the field's own.
+    """Return the text of the variable, converted from the flag's unit to the field's own.
 
     Raises:
         ConfigError: the value cannot be used; the text names ``source``.
@@ -116,7 +116,7 @@ def to_variable(setting: Setting, text: str, source: str) -> str:
 
 
 def is_boolean(name: str) -> bool:
-    """Whether a field of Config is switched on or off."""
+    """Tell whether a field of Config is a boolean."""
     defaults: Mapping[str, Any] = {f.name: f.default for f in dataclasses.fields(Config)}
     return isinstance(defaults[name], bool)
 
@@ -130,7 +130,7 @@ def _help(name: str, setting: Setting) -> str:
 
 
 def _shown(default: Any, setting: Setting) -> str:
-    """A default as a reader would write it: ``1 MiB`` instead of ``1.04858e+06``."""
+    """Format a default as a reader would write it: ``1 MiB`` instead of ``1.04858e+06``."""
     if not isinstance(default, (int, float)):
         return str(default)
     if setting.unit == "bytes" and setting.scale == 1:

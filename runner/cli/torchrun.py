@@ -1,4 +1,4 @@
-"""The flags of ``torchrun``: those that make sense here are accepted, and the others name what there is instead."""
+"""The flags of ``torchrun``: useful ones are accepted, and the others are refused with a hint at the equivalent."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ _REFUSED = {
     "--role": "ROLE_NAME is default; leave it out",
     "--numa-binding": "write the binding into the command: numactl --cpunodebind=0 python train.py",
 }
-"""Flags with a value, and what there is instead."""
+"""Refused flags with a value, and their equivalents."""
 
 _REFUSED_SWITCHES = {
     "--run-path": "name the file as the command",
     "--virtual-local-rank": "LOCAL_RANK is the rank on the host; leave it out",
 }
-"""The same for flags without a value."""
+"""Refused flags without a value, and their equivalents."""
 
 _SHORT = {"--redirects": "-r", "--tee": "-t"}
 _ONE_HOST = ("1", "1:1")
 
 
 def add_torchrun_flags(add: AddArgument) -> None:
-    """Add them all, in both of their spellings, so that none is refused as unknown."""
+    """Add all flags of torchrun's, in both spellings; otherwise they would be refused as unknown."""
     add(
         *_spellings("--nproc-per-node"),
         metavar="N",
@@ -70,15 +70,15 @@ def add_torchrun_flags(add: AddArgument) -> None:
 
 
 def _spellings(flag: str) -> list[str]:
-    """``--log-dir`` and ``--log_dir``."""
+    """Return both spellings of a flag: ``--log-dir`` and ``--log_dir``."""
     return list(dict.fromkeys(("--" + flag[2:].replace("-", "_"), flag)))
 
 
 def judge_torchrun_flags(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be ignored without changing the job.
+    """Refuse flags that cannot be ignored without changing the job.
 
     Raises:
-        ConfigError: the text says what there is instead.
+        ConfigError: a flag is refused; the text names the equivalent.
     """
     given = vars(arguments)
     for flag, instead in {**_REFUSED, **_REFUSED_SWITCHES}.items():
@@ -98,7 +98,7 @@ def judge_torchrun_flags(arguments: argparse.Namespace) -> None:
 
 
 def processes_here(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int | None:
-    """Count the workers that ``--nproc-per-node`` asks for; None if it is not given.
+    """Return the number of workers per host that ``--nproc-per-node`` requests; None if it is not given.
 
     Raises:
         ConfigError: its value cannot be used.
@@ -117,10 +117,10 @@ def processes_here(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def on_each_host(arguments: argparse.Namespace, count: int | None, inventory: Inventory) -> Inventory:
-    """The same hosts, each with as many slots as ``--nproc-per-node`` asks for.
+    """Return the same hosts, each with the number of slots that ``--nproc-per-node`` requests.
 
     Raises:
-        ConfigError: it is not known how many these are.
+        ConfigError: the number of workers cannot be determined.
     """
     if count is None:
         return inventory
@@ -139,5 +139,5 @@ def on_each_host(arguments: argparse.Namespace, count: int | None, inventory: In
 
 
 def as_command(arguments: argparse.Namespace, command: Sequence[str]) -> Sequence[str]:
-    """The command, in hvdgloo-run's own words."""
+    """Return the command in the syntax of hvdgloo-run."""
     return ["-m", *command] if arguments.module and command else command

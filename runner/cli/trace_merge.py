@@ -11,10 +11,10 @@ USAGE = "hvdgloo-run timeline merge OUT FILE FILE ..."
 
 
 def main(arguments: Sequence[str]) -> str:
-    """Carry out the subcommand.
+    """Run the subcommand.
 
     Returns:
-        what to print.
+        the text to print.
 
     Raises:
         ConfigError: the arguments are wrong, or as for ``merge``.
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> str:
 
 
 def _refuse_to_overwrite_a_rank_s(out: str) -> None:
-    """Where OUT was forgotten, the first rank's timeline is in its place."""
+    """Refuse a rank's timeline as OUT: it stands there if the user forgot to name OUT."""
     try:
         _, rank = origin(out)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""``hvdgloo-run tune``: from its flags to a measurement, and where the results go."""
+"""``hvdgloo-run tune``: from its flags to a measurement and its files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hvdgloo.runner.cli import setting_flags
 from hvdgloo.runner.job.spec import LaunchSpec
 
 FLAGS = ("save", "plot", "seconds")
-"""Those that mean nothing for a job, by their ``dest``."""
+"""Flags that mean nothing for a job, by their ``dest``."""
 
 
 def check(given: argparse.Namespace) -> None:
-    """Refuse flags of ``tune`` where a job is to be started.
+    """Refuse flags of ``tune`` if a job is to be started.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: such a flag was given.
     """
     for name in FLAGS:
         if getattr(given, name) is not None:
@@ -30,14 +30,14 @@ def check(given: argparse.Namespace) -> None:
 
 
 def check_log(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Refuse ``--autotune-log-file`` where nothing is tried. (A variable may be there for jobs of any kind.)
+    """Refuse ``--autotune-log-file`` if autotuning is off. (A variable may be set for jobs of any kind.)
 
     Args:
-        arguments: those of the command line.
-        environ: all variables, with those that stand for flags.
+        arguments: the parsed command line.
+        environ: all variables, including those set by flags.
 
     Raises:
-        ConfigError: it is given.
+        ConfigError: the flag was given.
     """
     if setting_flags.is_given(arguments, "autotune_log") and not Config.from_env(environ).autotune:
         raise ConfigError("--autotune-log-file is about what --autotune tries, which is not asked for")
@@ -46,11 +46,11 @@ def check_log(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None
 def run(
     spec: LaunchSpec, given: argparse.Namespace, program: Sequence[str], *, default_seconds: int, stderr: TextIO
 ) -> str:
-    """Measure, write the files that were asked for, and return what is to be printed.
+    """Measure, write the requested files, and return the text to print.
 
     Raises:
-        ConfigError: a file cannot be written, the program is none of Python's, or there is only one rank.
-        LaunchError, JobFailedError: a job of the measurement has failed.
+        ConfigError: a file cannot be written, the program is not a Python program, or there is only one rank.
+        LaunchError, JobFailedError: a job of the measurement failed.
     """
     from hvdgloo.runner.tuning import campaign, report
 

@@ -1,4 +1,4 @@
-"""The values of the launcher's own flags: text to value, for argparse and for configuration files."""
+"""Parsers for the values of the launcher's own flags, for argparse and for configuration files."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from hvdgloo.runner.job.hostlist import MOST_WORKERS
 
 
 def positive(text: str) -> int:
-    """A whole number from 1."""
+    """Parse a whole number from 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 
 
 def whole(text: str) -> int:
-    """A whole number from 0."""
+    """Parse a whole number from 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """A rank."""
+    """Parse a rank."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a rank")
     return int(text)
 
 
 def ranks(text: str) -> frozenset[int]:
-    """Ranks and ranges of them: ``0,4-7``."""
+    """Parse ranks and ranges of ranks: ``0,4-7``."""
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -46,7 +46,7 @@ def _rank(text: str) -> int | None:
 
 
 def some_seconds(text: str) -> float:
-    """A number of seconds, more than 0."""
+    """Parse a number of seconds greater than 0."""
     value = seconds(text)
     if not value:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds greater than 0")
@@ -54,7 +54,7 @@ def some_seconds(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """A number of seconds, from 0."""
+    """Parse a number of seconds from 0."""
     try:
         value = float(text)
     except ValueError:
@@ -65,7 +65,7 @@ def seconds(text: str) -> float:
 
 
 def page_address(text: str) -> tuple[str, int]:
-    """Where a page is served: address and port, each of which may be missing; port 0 stands for any."""
+    """Parse the address and the port of a page, each of which may be missing; port 0 stands for any."""
     try:
         return parse_listener(f"127.0.0.1:{text.removeprefix(':')}" if text.removeprefix(":").isdigit() else text)
     except ValueError as error:
