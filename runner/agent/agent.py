@@ -35,6 +35,7 @@ from hvdgloo._net.ports import loopback
 from hvdgloo._platform import machine
 from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.runner.agent import watchdog
+from hvdgloo.runner.agent.foreign_mpi import ForeignMpiWatch
 from hvdgloo.runner.agent.observing import Observing
 from hvdgloo.runner.agent.preflight import lacking
 from hvdgloo.runner.agent.probes import HostDiscovery
@@ -131,6 +132,7 @@ class Agent:
         self._relay = RelayListener(self._selector, channel.send)
         self._observing = Observing(self._selector, channel)
         self._recorded = RecordedErrors()
+        self._foreign_mpi = ForeignMpiWatch(channel.send)
         self._observer: dict[str, str] = {}  # the variable that tells workers where to report
         self._last_beat = time.monotonic()
         self._step = heartbeat.FIRST / heartbeat.STEPS
@@ -179,6 +181,7 @@ class Agent:
             self._forget()
             self._discovery.tick()
             self._observing.tick()
+            self._foreign_mpi.tick()
             self._keep_time()
         self._end()
 
@@ -199,7 +202,7 @@ class Agent:
         deadline = self._last_beat + self._step
         if not self._order_to_die:
             deadline = min(deadline, self._silence.deadline)
-        for part in (self._discovery, self._observing):
+        for part in (self._discovery, self._observing, self._foreign_mpi):
             if part.deadline is not None:
                 deadline = min(deadline, part.deadline)
         left = max(0.0, deadline - time.monotonic())
@@ -325,7 +328,8 @@ class Agent:
                 count = max(1, self._start.workers)
                 workers = f"{count} worker{'s' if count > 1 else ''}"
                 reserve_descriptors(_FILES * count, "the agent on this host", f"the pipes of {workers}")
-            worker = WorkerProcess(spawn, self._worker_environment(spawn.number), self._start.cwd, self._blob)
+            environ = self._worker_environment(spawn.number)
+            worker = WorkerProcess(spawn, environ, self._start.cwd, self._blob)
         except (OSError, ConfigError) as error:
             missing = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR)
             self._channel.send(SpawnFailed(spawn.number, str(error), 127 if missing else 126))
@@ -333,6 +337,8 @@ class Agent:
         self._workers[worker.number] = self._by_pid[worker.pid] = worker
         for stream in (STDOUT, STDERR):
             self._read_from(worker, stream)
+        if not self._start.elastic:  # an elastic job waits for all of its workers to call hvd.init()
+            self._foreign_mpi.started(worker, environ)
         self._channel.send(Spawned(worker.number, worker.pid))
 
     def _worker_environment(self, number: int) -> Mapping[str, str]:

@@ -441,6 +441,10 @@ class Traced(Frame, frozen=True):
     last: bool
 
 
+class ForeignMpi(Frame, frozen=True):
+    """This host's first worker uses mpi4py, without hvdgloo and without a launcher of MPI's."""
+
+
 class Leaving(Frame, frozen=True):
     """The agent of an elastic job was asked to end: its host is to be given back, and its workers should leave.
 
@@ -493,7 +497,7 @@ KINDS: tuple[type[Frame], ...] = (
     Beat, Examine, Examined,
     Survey, Probe, ProbesEnd, Serve, Surveyed, Probed, Served, Sweep, AskServed, StopWorker, Leaving,
     Relay, Relaying, RelayOpen, RelayData, RelayCredit, RelayClose,
-    Observe, Observed, TraceSteps, Tracing, Traced,
+    Observe, Observed, TraceSteps, Tracing, Traced, ForeignMpi,
 )  # fmt: skip
 _CODEC: codec.Codec[Frame] = codec.Codec(Union[KINDS], "frame")
 

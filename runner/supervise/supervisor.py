@@ -28,6 +28,7 @@ from hvdgloo.runner.protocol.frames import (
     Credit,
     Dying,
     Exited,
+    ForeignMpi,
     Frame,
     Hello,
     Observe,
@@ -59,6 +60,12 @@ from hvdgloo.runner.transport.base import Spawner
 
 ANNOUNCE_AFTER = 1.0
 """Seconds after which a user is told that a job which is over waits for workers to end."""
+
+FOREIGN_MPI = (
+    "mpi4py sees each of the %d workers alone (MPI.COMM_WORLD has 1 rank): hvdgloo-run starts no MPI job, and the "
+    "program does not use hvdgloo. Use hvd.init(), hvd.allreduce() and so on instead of MPI's, or start it with mpirun"
+)
+"""The notice about workers that use mpi4py instead of hvdgloo."""
 
 _LATE = 1.0  # the most seconds that one turn of the loop counts for, beyond those that it was meant to take
 _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
@@ -96,6 +103,7 @@ class Supervisor:
         self._last_beat = time.monotonic()
         self._hard_deadline: float | None = None
         self._announcement: tuple[float, str] | None = None
+        self._told_of_mpi = False
         self._slept = 0.0
         self._stdin_link: Link | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
@@ -109,6 +117,7 @@ class Supervisor:
             Exited: self._on_exited,
             StdinTaken: lambda *_: self.on_stdin_taken(),
             Dying: self._on_dying,
+            ForeignMpi: self._on_foreign_mpi,
             **dict.fromkeys((Observed, Tracing, Traced), self._on_observed),
         }
 
@@ -443,6 +452,12 @@ class Supervisor:
 
     def _on_observed(self, link: Link, frame: Frame) -> None:
         self.audience.reported(link.host.name, frame)
+
+    def _on_foreign_mpi(self, link: Link, frame: ForeignMpi) -> None:
+        size = sum(len(each.workers) for each in self.links)
+        if size > 1 and not self._told_of_mpi:
+            self._told_of_mpi = True  # by one host's agent: the others see the same
+            self._observer.notice(FOREIGN_MPI % size)
 
     def _tell_at_work(self, frame: Frame) -> None:
         for link in self.links:

@@ -155,6 +155,24 @@ def test_mpi_that_knows_of_one_process_in_a_job_of_several_is_told(tmp_path: Pat
     assert done.stderr.count("mpi4py sees this process alone (MPI.COMM_WORLD has 1 rank), while hvd.size() is 2") == 1
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_workers_that_use_mpi_instead_of_hvdgloo_are_told(tmp_path: Path, ranks: int) -> None:
+    program = """
+    import mmap, time
+    file = open("mpi4py/MPI.cpython-311-x86_64-linux-gnu.so", "rb")
+    loaded = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    time.sleep(1.5)  # a short program, but not shorter than the agent's first looks at it
+    """
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/MPI.cpython-311-x86_64-linux-gnu.so").write_bytes(b"library")
+    with launcher_in(tmp_path) as launcher:
+        done = launcher.run("-np", str(ranks), launcher.script(program))
+    assert done.returncode == 0, done.stderr
+    told = "hvdgloo-run: mpi4py sees each of the 2 workers alone (MPI.COMM_WORLD has 1 rank)"
+    assert done.stderr.count(told) == (ranks > 1)
+    assert done.stderr.count("mpi4py") == (ranks > 1)
+
+
 @pytest.mark.parametrize("size", [2, None], ids=["several", "broken"])
 def test_mpi_that_knows_of_all_is_left_alone(
     size: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
