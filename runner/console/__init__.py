@@ -1,1 +1,1 @@
-"""What the launcher shows: workers' output, progress while hosts start, the closing summary."""
+"""The launcher's console: workers' output, progress while hosts start, the closing summary."""

@@ -1,7 +1,7 @@
-"""What becomes of the workers' output: prefixed lines here, byte-exact files there, and the last lines for a summary.
+"""The workers' output: prefixed lines on the console, byte-exact files, and the last lines for a summary.
 
-The supervisor calls ``output`` with whatever arrives and never waits; two writer threads do that, one for the console
-and one for the files.
+The supervisor passes output to ``output`` as it arrives and never waits for a reader. Two writer threads do: one for
+the console and one for the files.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True)
 class Window:
-    """The terminal that the launcher's own lines are drawn on, as it is now."""
+    """Current size of the terminal that the launcher draws its own lines on."""
 
     width: int
     height: int
 
 
 class Console:
-    """Where output goes.
+    """The destination of all output.
 
-    Workers are known by their numbers. Their lines begin with the ranks that they have at that moment, and so do the
-    names of their files; in a job of fixed size rank and number are the same.
+    Workers are identified by number. Their lines, and the names of their files, begin with the ranks that they have at
+    that moment; in a job of fixed size, rank and number are the same.
 
     Args:
         stdout, stderr: receive the workers' lines; the launcher's own notices go to ``stderr``.
         timestamps: precede every line with the time.
         interactive: the rank whose unfinished lines (prompts) are shown at once.
-        shown: the ranks whose output is shown; None for all. The files have that of all ranks.
+        shown: the ranks whose output is shown; None for all. The files contain the output of all ranks.
         prefix: begin every line with its rank and stream.
-        quiet: no notices.
-        news: say what becomes of the workers, also if notices are switched off.
-        backlog: bytes of unwritten output beyond which workers are to be given no more credit; None for no limit.
-        rank_of: a worker's number to its rank.
+        quiet: suppress notices.
+        news: report changes among the workers, even if notices are suppressed.
+        backlog: bytes of unwritten output beyond which workers should get no more credit; None for no limit.
+        rank_of: returns a worker's rank, given its number.
 
     Attributes:
-        on_broken: called, from another thread, when ``stdout`` or ``stderr`` has lost its reader.
-        opened: when this was made, in seconds since the epoch.
-        unwritten: what could not be written, each with the reason.
+        on_broken: called from another thread when ``stdout`` or ``stderr`` has lost its reader.
+        opened: time of construction, in seconds since the epoch.
+        unwritten: the outputs that could not be written, each with the reason.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class Console:
         self._directory: str | None = None
         self._size = 0
         self._file_index: dict[tuple[int, int], int] = {}
-        # Where both lead to one place, one thread writes them and lines keep their order; otherwise neither waits for
-        # the other: `hvdgloo-run ... | less` still shows errors.
+        # If both lead to one place, one thread writes them and lines keep their order; otherwise neither waits for the
+        # other: `hvdgloo-run ... | less` still shows errors.
         out = Writer("hvdgloo-stdout", [_target(stdout)], lambda _, error: self._console_failed(STDOUT, error))
         err = (
             out
@@ -128,7 +128,7 @@ class Console:
 
         Args:
             directory: for per-rank files; None for no files.
-            again: add to the files, which have the output of the same ranks before they were started again.
+            again: append to the files, which contain the output of the same ranks before their restart.
 
         Raises:
             LaunchError: the directory cannot be written to.
@@ -140,7 +140,7 @@ class Console:
         self._file_index = {source: index for index, source in enumerate(files)}
 
     def output(self, number: int, stream: int, data: bytes) -> None:
-        """Take in bytes that a worker wrote."""
+        """Process bytes that a worker wrote."""
         source = (number, stream)
         if self._files is not None:
             self._files.put(self._file(self._files, self._rank_of(number), stream), data)
@@ -156,26 +156,27 @@ class Console:
             self.always(text)
 
     def news(self, text: str) -> None:
-        """Print what has become of the workers."""
+        """Print a change among the workers."""
         if self._news:
             self.always(text)
 
     def always(self, text: str) -> None:
-        """Print it even if notices are switched off. It may have several lines."""
+        """Print a text, which may have several lines, even if notices are suppressed."""
         for each in text.split("\n"):
             line = f"hvdgloo-run: {each}\n".encode("utf-8", "surrogateescape")
             self._printed[STDERR] += 1
             self._draw(STDERR, self._screens[STDERR].line((-1, STDERR), b"", line))
 
     def window(self) -> Window | None:
-        """Where ``below`` can draw; None if there is no terminal, others are using it, or notices are off."""
+        """Return the size of the terminal for ``below``; None if there is no terminal, other programs are using it, or
+        notices are suppressed."""
         if self._quiet or not self._screens[STDERR].terminal or self._terminal is None:
             return None
         try:
             if os.tcgetpgrp(self._terminal) != os.getpgrp():
                 return None  # we are in the background of a shell, which writes here
         except OSError:
-            pass  # it controls no session, so there is no background either
+            pass  # the terminal controls no session, so there is no background either
         try:
             size = os.get_terminal_size(self._terminal)
         except OSError:
@@ -183,7 +184,7 @@ class Console:
         return Window(size.columns or 80, size.lines or 24)
 
     def below(self, lines: Sequence[str]) -> None:
-        """Keep these lines below everything else on the terminal, until others replace them; empty: remove them."""
+        """Keep these lines below everything else on the terminal until the next call; an empty list removes them."""
         screen = self._screens[STDERR]
         lifted = screen.lift()
         screen.below = tuple(line.encode("utf-8", "replace") for line in lines)
@@ -197,7 +198,7 @@ class Console:
             writer.wait_until_written(timeout)
 
     def tick(self) -> float | None:
-        """Show unfinished lines and tracebacks whose time has come; returns the time of the next one."""
+        """Show unfinished lines and tracebacks that are due; return the time of the next one."""
         now = time.monotonic()
         for source, when in list(self._unfinished.items()):
             if when <= now:
@@ -212,43 +213,43 @@ class Console:
 
     @property
     def congested(self) -> bool:
-        """Whether so much is waiting to be written that workers should wait too."""
+        """True if so much output is waiting to be written that workers should wait as well."""
         return self._backlog is not None and sum(writer.backlog for writer in self._all_writers()) > self._backlog
 
     def tail(self, number: int) -> tuple[str, ...]:
-        """The last lines of a worker, of both streams in the order of their arrival."""
+        """Return the last lines of a worker, from both streams in order of arrival."""
         return self._last[number].lines
 
     def cause(self, rank: int) -> str:
-        """The line of a worker that most likely says why it failed; empty if it printed nothing."""
+        """Return the line with a worker's most likely reason for its failure; empty if it printed nothing."""
         return self._last[rank].cause
 
     def exception(self, number: int) -> str:
-        """The last line of a worker's last traceback; empty if none tells why it ended."""
+        """Return the last line of a worker's last traceback; empty if none explains the worker's end."""
         return self._last[number].exception
 
     def culprit(self, rank: int) -> int | None:
-        """The rank that a worker blames for its failure."""
+        """Return the rank that a worker blames for its failure."""
         return named_culprit(self.cause(rank))
 
     def folder(self, rank: int | None) -> str:
-        """The folder with the files of a rank's output, or with those of all ranks; empty if there are none."""
+        """Return the directory with the output files of a rank, or of all ranks; empty if there are none."""
         if self._directory is None:
             return ""
         return self._directory if rank is None else rank_folder(self._directory, rank, self._size)
 
     def in_sight(self, rank: int) -> bool:
-        """Whether the reader of the launcher's own lines has just seen what ``tail`` returns."""
+        """Tell whether the reader of the launcher's own lines has just seen the lines of ``tail``."""
         first = self._last[rank].first_position
         return first is not None and self._shows(rank) and self._printed[STDERR] - first <= IN_SIGHT
 
     def interrupted(self) -> None:
-        """The workers are about to be interrupted: leave out what those print that are in the middle of an import."""
+        """Suppress the tracebacks of workers in the middle of an import: all are about to be interrupted."""
         if self._interrupted is None:
             self._interrupted = defaultdict(InterruptedImport)
 
     def finish(self) -> None:
-        """No more output will come: write the unfinished lines."""
+        """Write the unfinished lines, because no more output will arrive."""
         for source, lines in self._lines.items():
             if rest := lines.finish():
                 self._take(source, [rest])
@@ -259,23 +260,23 @@ class Console:
         self._unfinished.clear()
 
     def drain(self, give_up: Callable[[], bool]) -> None:
-        """Wait until everything is written, as any program waits for its terminal; ``give_up`` may end that."""
+        """Wait until everything is written, as any program waits for its terminal; ``give_up`` ends the wait."""
         for writer in self._all_writers():
             while not writer.wait_until_written(0.1):
                 if give_up():
                     return
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         for writer in self._all_writers():
             writer.close()
         for file in self._file_list:
             file.close()
 
-    # Inside.
+    # Internal.
 
     def _file(self, files: Writer, rank: int, stream: int) -> int:
-        """The file of a rank. Those of ranks that nobody has expected are made when they are needed."""
+        """Return the index of a rank's file. Files of unexpected ranks are created on first use."""
         if (rank, stream) not in self._file_index:
             try:
                 made: Mapping[tuple[int, int], Target] = _open_files(self._directory, [rank], self._size)
@@ -294,9 +295,9 @@ class Console:
         return self._shown is None or self._rank_of(number) in self._shown
 
     def _take(self, source: tuple[int, int], lines: Sequence[bytes]) -> None:
-        """Complete lines of a worker: to be shown, and to be remembered."""
+        """Process complete lines of a worker: show them, and remember the last ones."""
         rank, stream = source
-        # Where the two streams lead to different places, the reader of stderr has not seen what went to stdout.
+        # If the two streams lead to different places, the reader of stderr has not seen stdout.
         visible = self._same or stream == STDERR
         position = self._printed[STDERR] if visible else -math.inf
         for number, line in enumerate(lines):
@@ -308,7 +309,7 @@ class Console:
         self._sort(source, lines)
 
     def _sort(self, source: Source, lines: Sequence[bytes]) -> None:
-        """Show lines now, or with the traceback to which they belong."""
+        """Show lines now, or together with the traceback that they belong to."""
         if source[0] == self._interactive or not self._shows(source[0]):
             self._emit(source, lines)
         else:
@@ -339,7 +340,7 @@ class Console:
         return f"{when} ".encode() if when else b""
 
     def _draw(self, stream: int, data: bytes) -> None:
-        """Write what a Screen returned, with our own lines out of its way."""
+        """Write the result of a Screen, with our own lines out of its way."""
         screen = self._screens[stream]
         self._put(stream, screen.lift() + data + screen.lower())
 
@@ -347,7 +348,7 @@ class Console:
         self._writers[stream].put(0, data)
 
     def _shows_unfinished(self, source: tuple[int, int], lines: Lines) -> bool:
-        """A prompt is shown at once; so is a bar, but only where it can be erased again."""
+        """Tell whether to show an unfinished line at once: a prompt always, a bar only if it can be erased again."""
         if not self._shows(source[0]):
             return False
         is_bar = lines.redrawn or lines.rest.endswith(b"\r")
@@ -366,7 +367,7 @@ class Console:
         rank, stream = list(self._file_index)[index]
         self.unwritten.append(f"the file of rank {rank}'s {_STREAM_NAMES[stream]}: {_reason(error)}")
         text = f"hvdgloo-run: rank {rank}'s {_STREAM_NAMES[stream]} is no longer written to its file: {error}\n"
-        # Straight to the writer: this is the other writer's thread, and the screen belongs to the supervisor's.
+        # Bypass the screen: this is the other writer's thread, and the screen belongs to the supervisor's.
         self._put(STDERR, text.encode("utf-8", "replace"))
 
 
@@ -375,24 +376,24 @@ def _reason(error: Exception) -> str:
 
 
 class _Nowhere:
-    """Takes what cannot be written."""
+    """A target that drops everything."""
 
     def write(self, data: bytes) -> None:
-        """Drop it."""
+        """Drop the data."""
 
 
 def rank_folder(directory: str, rank: int, size: int) -> str:
-    """``rank.<rank>`` with as many digits as the highest rank has, so that names sort."""
+    """Return ``directory/rank.<rank>``, padded to the digits of the highest rank, so that names sort."""
     return os.path.join(directory, f"rank.{rank:0{len(str(size - 1))}d}")
 
 
 def make_directory(directory: str) -> None:
-    """Create the folder for per-rank files, so that it is known at once whether there can be one.
+    """Create the directory for per-rank files early, so that an unusable one is reported before anything starts.
 
-    Files of an earlier job are looked at, too: they will be written over.
+    Files of an earlier job are checked as well, because they will be overwritten.
 
     Raises:
-        ConfigError: it cannot be created or written to.
+        ConfigError: the directory cannot be created or written to.
     """
     try:
         _make_private(directory)
@@ -413,10 +414,10 @@ def make_directory(directory: str) -> None:
 
 
 def _make_private(folder: str) -> None:
-    """Create a folder, and those above it, for this user alone; what exists stays as it is.
+    """Create a directory and its missing parents for this user alone; existing ones stay as they are.
 
     Raises:
-        OSError: it cannot be created, or its name is a link of another user's.
+        OSError: it cannot be created, or its name is another user's link.
     """
     above = os.path.dirname(os.path.abspath(folder))
     if not os.path.isdir(above):
@@ -465,7 +466,7 @@ def _target(stream: TextIO) -> Target:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether it leads to a terminal."""
+    """Tell whether a stream leads to a terminal."""
     descriptor = _descriptor(stream)
     return descriptor is not None and os.isatty(descriptor)
 

@@ -1,8 +1,8 @@
-"""What a worker prints that was interrupted while it imported: nothing that anybody could use. Pure.
+"""Suppression of a worker's traceback if it was interrupted during an import. Pure.
 
-Ctrl-C reaches workers wherever they are. In the program's own code the traceback says what it was doing, and is shown.
-In the middle of ``import torch`` it says nothing, once for every worker, and may be followed by complaints about what
-was not set up.
+Ctrl-C reaches workers wherever they are. In the program's own code, the traceback shows what the program was doing, and
+is kept. In the middle of ``import torch``, it is useless, is printed by every worker, and may be followed by complaints
+about incomplete initialization.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class InterruptedImport:
         self._muted = False
 
     def feed(self, lines: Sequence[bytes]) -> list[bytes]:
-        """What is to be shown of these lines, and of those held back before."""
+        """Return the lines to show, of these and of those held back before."""
         shown: list[bytes] = []
         for line in lines:
             shown += self._feed(line)
@@ -46,6 +46,6 @@ class InterruptedImport:
         return self.finish()
 
     def finish(self) -> list[bytes]:
-        """What is held back, if no more comes."""
+        """Return the lines still held back, because no more lines will arrive."""
         held, self._held = self._held, []
         return held

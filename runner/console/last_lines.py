@@ -1,7 +1,7 @@
-"""The end of what one worker printed, for the summary of a job that failed. Pure.
+"""The end of one worker's output, for the summary of a failed job. Pure.
 
-Much may follow the traceback that matters: loggers that close, children that complain, a C library's last words. So the
-last traceback is kept, too, and shown before the last lines if these do not reach back to it.
+Much may follow the traceback that matters: loggers that close, complaining children, a C library's last messages. So
+the last traceback is kept as well, and precedes the last lines if these do not include it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import AnyStr
 HEAD = "Traceback (most recent call last):"
 
 KEPT = 10
-"""Lines that a summary has at most."""
+"""Maximum number of lines in a summary."""
 
 _OF_TRACE = 5  # of them, the end of a traceback that was followed by more than the others can show
 _FOLLOWING = 100  # lines after which a traceback no longer counts as the reason why the worker ended
@@ -24,13 +24,13 @@ _ERROR = "hvdgloo.errors."  # the first word of an error that is shown without a
 
 
 def without_rank(line: AnyStr) -> AnyStr:
-    """Remove what torch.distributed writes before each line of a traceback once a process group has been made."""
+    """Remove the rank that torch.distributed puts before each line of a traceback once a process group exists."""
     found = _RANK.match(line) if isinstance(line, str) else _RANK_BYTES.match(line)
     return line[found.end() :] if found else line
 
 
 class LastLines:
-    """Takes in one worker's lines, of both streams, in the order of their arrival."""
+    """The last lines of one worker, from both streams in order of arrival."""
 
     def __init__(self) -> None:
         self._lines: deque[tuple[str, float]] = deque(maxlen=KEPT)
@@ -39,11 +39,11 @@ class LastLines:
         self._following = 0
 
     def add(self, text: str, position: float, *, error_stream: bool) -> None:
-        """Take in a line.
+        """Process a line.
 
         Args:
-            position: how many lines had been printed before it, by all workers.
-            error_stream: it was written to stderr, where tracebacks are.
+            position: the number of lines printed before it, by all workers.
+            error_stream: it was written to stderr, where tracebacks appear.
         """
         self._lines.append((text[:_WIDTH], position))
         text = without_rank(text)
@@ -64,7 +64,7 @@ class LastLines:
         return bool(self._trace) and not self._unfinished and self._following < _FOLLOWING
 
     def _chosen(self) -> list[tuple[str, float]]:
-        """The lines of the summary; an empty text stands for what is left out."""
+        """Return the lines of the summary, with a note in place of omitted ones."""
         if not self._relevant or self._following < KEPT:
             return list(self._lines)
         rest = list(self._lines)[len(self._trace) + 1 :]
@@ -73,20 +73,21 @@ class LastLines:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What to show of them."""
+        """The lines to show."""
         return tuple(text for text, _ in self._chosen())
 
     @property
     def first_position(self) -> float | None:
-        """Where the first of ``lines`` was printed; None if there is none."""
+        """Position of the first of ``lines``; None if there is none."""
         return min((position for _, position in self._chosen()), default=None)
 
     @property
     def exception(self) -> str:
-        """The line that names the exception of the last traceback; empty if there is none that matters."""
+        """The line that names the exception of the last relevant traceback; empty if there is none."""
         return self._trace[-1][0] if self._relevant else ""
 
     @property
     def cause(self) -> str:
-        """The line that most likely says why the worker failed: its last traceback's, else its last one."""
+        """The most likely reason for the worker's failure: the exception of its last traceback, otherwise its last
+        line."""
         return self.exception or (self._lines[-1][0] if self._lines else "")

@@ -1,11 +1,11 @@
-"""Workers' bytes to whole, prefixed lines. Pure.
+"""Conversion of workers' bytes to whole, prefixed lines. Pure.
 
 Lines end at a newline or a carriage return, so that progress bars still work: each state of a bar is a line that ends
 in a carriage return, and on a terminal the next one overwrites it. The bytes of a line are never changed or decoded.
 
-``Lines`` cuts one stream; ``Screen`` knows what is on the last line of one output, and so what must precede the next
-piece: nothing, a line break, or the erasure of another rank's bar that is still there. On a terminal it also keeps the
-launcher's own list below everything else.
+``Lines`` cuts one stream; ``Screen`` keeps track of the last line of one output, and thus of what must precede the next
+piece: nothing, a line break, or the erasure of another rank's bar. On a terminal it also keeps the launcher's own list
+below everything else.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from __future__ import annotations
 import re
 
 MAX_LINE = 1024 * 1024
-"""Longer lines are broken on the console, to bound memory. Per-rank files hold them unbroken."""
+"""Longer lines are broken on the console, to bound memory. Per-rank files contain them unbroken."""
 
 _ERASE = b"\x1b[K"
 # A carriage return that is followed by a newline, or by nothing yet, does not end a line on its own.
 _END = re.compile(rb"\r?\n|\r(?=[^\n])")
 
 Source = tuple[int, int]
-"""Rank and stream."""
+"""Worker and stream."""
 
 
 class Lines:
-    """One stream, cut into lines.
+    """A stream, cut into lines.
 
     Attributes:
-        rest: what follows the last complete line.
-        redrawn: the last complete line ended in a carriage return, so ``rest`` is a bar's present state.
+        rest: the incomplete line after the last complete one.
+        redrawn: the last complete line ended in a carriage return, so ``rest`` is the current state of a bar.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Lines:
         self.redrawn = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that these bytes complete, with their ends."""
+        """Return the lines that these bytes complete, including their line ends."""
         looked_at = max(0, len(self.rest) - 1)  # a carriage return at the end was left undecided
         self.rest += data
         lines: list[bytes] = []
@@ -54,7 +54,7 @@ class Lines:
         return lines
 
     def finish(self) -> bytes:
-        """The rest as a line, when nothing more follows; empty if there is none."""
+        """Return the rest as a line, because nothing more follows; empty if there is none."""
         rest, self.rest = self.rest, b""
         return rest + b"\n" if rest and not rest.endswith(b"\r") else rest
 
@@ -63,7 +63,7 @@ class Screen:
     """The last line of one output, shared by all sources that write to it.
 
     Args:
-        terminal: the output is one, on which a carriage return moves the cursor.
+        terminal: the output is a terminal, on which a carriage return moves the cursor.
     """
 
     def __init__(self, *, terminal: bool) -> None:
@@ -73,27 +73,28 @@ class Screen:
         self._is_bar = False
         self._drawn_by: Source | None = None
         self.below: tuple[bytes, ...] = ()
-        """Our own lines, kept below all others; drawn by ``lower``, removed again by ``lift``."""
+        """Our own lines, kept below all others; drawn by ``lower``, removed by ``lift``."""
         self._lowered = 0
 
     def lift(self) -> bytes:
-        """What to write before anything else: removes the lines below.
+        """Return the sequence that removes the lines below; it precedes any other output.
 
-        Only as many lines as were drawn: where a terminal that became narrower has wrapped them into more, some remain,
+        It removes only as many lines as were drawn: if a terminal that became narrower has wrapped them, some remain,
         but no other line is ever erased.
         """
         lines, self._lowered = self._lowered, 0
         return b"\x1b[%dA\r\x1b[J" % lines if lines else b""
 
     def lower(self) -> bytes:
-        """What to write after anything else: draws the lines below, unless another line is unfinished."""
+        """Return the sequence that draws the lines below, unless another line is unfinished; it follows any other
+        output."""
         if not self.below or self._open is not None or self._drawn_by is not None:
             return b""
         self._lowered = len(self.below)
         return b"\r" + b"".join(line + b"\n" for line in self.below)
 
     def line(self, source: Source, prefix: bytes, line: bytes) -> bytes:
-        """What to write for a complete line."""
+        """Return the bytes that show a complete line."""
         if self._open == source and line.startswith(self._shown):
             out = line[len(self._shown) :]
         else:
@@ -103,7 +104,7 @@ class Screen:
         return out
 
     def partial(self, source: Source, prefix: bytes, rest: bytes, *, bar: bool) -> bytes:
-        """What to write so that an unfinished line (a prompt, a bar) can be seen."""
+        """Return the bytes that show an unfinished line (a prompt, a bar)."""
         if self._open == source and rest.startswith(self._shown):
             out = rest[len(self._shown) :]
         else:
@@ -112,7 +113,7 @@ class Screen:
         return out
 
     def _break(self) -> bytes:
-        """Leave another source's unfinished line."""
+        """Return the bytes that end another source's unfinished line."""
         if self._open is None:
             return b""
         self._drawn_by = None

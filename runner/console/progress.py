@@ -1,7 +1,7 @@
-"""How far hosts and workers have come while a job starts: what is known, in words. Pure; times are the caller's.
+"""Progress of hosts and workers during the start of a job, in words. Pure; the caller supplies all times.
 
-A host goes through steps. Each answers the questions of a user who is kept waiting: what is it that does not come, and
-what can I do about it?
+A host goes through steps. Each step answers the questions of a waiting user: what is missing, and what can I do about
+it?
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Protocol
 from unicodedata import east_asian_width
 
 SHOWN = 20
-"""Up to this many hosts have a line each; more are counted by step, and the slowest few named."""
+"""Maximum number of hosts with a line each; of more, the steps are counted and the slowest few are named."""
 
 NOT_TRIED = "not tried yet"
-"""The detail of a host whose turn has not come: only a limited number are connected to at a time."""
+"""Detail of a host whose turn has not come: only a limited number of hosts are contacted at a time."""
 
 _LOOK_AGAIN = 0.5  # seconds between looks at who is in hvd.init()
 _LOADING = 30.0  # seconds for which it is shown that workers have been started, and for which none has done more
@@ -29,7 +29,7 @@ _PLAIN = "\x1b[0m"
 
 
 class Step(enum.Enum):
-    """What a host is at, in order."""
+    """Steps of a host's start, in order."""
 
     CONNECTING = "connecting"
     PYTHON = "python"
@@ -50,11 +50,11 @@ REMEDIES = {
     Step.PROBING: "the agent is up, but its addresses have not been tried out yet: a firewall may be dropping the "
     "packets; --nics chooses other addresses",
 }
-"""For each step that may take too long: what that means, and what to do."""
+"""For each step that may take too long: the likely cause, and the remedy."""
 
 
 class Stage(Protocol):
-    """Where one host is: its step, since when, and what is known beyond that."""
+    """State of one host: its step, the time since it began, and further details."""
 
     @property
     def name(self) -> str: ...
@@ -67,12 +67,12 @@ class Stage(Protocol):
 
 
 class Progress:
-    """What each host is at, in words.
+    """The progress of each host, in words.
 
     Args:
         hosts: in order; their progress is read from them.
         now: in seconds, on the same clock as all other times.
-        doing: what is done with them.
+        doing: beginning of the headline, before the number of hosts.
     """
 
     def __init__(self, hosts: Sequence[Stage], now: float, doing: str = "starting on") -> None:
@@ -82,22 +82,22 @@ class Progress:
 
     @property
     def waiting(self) -> list[Stage]:
-        """The hosts that are not ready."""
+        """Hosts that are not ready."""
         return [host for host in self._hosts if host.step is not Step.READY]
 
     def elapsed(self, now: float) -> float:
         return now - self.started
 
     def over(self, now: float) -> bool:
-        """Whether all are ready."""
+        """Tell whether all hosts are ready."""
         return not self.waiting
 
     def done(self, now: float) -> str:
-        """That they are, in a line."""
+        """Return one line saying that all hosts are ready."""
         return f"all hosts are ready after {seconds(self.elapsed(now))}"
 
     def screen(self, now: float, width: int, height: int, *, colour: bool) -> list[str]:
-        """The live list: at most ``height`` lines, none wider than ``width``."""
+        """Return the live list: at most ``height`` lines, none wider than ``width``."""
         rows: Sequence[Stage]
         if len(self._hosts) <= min(SHOWN, height - 1):
             rows = self._hosts
@@ -110,7 +110,7 @@ class Progress:
         return [cut(head, width), *lines][:height]
 
     def line(self, now: float) -> str:
-        """The same in one line, for a log; empty if no host is waited for."""
+        """Return the progress in one line, for a log; empty if all hosts are ready."""
         waiting = self.waiting
         if not waiting:
             return ""
@@ -119,7 +119,7 @@ class Progress:
         return f"{ready} of {_hosts(total)} ready after {seconds(self.elapsed(now))}; still waiting for {named}"
 
     def _slowest(self) -> list[Stage]:
-        """Hosts that are not ready: the earliest step first, and within a step the one that has been at it longest."""
+        """Return the hosts that are not ready: the earliest step first, and within a step the longest wait first."""
         order = list(Step)
         return sorted(self.waiting, key=lambda host: (order.index(host.step), host.since))
 
@@ -133,9 +133,9 @@ class Arriving:
     """Workers on their way to ``hvd.init()``.
 
     Attributes:
-        size: how many there are in the job.
-        started: how many of them have been started.
-        arrived: how many have called ``hvd.init()``.
+        size: number of workers in the job.
+        started: number of workers that were started.
+        arrived: number of workers that called ``hvd.init()``.
     """
 
     size: int
@@ -144,15 +144,16 @@ class Arriving:
 
 
 class InitProgress:
-    """How many workers are in ``hvd.init()``, in words.
+    """The number of workers in ``hvd.init()``, in words.
 
-    A job whose program never calls it is not recognisable as such: it counts as starting until ``give_up``. So while
-    none has called it, nothing is said about it: importing takes its time, and it may never be called.
+    A job whose program never calls ``hvd.init()`` cannot be recognised as such: it counts as starting until
+    ``give_up``. So a log says nothing until a first worker has called it: importing takes its time, and the call may
+    never come.
 
     Args:
-        look: what is known now; None once there is nothing more to be waited for.
+        look: returns the current state; None once there is nothing left to wait for.
         now: in seconds, on the same clock as all other times.
-        give_up: seconds after which, if no worker at all has come, none is expected any more.
+        give_up: seconds after which, if no worker at all has arrived, none is expected any more.
     """
 
     def __init__(self, look: Callable[[], Arriving | None], now: float, give_up: float) -> None:
@@ -163,7 +164,7 @@ class InitProgress:
         self._next_look = now + _LOOK_AGAIN
 
     def over(self, now: float) -> bool:
-        """Whether nothing is waited for any longer."""
+        """Tell whether the wait is over."""
         if self._state is not None and now >= self._next_look:
             self._next_look = now + _LOOK_AGAIN
             self._state = self._look()
@@ -172,20 +173,20 @@ class InitProgress:
         return self._state is None
 
     def screen(self, now: float, width: int, height: int, *, colour: bool) -> list[str]:
-        """The live view: one line, or none while no worker has come and it is getting late."""
+        """Return the live view: one line, or none if it is late and no worker has arrived."""
         elapsed, state = now - self._started, self._state
         if (state is None or not state.arrived) and elapsed > _LOADING:
             return []
         return [cut(f"{self._counted()}, {seconds(elapsed)}", width)][:height]
 
     def line(self, now: float) -> str:
-        """The same for a log; empty while no worker has come."""
+        """Return the state in one line, for a log; empty while no worker has arrived."""
         if self._state is None or not self._state.arrived:
             return ""
         return f"{self._counted()} after {seconds(now - self._started)}"
 
     def done(self, now: float) -> str:
-        """Nothing: the workers' own output follows."""
+        """Return nothing: the workers' own output follows."""
         return ""
 
     def _counted(self) -> str:
@@ -196,7 +197,7 @@ class InitProgress:
 
 
 class Backoff:
-    """Times at which to repeat a report: the pause doubles.
+    """Times at which to repeat a report: the pause doubles each time.
 
     Args:
         start: on the caller's clock.
@@ -209,7 +210,7 @@ class Backoff:
         self.next = start + first
 
     def due(self, now: float) -> bool:
-        """Whether it is time; if so, the next time is set."""
+        """Tell whether a report is due; if so, set the next time."""
         if now < self.next:
             return False
         self._pause *= 2
@@ -218,7 +219,7 @@ class Backoff:
 
 
 def first_report(verbose: bool) -> float:
-    """Seconds after which a log first says what is being waited for."""
+    """Return the seconds after which a log first reports the wait."""
     return 1.0 if verbose else 10.0
 
 
@@ -227,9 +228,9 @@ class Missing:
     """A host that is not ready.
 
     Attributes:
-        step: how far it has come.
-        detail: what is known beyond that, or nothing.
-        ended: the command that leads there no longer runs: the last attempt has ended.
+        step: the step that the host has reached.
+        detail: further details, or nothing.
+        ended: the command that leads to the host no longer runs: its last attempt has ended.
     """
 
     host: str
@@ -239,10 +240,10 @@ class Missing:
 
 
 def describe_missing(hosts: Sequence[Missing], timeout: float) -> str:
-    """After the start timeout: who is missing, at which step, and what to do.
+    """Describe the hosts that missed the start timeout: their steps, and what to do.
 
     Args:
-        hosts: those that are not ready.
+        hosts: the hosts that are not ready.
         timeout: the start timeout, in seconds.
     """
     by_remedy: dict[tuple[Step, str], list[str]] = {}
@@ -260,7 +261,7 @@ def describe_missing(hosts: Sequence[Missing], timeout: float) -> str:
 
 
 def seconds(duration: float) -> str:
-    """``0.4 s``, ``12 s``, ``2 min 5 s``."""
+    """Format a duration: ``0.4 s``, ``12 s``, ``2 min 5 s``."""
     if duration < 9.95:
         return f"{duration:.1f} s"
     whole = round(duration)
@@ -282,7 +283,7 @@ def _stage(stage: Stage, now: float) -> str:
 
 
 def _row(host: Stage, now: float, name_width: int, width: int, colour: bool) -> str:
-    """A line of the list: name, step, time, detail."""
+    """Return a line of the list: name, step, time, detail."""
     name = host.name if len(host.name) <= name_width else host.name[: name_width - 3] + "..."
     step = host.step.value
     time = "" if host.step is Step.READY else seconds(now - host.since)
@@ -294,6 +295,7 @@ def _row(host: Stage, now: float, name_width: int, width: int, colour: bool) -> 
 
 
 def cut(text: str, width: int) -> str:
-    """One column short of the terminal's width, as some wrap at the last; and each character one column wide."""
+    """Cut a text to one column less than the terminal's width, because some terminals wrap at the last one; replace
+    wide and unprintable characters."""
     clean = "".join(c if c.isprintable() and east_asian_width(c) not in "WF" else "?" for c in text)
     return clean if len(clean) < width else clean[: max(0, width - 4)] + "..."

@@ -1,14 +1,14 @@
-"""What a user sees of a start: a live list on a terminal, plain lines in a log, nothing where it is quick.
+"""The view of a start: a live list on a terminal, plain lines in a log, nothing if the start is quick.
 
-On a terminal the list appears only after a while, is redrawn when a host makes progress and once a second, and vanishes
-when all are ready. It stays below whatever is printed meanwhile. Its lines are cut to the terminal's current width
-every time, so the window may be resized; and it is removed before Ctrl-Z stops the launcher.
+On a terminal, the list appears only after a while, is redrawn when a host makes progress and once a second, and
+vanishes when all hosts are ready. It stays below other output. Its lines are cut to the terminal's current width every
+time, so the window may be resized; and it is removed before Ctrl-Z stops the launcher.
 
-In a log there is a line after some seconds, and then at growing intervals; with ``--verbose``, one for every step of
+In a log, there is a line after some seconds, and then at growing intervals; with ``--verbose``, one for every step of
 every host.
 
-Once the workers have started, the same is done for those that have not called ``hvd.init()``: frameworks take seconds
-to import, and minutes on a busy machine. A log gets one line about it.
+Once the workers have started, those that have not called ``hvd.init()`` are shown in the same way: frameworks take
+seconds to import, and minutes on a busy machine. A log gets one line about them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SHOW_AFTER = 2.0
 """Seconds of start-up after which the list appears."""
 
 INIT_LINE_AFTER = 5.0
-"""Seconds after the workers' start at which a log says how many of them are in ``hvd.init()``."""
+"""Seconds after the workers' start at which a log reports the number of workers in ``hvd.init()``."""
 
 _REDRAW = 1.0  # seconds between redraws where only the time has changed
 _CALM = 0.1  # minimum seconds between redraws
 
 
 class Surface(Protocol):
-    """What the display needs of a Console."""
+    """The methods of a Console that the display needs."""
 
     def notice(self, text: str) -> None: ...
     def window(self) -> Window | None: ...
@@ -40,29 +40,29 @@ class Surface(Protocol):
 
 
 class Source(Protocol):
-    """What is being waited for. Times are on the display's clock."""
+    """The subject of a wait. Times are on the display's clock."""
 
     def over(self, now: float) -> bool:
-        """Whether nothing is waited for any longer."""
+        """Tell whether the wait is over."""
 
     def screen(self, now: float, width: int, height: int, *, colour: bool) -> list[str]:
-        """The live view: at most ``height`` lines, none wider than ``width``."""
+        """Return the live view: at most ``height`` lines, none wider than ``width``."""
 
     def line(self, now: float) -> str:
-        """The same in one line, for a log; empty if there is nothing to say."""
+        """Return the state in one line, for a log; empty if there is nothing to report."""
 
     def done(self, now: float) -> str:
-        """What to say in a log in the end, where ``line`` was."""
+        """Return the final line for a log that had a ``line``."""
 
 
 class LiveDisplay:
-    """Shows what is being waited for, until it has come or ``close``.
+    """A view of a wait, until it is over or ``close`` is called.
 
     Args:
-        source: says what that is.
-        surface: where to show it.
-        lines: when to put it into a log.
-        environ: says whether the terminal supports colours (TERM, NO_COLOR).
+        source: the subject of the wait.
+        surface: the place where it is shown.
+        lines: the times of lines in a log.
+        environ: tells whether the terminal supports colours (TERM, NO_COLOR).
         verbose: lines instead of a live view.
         clock: monotonic seconds.
     """
@@ -98,7 +98,7 @@ class LiveDisplay:
         self.close()
 
     def tick(self) -> float | None:
-        """Show what is due; returns the time at which to be called again."""
+        """Show what is due; return the time of the next call."""
         now = self._clock()
         if self._closed or self._source.over(now):
             self._hide()
@@ -115,17 +115,17 @@ class LiveDisplay:
         return self._lines.next
 
     def suspend(self) -> None:
-        """The launcher is about to be stopped: leave the terminal to others. The view reappears when next due."""
+        """Leave the terminal to others while the launcher is stopped. The view reappears when next due."""
         self._hide()
         self._surface.wait_until_written(0.5)
 
     def close(self) -> None:
-        """The wait is over, in whatever way."""
+        """End the view, whether or not the wait succeeded."""
         self._closed = True
         self._hide()
         now = self._clock()
         if self._said and self._source.over(now) and (text := self._source.done(now)):
-            # A user who was told what is being waited for is told that it has come.
+            # A user who saw a line about the wait is told that it is over.
             self._surface.notice(text)
 
     def _draw(self, now: float, window: Window) -> None:
@@ -143,12 +143,12 @@ class LiveDisplay:
 
 
 class StartDisplay(LiveDisplay):
-    """Shows how far the hosts have come, until all are ready or ``close``.
+    """A view of the hosts' progress, until all are ready or ``close`` is called.
 
     Args:
         hosts: in order; their progress is read from them.
         surface, environ, verbose, clock: as for ``LiveDisplay``. With ``verbose`` there is a line for each step.
-        doing: what is done with the hosts.
+        doing: beginning of the headline, before the number of hosts.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class StartDisplay(LiveDisplay):
         super().__init__(self._progress, surface, lines, environ=environ, verbose=verbose, clock=clock)
 
     def step(self, host: Stage) -> None:
-        """A host has made progress, or there is news about it."""
+        """Show that a host has made progress, or that there is news about it."""
         if self._closed:
             return
         if self._verbose:

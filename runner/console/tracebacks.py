@@ -1,8 +1,9 @@
-"""Tracebacks of many workers, each in one piece, and only once where several ranks print the same. Pure; times are
-the caller's.
+"""Tracebacks of many workers: each is shown in one piece, and only once if several ranks print the same. Pure; the
+caller supplies all times.
 
-A traceback comes in many small writes, and eight ranks that raise the same error would have theirs mixed line by line.
-So it is held back until it is complete, which takes no more than a moment; what is not one is shown at once.
+A traceback arrives in many small writes, and the tracebacks of eight ranks that raise the same error would be mixed
+line by line. So a traceback is held back until it is complete, which takes only a moment; other lines are shown at
+once.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ QUIET = 0.1
 """Seconds without another line after which a traceback counts as complete: messages may have several lines."""
 
 LONGEST = 1.0
-"""Seconds after which it is shown in any case."""
+"""Seconds after which a traceback is shown in any case."""
 
 GATHER = 0.5
-"""Seconds for which the ranks are collected that have raised the same."""
+"""Seconds for which the ranks with the same traceback are collected."""
 
 MEMORY = 10.0
-"""Seconds after which the same traceback is news again."""
+"""Seconds after which the same traceback is shown again."""
 
 _MOST_LINES = 2000
 _HEAD = HEAD.encode()
@@ -47,12 +48,12 @@ class Piece:
 
 
 class _Held:
-    """A traceback that is coming in, and what follows it.
+    """A traceback that is arriving, and the lines after it.
 
     Attributes:
-        trace: its lines.
-        rest: those that came after it.
-        inside: it is not complete yet.
+        trace: the lines of the traceback.
+        rest: the lines after it.
+        inside: True until the traceback is complete.
     """
 
     def __init__(self, head: bytes, now: float) -> None:
@@ -64,7 +65,7 @@ class _Held:
 
     @property
     def due(self) -> float:
-        """The time at which it is shown at the latest."""
+        """Latest time at which the traceback is shown."""
         latest = self._since + LONGEST
         return latest if self.inside else min(latest, self._last + QUIET)
 
@@ -75,7 +76,7 @@ class _Held:
         return (lines or self.trace[-1:])[0].decode("utf-8", "replace").removeprefix("  | ").strip()
 
     def add(self, line: bytes, now: float) -> bool:
-        """Take in a line; False if it begins another traceback, or there have been too many."""
+        """Append a line; return False if it begins another traceback, or there are too many lines."""
         if len(self.trace) + len(self.rest) >= _MOST_LINES:
             return False
         if not self.inside and line.startswith(_HEADS):
@@ -97,11 +98,11 @@ class _Held:
 
 @dataclass
 class _Shown:
-    """A traceback that was shown, and who has raised the same since.
+    """A traceback that was shown, and the workers that printed the same one.
 
     Attributes:
-        numbers: of all workers that have.
-        same: those of them that are still to be told.
+        numbers: all workers that printed it.
+        same: the workers that remain to be reported.
     """
 
     since: float
@@ -113,14 +114,14 @@ class _Shown:
 
 
 class Tracebacks:
-    """Those of one job."""
+    """All tracebacks of a job."""
 
     def __init__(self) -> None:
         self._held: dict[Source, _Held] = {}
         self._shown: dict[tuple[bytes, ...], _Shown] = {}
 
     def feed(self, source: Source, lines: Sequence[bytes], now: float) -> list[Piece]:
-        """Take in complete lines; returns what is to be shown now."""
+        """Process complete lines; return the pieces to show now."""
         shown: list[Piece] = []
         plain: list[bytes] = []
         for line in lines:
@@ -139,12 +140,12 @@ class Tracebacks:
         return [*shown, *([Piece(source, plain)] if plain else [])]
 
     def take(self, now: float, *, over: bool = False) -> list[Piece]:
-        """Take what is due; if no more comes, everything."""
+        """Return the pieces that are due; all pieces if the output is over."""
         due = [source for source, held in self._held.items() if over or held.due <= now]
         return [piece for source in due for piece in self._release(source, now)]
 
     def same(self, now: float, *, over: bool = False) -> list[tuple[Sequence[int], str]]:
-        """Workers that have raised what another one was shown with, and the error; each is returned once."""
+        """Return workers whose traceback equals one that was shown, and its error; each is returned once."""
         told = [shown for shown in self._shown.values() if shown.same and (over or shown.due <= now)]
         found: list[tuple[Sequence[int], str]] = [(shown.same, shown.error) for shown in told]
         for shown in told:
@@ -153,7 +154,7 @@ class Tracebacks:
 
     @property
     def next(self) -> float | None:
-        """The time at which ``take`` or ``same`` has something to return."""
+        """Next time at which ``take`` or ``same`` has a result."""
         times = [held.due for held in self._held.values()]
         return min([*times, *(shown.due for shown in self._shown.values() if shown.same)], default=None)
 

@@ -1,7 +1,7 @@
-"""A thread that writes, so that no other thread ever waits for a terminal, a pipe without a reader, or a hung disk.
+"""A writer thread, so that no other thread ever waits for a terminal, a pipe without a reader, or a hung disk.
 
-What cannot be written yet waits in memory up to a limit, and beyond it in an anonymous temporary file. That file is
-bounded too, by the user of ``backlog``: the supervisor gives workers no more credit while it is too long.
+Unwritten data waits in memory up to a limit, and beyond it in an anonymous temporary file. The user of ``backlog``
+bounds that file: the supervisor gives workers no more credit while it is too long.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _HEAD = struct.Struct("!II")
 
 
 class Target(Protocol):
-    """Where bytes go. ``write`` may block, and may raise anything: it may be a stream of the user's."""
+    """A destination of bytes. ``write`` may block, and may raise anything: it may be a stream of the user's."""
 
     def write(self, data: bytes) -> None: ...
 
 
 class DescriptorTarget:
-    """A file descriptor, written until everything is out."""
+    """A file descriptor; ``write`` returns once all bytes are written."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -57,11 +57,11 @@ class TextTarget:
 
 
 class FileTarget:
-    """A file that is created at once, for this user's eyes only, and written without a buffer.
+    """A file that is created at once, readable for this user only, and written without a buffer.
 
     Args:
-        path: of the file.
-        append: keep what is in it.
+        path: the file's path.
+        append: keep its content.
     """
 
     def __init__(self, path: str, *, append: bool = False) -> None:
@@ -77,9 +77,9 @@ class FileTarget:
 
 
 class Writer:
-    """Writes to several targets, in the order of ``put``.
+    """A thread that writes to several targets, in the order of ``put``.
 
-    A target that fails is given up, and ``on_failure(index, error)`` is called once from the writer's thread.
+    A target that fails is dropped, and ``on_failure(index, error)`` is called once from the writer's thread.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def add(self, target: Target) -> int:
-        """Another target; returns its number, for ``put``."""
+        """Add a target, and return its number for ``put``."""
         with self._changed:
             self._targets.append(target)
             return len(self._targets) - 1
@@ -130,7 +130,7 @@ class Writer:
             return self._changed.wait_for(lambda: self.backlog == 0, timeout)
 
     def close(self, timeout: float = 1.0) -> None:
-        """End the thread within ``timeout`` seconds. What is still queued is dropped, a blocked write abandoned."""
+        """Stop the thread within ``timeout`` seconds. Queued data is dropped, and a blocked write abandoned."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -153,7 +153,7 @@ class Writer:
         return True
 
     def _take(self) -> tuple[int, bytes] | None:
-        """The next bytes of one target; under the lock."""
+        """Return the next bytes of one target. The caller holds the lock."""
         if self._memory:
             target, data = self._memory.popleft()
             pieces = [data]
@@ -202,5 +202,5 @@ class Writer:
 
 
 def is_broken_pipe(error: Exception) -> bool:
-    """Whether the reader of a pipe has gone, or the terminal was closed."""
+    """Tell whether the reader of a pipe has gone, or the terminal was closed."""
     return isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO)
