@@ -41,6 +41,7 @@ import re
 import secrets
 from dataclasses import dataclass
 
+from hvdgloo._net.proofs import derive
 from hvdgloo.errors import AuthenticationError
 
 SCHEME = "HVDGLOO-HMAC-SHA256"
@@ -64,11 +65,6 @@ def generate_secret() -> bytes:
 def generate_id() -> str:
     """A fresh run id or client id: 128 random bits in hexadecimal digits."""
     return secrets.token_hex(16)
-
-
-def derive(secret: bytes, purpose: str) -> bytes:
-    """The key (32 bytes) for one purpose. Knowing it tells nothing about the secret or about other keys."""
-    return hmac.digest(secret, b"hvdgloo 1 key: " + purpose.encode(), "sha256")
 
 
 def status_token(secret: bytes) -> str:

@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import hmac
 import logging
-import os
 import struct
 import sys
 import threading
@@ -55,6 +53,7 @@ from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
 from hvdgloo._backends.sockets import Connections
 from hvdgloo._net.cancelling import LONGEST_TURN, TURN
 from hvdgloo._net.descriptors import bury, reserve_descriptors
+from hvdgloo._net.proofs import NONCE_BYTES, PROOF_BYTES, derive, new_nonce, prove, proves
 from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError
 from hvdgloo.types import Buffer, ReduceOp
 
@@ -65,7 +64,7 @@ AT_ONCE_FROM, AT_ONCE_BYTES = 64, 1 << 19
 On 2 hosts with 2 ranks each, which share 2 cores, an allreduce of 8 KiB takes 1.3 ms so and 5 in a ring. A few bytes
 are as fast in Gloo's own way."""
 
-_NONCE_BYTES, _PROOF_BYTES, _MET = 16, 16, b"ok"
+_MET = b"ok"
 
 _SHORTEST_WAIT = 0.001
 """Seconds: torch waits whole milliseconds, and takes none for no deadline at all."""
@@ -106,7 +105,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
         self._base = ""
         self.published = b""
         self.addresses: dict[str, bytes] = {}
-        self.nonces = {rank: os.urandom(_NONCE_BYTES)}
+        self.nonces = {rank: new_nonce()}
         self._nonce = self.nonces[rank]
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -131,7 +130,7 @@ class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from to
         names = [f"{self._base}/{rank}" for rank in ranks]
         values = get_all(self._store, [self._prefix + name for name in names], self._timeout, self._cancelled)
         for rank, name, value in zip(ranks, names, values, strict=True):
-            self.nonces[rank], self.addresses[name] = value[:_NONCE_BYTES], value[_NONCE_BYTES:]
+            self.nonces[rank], self.addresses[name] = value[:NONCE_BYTES], value[NONCE_BYTES:]
         return [self.addresses[name] for name in names]
 
 
@@ -317,7 +316,7 @@ class GlooBackend(ProcessGroupBackend):
     ) -> None:
         self._cancelled = cancelled or (lambda: False)
         self._aborted = self._is_abandoned = False
-        self._secret = secret
+        self._key = derive(secret, "Gloo connection")
         super().__init__(rank, size)
         self._cube = Cube(rank, size) if size > FEW_RANKS else None
         self._driver: Driver | None = None
@@ -364,7 +363,7 @@ class GlooBackend(ProcessGroupBackend):
         self._wire = wire = _GlooWire(self._group, lambda: self._aborted, self.abort)
         self._butterfly = Butterfly(self._cube, wire) if self._cube is not None else None
         self._driver = Driver(f"hvdgloo-gloo-{self._rank}", wire.settle)
-        self._text = b"hvdgloo gloo connections " + prefix.encode()
+        self._prefix = prefix.encode()
         connections = self._connections = Connections(self._store.published)
         self._met = {self._rank}
         left = deadline - time.monotonic()
@@ -461,21 +460,24 @@ class GlooBackend(ProcessGroupBackend):
         wire, new = self._wire, sorted(set(peers) - self._met)
         assert wire is not None
         sent = {peer: np.frombuffer(bytearray(self._proof(self._rank, peer)), np.uint8) for peer in new}
-        received = self._received = {peer: np.zeros(_PROOF_BYTES, np.uint8) for peer in new}
+        received = self._received = {peer: np.zeros(PROOF_BYTES, np.uint8) for peer in new}
         begun = [wire.receive(received[peer], peer) for peer in new]
         begun += [wire.send(sent[peer], peer) for peer in new]
         for each in begun:
             wire.wait(each)
         for peer, proof in received.items():
-            if not hmac.compare_digest(proof.tobytes(), self._proof(peer, self._rank)):
+            if not proves(proof.tobytes(), self._key, *self._proven(peer, self._rank)):
                 raise BackendError(f"whoever is connected as rank {peer} of the group does not know this job's secret")
         self._met.update(new)
 
     def _proof(self, of: int, to: int) -> bytes:
-        """What a rank shows another. The numbers of both are part of it: what was heard of another try, or of another
-        start, proves nothing in this one."""
-        text = self._text + self._store.nonces[of] + self._store.nonces[to] + struct.pack("!II", of, to)
-        return hmac.digest(self._secret, text, "sha256")[:_PROOF_BYTES]
+        """Return what one rank shows another."""
+        return prove(self._key, *self._proven(of, to))
+
+    def _proven(self, of: int, to: int) -> tuple[str, bytes, bytes, bytes, bytes]:
+        """Return what a proof covers. Both nonces are new for each try, so proofs of another one are worthless."""
+        nonces = self._store.nonces
+        return "rank", self._prefix, nonces[of], nonces[to], struct.pack("!II", of, to)
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         if self._goes_through_cube(buffer.nbytes):

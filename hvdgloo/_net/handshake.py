@@ -19,8 +19,6 @@ speak (``hvdgloo._net.visitors``).
 from __future__ import annotations
 
 import errno
-import hashlib
-import hmac
 import logging
 import os
 import select
@@ -37,6 +35,7 @@ from hvdgloo._net import abstract, codec, framing, ports
 from hvdgloo._net.cancelling import TURN
 from hvdgloo._net.descriptors import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdgloo._net.frame_mac import FrameMac
+from hvdgloo._net.proofs import NONCE_BYTES, PROOF_BYTES, derive, new_nonce, prove, proves
 from hvdgloo._net.tls import Tls, shake_hands
 from hvdgloo._net.visitors import PAUSE, Steps, Visitors, received, sent
 from hvdgloo.errors import AuthenticationError, BackendError, ConfigError, ConnectError
@@ -46,10 +45,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_HELLO = struct.Struct("!8sIII16s")
-_MAGIC = b"hvdgloo2"
-_NONCE_BYTES = 16
-_MAC_BYTES = 32
+_CLAIM = struct.Struct("!III")  # epoch, generation, rank
+_HELLO = struct.Struct(f"!8s{_CLAIM.size}s{NONCE_BYTES}s")
+_MAGIC = b"hvdgloo3"
 _MAX_ANSWER = 1 << 20
 
 CANCELLED = "the job ended while its ranks were being connected"
@@ -133,7 +131,7 @@ class Handshake:
     ) -> None:
         self.purpose = purpose
         self.parent = parent
-        self._key = hmac.digest(secret, f"hvdgloo {purpose} with rank {parent}".encode(), hashlib.sha256)
+        self._key = derive(secret, f"{purpose} with rank {parent}")
         self._epoch = epoch
         self._generation = generation
         self.proof_timeout = proof_timeout
@@ -290,7 +288,7 @@ class Handshake:
         Args:
             world: tells those apart that are formed at the same time.
         """
-        return f"hvdgloo-{self._mac(b'name', self.parent, world.encode(), b'', b'').hex()[:32]}"
+        return f"hvdgloo-{prove(self._key, 'name', self._claim(self.parent), world.encode()).hex()[:32]}"
 
     def introduce(
         self,
@@ -311,15 +309,14 @@ class Handshake:
             BackendError: it was cancelled.
         """
         _send_at_once(sock)
-        nonce = os.urandom(_NONCE_BYTES)
-        sock.sendall(_HELLO.pack(_MAGIC, self._epoch, self._generation, rank, nonce))
-        theirs = receive_exactly(sock, _NONCE_BYTES, deadline, cancelled)
-        proof = receive_exactly(sock, _MAC_BYTES, deadline, cancelled)
-        if not hmac.compare_digest(proof, self._mac(b"coordinator", rank, nonce, theirs, channel)):
+        nonce = new_nonce()
+        sock.sendall(_HELLO.pack(_MAGIC, self._claim(rank), nonce))
+        agreed = self._agreed(rank, nonce, receive_exactly(sock, NONCE_BYTES, deadline, cancelled), channel)
+        if not proves(receive_exactly(sock, PROOF_BYTES, deadline, cancelled), self._key, "coordinator", *agreed):
             raise AuthenticationError("whoever listens there does not know this job's secret")
         asked = time.time()
-        sock.sendall(self._mac(b"member", rank, nonce, theirs, channel))
-        down, up = self._frame_macs(rank, nonce, theirs, channel)
+        sock.sendall(prove(self._key, "member", *agreed))
+        down, up = self._frame_macs(*agreed)
         length = framing.body_length(receive_exactly(sock, framing.HEAD, deadline, cancelled))
         if length > _MAX_ANSWER:
             raise ValueError("the answer is too long")
@@ -347,27 +344,28 @@ class Handshake:
             while not shake_hands(cast("TlsConnection", sock)):
                 yield selectors.EVENT_READ
         hello = yield from received(sock, _HELLO.size)
-        magic, epoch, generation, rank, nonce = _HELLO.unpack(hello)
-        if (magic, epoch, generation) != (_MAGIC, self._epoch, self._generation) or rank not in door.ranks:
+        magic, claim, nonce = _HELLO.unpack(hello)
+        rank = _CLAIM.unpack(claim)[2]
+        if (magic, claim) != (_MAGIC, self._claim(rank)) or rank not in door.ranks:
             raise AuthenticationError("it is not part of this job")
-        mine = os.urandom(_NONCE_BYTES)
-        yield from sent(sock, mine + self._mac(b"coordinator", rank, nonce, mine, channel))
-        proof = yield from received(sock, _MAC_BYTES)
-        if not hmac.compare_digest(proof, self._mac(b"member", rank, nonce, mine, channel)):
+        mine = new_nonce()
+        agreed = self._agreed(rank, nonce, mine, channel)
+        yield from sent(sock, mine + prove(self._key, "coordinator", *agreed))
+        if not proves((yield from received(sock, PROOF_BYTES)), self._key, "member", *agreed):
             raise AuthenticationError("it does not know this job's secret")
-        down, up = self._frame_macs(rank, nonce, mine, channel)
+        down, up = self._frame_macs(*agreed)
         return rank, Link(sock, sending=down, receiving=up)
 
-    def _frame_macs(self, rank: int, nonce: bytes, theirs: bytes, channel: bytes) -> tuple[FrameMac, FrameMac]:
-        """What authenticates the messages from the coordinator, and those to it."""
-        return (
-            FrameMac(self._mac(b"down", rank, nonce, theirs, channel)),
-            FrameMac(self._mac(b"up", rank, nonce, theirs, channel)),
-        )
+    def _agreed(self, rank: int, nonce: bytes, theirs: bytes, channel: bytes) -> tuple[bytes, ...]:
+        """Return what proofs and keys of one connection cover: the member's nonce comes before the coordinator's."""
+        return self._claim(rank), nonce, theirs, channel
 
-    def _mac(self, role: bytes, rank: int, nonce: bytes, theirs: bytes, channel: bytes) -> bytes:
-        text = struct.pack("!12sIII", role, self._epoch, self._generation, rank) + nonce + theirs + channel
-        return hmac.digest(self._key, text, hashlib.sha256)
+    def _frame_macs(self, *agreed: bytes) -> tuple[FrameMac, FrameMac]:
+        """Return what authenticates the messages from the coordinator, and those to it."""
+        return FrameMac(prove(self._key, "down", *agreed)), FrameMac(prove(self._key, "up", *agreed))
+
+    def _claim(self, rank: int) -> bytes:
+        return _CLAIM.pack(self._epoch, self._generation, rank)
 
 
 def receive_exactly(sock: socket.socket, count: int, deadline: float, cancelled: Cancelled | None = None) -> bytes:

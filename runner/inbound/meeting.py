@@ -30,9 +30,9 @@ from hvdgloo._net import framing
 from hvdgloo._net.codec import from_json, to_json
 from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo._net.handshake import receive_exactly
+from hvdgloo._net.proofs import derive
 from hvdgloo._net.visitors import Steps, received, sent
 from hvdgloo.errors import AuthenticationError
-from hvdgloo.rendezvous._auth import derive
 
 MAGIC = b"hvdagnt1"
 _HELLO = struct.Struct("!8s32s")

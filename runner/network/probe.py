@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import enum
 import errno
-import hmac
 import ipaddress
 import os
 import selectors
@@ -31,15 +30,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from hvdgloo._net import ports
+from hvdgloo._net.proofs import NONCE_BYTES, PROOF_BYTES, derive, new_nonce, prove, proves
 from hvdgloo.errors import ConfigError
-from hvdgloo.rendezvous._auth import derive
 
 LAUNCHER = 2**32 - 1
 """The launcher's number among hosts."""
 
 _MAGIC = b"hvdprob1"
-_QUESTION = struct.Struct("!8s16sI16s32s")
-_ANSWER = struct.Struct("!8sI16s32s")
+_PLACE = struct.Struct("!I16s")  # a host's number, and an address
+_QUESTION = struct.Struct(f"!8s{NONCE_BYTES}s{_PLACE.size}s{PROOF_BYTES}s")
+_ANSWER = struct.Struct(f"!8s{_PLACE.size}s{PROOF_BYTES}s")
 _AT_ONCE = 256  # probes, and visitors of a listener
 _ALL_TOGETHER = 2.0  # how many times one probe's timeout all of them together may take, if there are very many
 _VISIT_SECONDS = 5.0
@@ -90,13 +90,13 @@ def probe_key(secret: bytes) -> bytes:
     return derive(secret, "probe")
 
 
-def _proof(key: bytes, role: bytes, nonce: bytes, host: int, address: bytes) -> bytes:
-    return hmac.digest(key, role + nonce + struct.pack("!I", host) + address, "sha256")
-
-
 def _packed(address: str) -> bytes:
     ip = ipaddress.ip_address(address.partition("%")[0])
     return ip.packed if ip.version == 6 else b"\0" * 10 + b"\xff\xff" + ip.packed
+
+
+def _place(host: int, address: str) -> bytes:
+    return _PLACE.pack(host, _packed(address))
 
 
 def _unpacked(data: bytes) -> str:
@@ -106,24 +106,25 @@ def _unpacked(data: bytes) -> str:
 
 def question(key: bytes, nonce: bytes, target: ProbeTarget) -> bytes:
     """What a prober sends."""
-    address = _packed(target.address)
-    return _QUESTION.pack(_MAGIC, nonce, target.host, address, _proof(key, b"question", nonce, target.host, address))
+    meant = _place(target.host, target.address)
+    return _QUESTION.pack(_MAGIC, nonce, meant, prove(key, "question", nonce, meant))
 
 
 def answer(key: bytes, asked: bytes, host: int, address: str) -> bytes | None:
     """What a listener replies, being ``host`` and having been reached at ``address``; None to a stranger."""
-    magic, nonce, meant, meant_address, proof = _QUESTION.unpack(asked)
-    if magic != _MAGIC or not hmac.compare_digest(proof, _proof(key, b"question", nonce, meant, meant_address)):
+    magic, nonce, meant, proof = _QUESTION.unpack(asked)
+    if magic != _MAGIC or not proves(proof, key, "question", nonce, meant):
         return None
-    own = _packed(address)
-    return _ANSWER.pack(_MAGIC, host, own, _proof(key, b"answer", nonce, host, own))
+    own = _place(host, address)
+    return _ANSWER.pack(_MAGIC, own, prove(key, "answer", nonce, own))
 
 
 def judge(key: bytes, nonce: bytes, target: ProbeTarget, reply: bytes, source: str) -> Answer:
     """What a reply is worth."""
-    magic, host, address, proof = _ANSWER.unpack(reply)
-    if magic != _MAGIC or not hmac.compare_digest(proof, _proof(key, b"answer", nonce, host, address)):
+    magic, place, proof = _ANSWER.unpack(reply)
+    if magic != _MAGIC or not proves(proof, key, "answer", nonce, place):
         return Answer(ProbeResult.STRANGER, source)
+    host, address = _PLACE.unpack(place)
     if host != target.host:
         return Answer(ProbeResult.OTHER_HOST, source, host)
     if address != _packed(target.address):
@@ -322,7 +323,7 @@ class _Probe:
         self.deadline = deadline
         self.asked = False
         self._key = key
-        self._nonce = os.urandom(16)
+        self._nonce = new_nonce()
         self._reply = b""
         self.sock = socket.socket(socket.AF_INET6 if ":" in target.address else socket.AF_INET, socket.SOCK_STREAM)
         self.sock.setblocking(False)

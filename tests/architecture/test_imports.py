@@ -80,7 +80,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.spark.tensorflow": {"rendezvous", "runner.network", "spark", "spark.common", "tensorflow.data"},
     # The launcher, and its agents on the hosts.
     "hvdgloo.runner.protocol": {"_net", "rendezvous"},
-    "hvdgloo.runner.network": {"_net", "rendezvous"},
+    "hvdgloo.runner.network": {"_net"},
     "hvdgloo.runner.job": {"_platform", "config", "rendezvous._elastic", "runner.network", "runner.protocol"},
     "hvdgloo.runner.elastic": {"_platform", "config", "rendezvous._elastic", "rendezvous._server", "runner.job"},
     "hvdgloo.runner.processes": {"_net", "as_horovod", "runner.protocol"},

@@ -352,7 +352,7 @@ def test_who_is_no_neighbour_proves_to_know_the_secret_before_the_first_alltoall
 ) -> None:
     ranks = connected(8)
     stranger = ranks.backends[3]
-    monkeypatch.setattr(stranger, "_secret", b"another")
+    monkeypatch.setattr(stranger, "_key", b"another")
     neighbours = stranger._cube.neighbours  # type: ignore[union-attr]
     other = next(place for place in range(8) if place != 3 and place not in neighbours)
     arrays = [(np.zeros(8), np.zeros(8)) for _ in range(8)]

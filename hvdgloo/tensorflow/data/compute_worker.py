@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hvdgloo._job import process
+from hvdgloo._net.proofs import derive
 from hvdgloo.errors import ConfigError, DataServiceError
 from hvdgloo.rendezvous import RendezvousServer, generate_secret
-from hvdgloo.rendezvous._auth import derive
 from hvdgloo.tensorflow.data.compute_service import TfDataServiceConfig, compute_worker_fn
 from hvdgloo.tensorflow.functions import broadcast_object
 from hvdgloo.tensorflow.mpi_ops import barrier

@@ -16,6 +16,7 @@ import pytest
 from hvdgloo._net import handshake as connect
 from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo._net.handshake import Handshake, Link, listen
+from hvdgloo._net.proofs import prove
 from hvdgloo.errors import ConnectError
 
 HELLO = struct.Struct("!8sIII16s")
@@ -250,7 +251,7 @@ def test_an_answer_that_is_none_fails_the_connection(
     [
         b"GET / HTTP/1.1\r\nHost: somewhere.example\r\nUser-Agent: a scanner\r\n\r\n",
         b"\0" * 100,
-        HELLO.pack(b"hvdgloo2", 3, 1, 1, b"n" * 16) + b"\0" * 32,
+        HELLO.pack(b"hvdgloo3", 3, 1, 1, b"n" * 16) + b"\0" * 32,
     ],
     ids=["http", "zeros", "guessed proof"],
 )
@@ -274,7 +275,7 @@ def test_an_earlier_protocol_is_not_answered(meeting: Callable[..., Meeting]) ->
 
 def test_who_connects_and_goes_costs_nothing(meeting: Callable[..., Meeting]) -> None:
     m = meeting(2)
-    for data in (b"", b"hvdgloo2"):
+    for data in (b"", b"hvdgloo3"):
         m.raw(data).close()
     m.join(1, RIGHT).result(10)
     m.accepted.result(10)
@@ -283,7 +284,7 @@ def test_who_connects_and_goes_costs_nothing(meeting: Callable[..., Meeting]) ->
 def test_silent_clients_keep_nobody_waiting(meeting: Callable[..., Meeting]) -> None:
     """A port scanner's open connection must not hold up the start of a job that is complete."""
     m = meeting(3)
-    silent = [m.raw(), m.raw(b"hvdgloo2"), m.raw(HELLO.pack(b"hvdgloo2", 3, 1, 2, b"n" * 16))]
+    silent = [m.raw(), m.raw(b"hvdgloo3"), m.raw(HELLO.pack(b"hvdgloo2", 3, 1, 2, b"n" * 16))]
     begin = time.monotonic()
     for rank in (1, 2):
         m.join(rank, RIGHT)
@@ -300,7 +301,7 @@ def test_a_client_that_drips_is_cut_off(meeting: Callable[..., Meeting]) -> None
     sock.settimeout(0.05)
     begin = time.monotonic()
     cut_off = False
-    for byte in HELLO.pack(b"hvdgloo2", 3, 1, 1, b"n" * 16):
+    for byte in HELLO.pack(b"hvdgloo3", 3, 1, 1, b"n" * 16):
         try:
             sock.sendall(bytes([byte]))
             cut_off = sock.recv(1) == b""
@@ -331,7 +332,7 @@ def test_more_silent_clients_than_there_are_slots(meeting: Callable[..., Meeting
 def test_200_silent_clients_do_not_delay_the_start(meeting: Callable[..., Meeting]) -> None:
     m = meeting(2)
     for number in range(200):
-        m.raw(HELLO.pack(b"hvdgloo2", 3, 1, 1, b"n" * 16) if number % 2 else b"")
+        m.raw(HELLO.pack(b"hvdgloo3", 3, 1, 1, b"n" * 16) if number % 2 else b"")
     begin = time.monotonic()
     m.join(1, RIGHT).result(10)
     m.accepted.result(10)
@@ -344,9 +345,9 @@ def test_a_visitor_has_a_moment_however_many_come(meeting: Callable[..., Meeting
     member, nonce = m.raw(), b"n" * 16
     for _ in range(20):
         m.raw()
-    member.sendall(HELLO.pack(b"hvdgloo2", 3, 1, 1, nonce))
+    member.sendall(HELLO.pack(b"hvdgloo3", 3, 1, 1, nonce))
     theirs = connect.receive_exactly(member, 48, time.monotonic() + 10)[:16]
-    member.sendall(RIGHT._mac(b"member", 1, nonce, theirs, b""))
+    member.sendall(prove(RIGHT._key, "member", *RIGHT._agreed(1, nonce, theirs, b"")))
     assert list(m.accepted.result(10)) == [1]
 
 
@@ -446,9 +447,9 @@ def test_a_member_that_dies_right_after_its_proof_is_still_a_connection(
 
     monkeypatch.setattr(Handshake, "admit", admit)
     m = meeting(2, filler="x")
-    sock, nonce = m.raw(HELLO.pack(b"hvdgloo2", 3, 1, 1, b"n" * 16)), b"n" * 16
+    sock, nonce = m.raw(HELLO.pack(b"hvdgloo3", 3, 1, 1, b"n" * 16)), b"n" * 16
     theirs = connect.receive_exactly(sock, 48, time.monotonic() + 10)[:16]
-    sock.sendall(RIGHT._mac(b"member", 1, nonce, theirs, b""))
+    sock.sendall(prove(RIGHT._key, "member", *RIGHT._agreed(1, nonce, theirs, b"")))
     assert proven.wait(10)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
     sock.close()

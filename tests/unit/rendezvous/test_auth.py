@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdgloo._net.proofs import derive
 from hvdgloo.errors import AuthenticationError
 from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous import generate_secret, seal, unseal
@@ -84,7 +85,7 @@ def test_an_answer_fits_one_request_only() -> None:
 
 
 def test_keys_differ_by_purpose() -> None:
-    keys = {auth.derive(SECRET, purpose) for purpose in ("request", "answer", "seal", "status token")}
+    keys = {derive(SECRET, purpose) for purpose in ("request", "answer", "seal", "status token")}
     assert len(keys) == 4
     assert SECRET not in keys
     assert auth.status_token(SECRET) != auth.status_token(generate_secret())
