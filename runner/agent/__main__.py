@@ -8,6 +8,6 @@ import sys
 from hvdgloo.runner.agent.agent import main
 
 if __name__ == "__main__":
-    # Not sys.exit: the forked agent shares this stack frame, and neither has anything to clean up.
+    # Use os._exit, because the forked agent shares this stack frame, and neither process has anything to clean up.
     sys.stderr.flush()
     os._exit(main())

@@ -1,13 +1,13 @@
-"""What runs on each host of a job: ``python -m hvdgloo.runner.agent``, frames on its standard input and output.
+"""The process on each host of a job: ``python -m hvdgloo.runner.agent``, with frames on its standard input and output.
 
-It starts this host's workers, passes on their output, and ends them all when the job is over, when it is told to, or
-when the launcher is lost: a stream that ends is an order to die, and so is one from another host that is silent for too
-long.
+The agent starts this host's workers, passes on their output, and ends them all when the job is over, on request, or
+when the launcher is lost: the end of the stream is an order to die, and so is a long silence of a launcher on another
+host.
 
 There are two processes. The watchdog (``watchdog``) forks before anything else, adopts every orphan below it, and
-waits: when the agent proper ends, in whatever way, the watchdog ends what is left of the job and closes the stream.
+waits. However the agent proper ends, the watchdog then ends the rest of the job and closes the stream.
 
-The agent proper has one thread and one selector; nothing in it blocks. A worker's pipe is read only as far ahead as the
+The agent proper has one thread and one selector, and never blocks. It reads a worker's pipe only as far ahead as the
 launcher has given credit for, so a blocked terminal costs bounded memory here, while other frames and heartbeats
 continue.
 """
@@ -83,20 +83,20 @@ from hvdgloo.runner.protocol.heartbeat import Silence
 from hvdgloo.version import __version__
 
 PROCESS_NAME = "hvdgloo-agent"
-"""What it is called among the processes of its host; its command line may be the launcher's, or hold a program."""
+"""Name among the processes of the host; the command line may be the launcher's, or contain a program."""
 
 LEFTOVER_GRACE = 1.0
-"""Seconds that background processes get between SIGTERM and SIGKILL once the workers have ended."""
+"""Seconds between SIGTERM and SIGKILL for background processes, once the workers have ended."""
 
 DRAIN_TIME = 2.0
-"""Seconds to wait for the end of a pipe whose writers are all dead; longer only if a process outside the job holds it
-open."""
+"""Seconds to wait for the end of a pipe whose writers are all dead; it lasts longer only if a process outside the job
+keeps the pipe open."""
 
 TASK_ENDED = "its task has ended"
-"""Why an agent that was brought by somebody's task ends its workers."""
+"""Reason for ending the workers of an agent that runs inside a task (of Spark, for example)."""
 
 REPEATED = 1.0
-"""Seconds in which another SIGTERM is the same request: one that is sent to a process group also reaches the watchdog,
+"""Seconds in which a second SIGTERM counts as the same request: a signal to a process group also reaches the watchdog,
 which passes it on."""
 
 _FILES = 2  # of a worker: the ends of its pipes, but for standard input, which one has at the most
@@ -110,9 +110,9 @@ class Agent:
 
     Args:
         channel: to the launcher.
-        mark: shared with the watchdog, which finds the agent's id in it.
+        mark: shared with the watchdog, which reads the agent's id from it.
         environ: the agent's own environment, for finding GPUs.
-        lifeline: a descriptor whose end means that whoever has brought the agent has ended; None if nobody has.
+        lifeline: a descriptor whose end means that the process that started the agent has ended; None if there is none.
     """
 
     def __init__(self, channel: Channel, mark: Mark, environ: dict[str, str], lifeline: int | None = None) -> None:
@@ -186,7 +186,7 @@ class Agent:
         self._end()
 
     def _over(self) -> bool:
-        """Every worker has ended, and so have the processes around them that were promised time to end."""
+        """Tell whether every worker has ended, and so have the processes around them that were granted time to end."""
         if not (self._finish or self._order_to_die):
             return False
         if any(worker.running or not self._told(worker) for worker in self._workers.values()):
@@ -206,7 +206,7 @@ class Agent:
             if part.deadline is not None:
                 deadline = min(deadline, part.deadline)
         left = max(0.0, deadline - time.monotonic())
-        # The end of a process inside a worker's process group is seen only by polling, unless it was adopted here.
+        # The end of a process inside a worker's process group shows only by polling, unless the agent adopted it.
         stopping = self._stop_deadline is not None or any(w.kill_at is not None for w in self._workers.values())
         return min(left, _POLL) if stopping else left
 
@@ -232,8 +232,8 @@ class Agent:
                     worker.signal_group(signal.SIGKILL)
 
     def _judge_silence(self, now: float) -> None:
-        """The launcher says nothing. If its machine still acknowledges what is sent there, it has not ended: a long
-        call of the user's program, say, holds its interpreter, so that it cannot show life."""
+        """Decide whether a silent launcher is lost. If its machine still acknowledges our data, it has not ended: a
+        long call of the user's program, for example, keeps its interpreter from sending heartbeats."""
         ago, limit = self._channel.unanswered(), self._silence.timeout
         if ago < limit:
             self._silence.heard(now, ago)
@@ -250,7 +250,7 @@ class Agent:
     def _watch_signals(self) -> None:
         signal.set_wakeup_fd(self._loop.wake_up.writing_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _ignore)
-        # A signal that ends the agent, or the end of the watchdog, ends the job here.
+        # A signal to the agent, or the end of the watchdog, ends the job on this host.
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self._on_deadly_signal)
 
@@ -467,11 +467,11 @@ class Agent:
                 ended.append(worker)
         for worker in self._workers.values():
             worker.group_lives()
-        # Of several that ended since the last look, one that was ended by a signal is more likely to be the cause than
-        # those that noticed its loss and gave up.
+        # Of several workers that ended since the last look, one that was killed by a signal is more likely to be the
+        # cause than those that noticed its loss and gave up.
         for worker in sorted(ended, key=lambda worker: (worker.status or 0) >= 0):
             if self._start is not None and self._start.elastic:
-                # Its data loaders, say, which would be in the way of the worker that takes its place.
+                # Its data loaders, for example, would be in the way of the worker that takes its place.
                 worker.stop(signal.SIGTERM, time.monotonic() + LEFTOVER_GRACE)
             if worker.result is not None:
                 worker.result.seek(0)
@@ -499,7 +499,7 @@ class Agent:
                 self._channel.send(Result(worker.number, data))
 
     def _forget(self) -> None:
-        """Let go of workers of an elastic job of which nothing is left: any number of others may take their places."""
+        """Forget workers of an elastic job once nothing is left of them: any number of others may take their places."""
         if self._start is None or not self._start.elastic:
             return
         for number, worker in list(self._workers.items()):
@@ -508,7 +508,7 @@ class Agent:
                 del self._workers[number]
 
     def _end(self) -> None:
-        """End what is left of the job, pass on its last output, and say good-bye."""
+        """End the rest of the job, pass on its last output, and say goodbye."""
         self._discovery.close()
         self._relay.close()
         self._observing.close()
@@ -527,7 +527,7 @@ class Agent:
             self._sign.close()
 
     def _serve(self, seconds: float) -> None:
-        """Keep up what the launcher is promised, signs of life above all, for ``seconds`` seconds."""
+        """Serve the launcher, above all with heartbeats, for ``seconds`` seconds."""
         until = time.monotonic() + seconds
         while True:
             self._turn(max(0.0, until - time.monotonic()))
@@ -546,7 +546,7 @@ class Agent:
         return (reaper.descendants(os.getpid()) | reaper.processes_of(agent_id)) - ours
 
     def _drain(self) -> None:
-        """Pass on what the workers' pipes still hold, as fast as the launcher gives credit."""
+        """Pass on the rest of the workers' output, as fast as the launcher gives credit."""
         quiet_since = time.monotonic()
         while any(worker.streams for worker in self._workers.values()) and not self._order_to_die:
             before = self._output_position()
@@ -570,23 +570,23 @@ class Agent:
 
 
 def _ignore(_signum: int, _frame: FrameType | None) -> None:
-    """A handler that does nothing, so that the signal still wakes the selector."""
+    """Do nothing, so that the signal still wakes the selector."""
 
 
 def ended(lifeline: int | None) -> bool:
-    """Whether the other end of a pipe, to which nothing is ever written, has been closed."""
+    """Tell whether the other end of a pipe that carries no data has been closed."""
     return lifeline is not None and bool(select.select([lifeline], [], [], 0.0)[0])
 
 
 def main(preamble: bytes = PREAMBLE) -> int:
-    """Be an agent whose stream are the standard input and output.
+    """Run an agent whose stream is the standard input and output.
 
     Args:
         preamble: empty if the importer of this module has written it already.
     """
 
     def serve(mark: Mark) -> None:
-        # Nothing else must reach the stream by accident: descriptors 0 and 1 become /dev/null and standard error.
+        # No other output may reach the stream: descriptors 0 and 1 become /dev/null and standard error.
         receive, send = os.dup(0), os.dup(1)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -600,9 +600,9 @@ def main(preamble: bytes = PREAMBLE) -> int:
 
 
 def watched(serve: Callable[[Mark], None]) -> int:
-    """Be the watchdog, and fork the agent proper, which calls ``serve``.
+    """Become the watchdog, and fork the agent proper, which calls ``serve``.
 
-    Raises LaunchError there, to end with a line that says why.
+    If ``serve`` raises LaunchError, the agent ends with a line that gives the reason.
     """
     mark = Mark()
     reaper.take_name(PROCESS_NAME)

@@ -1,7 +1,7 @@
-"""What ``hvdgloo-run doctor`` learns about a host: its agent looks around, and sends what it has found.
+"""Facts about a host for ``hvdgloo-run doctor``, collected by the host's agent.
 
-Frameworks are found without being imported: that would take seconds, and one that crashes at import would take the
-agent with it. Nothing is judged here; that is up to ``doctor``, which knows all hosts.
+Frameworks are found without being imported: an import would take seconds, and a crash would take the agent with it.
+Facts are not judged here; ``doctor`` does that, because it knows all hosts.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """A host as its agent sees it. Sizes are in bytes; what cannot be determined is None or empty.
+    """A host as its agent sees it. Sizes are in bytes; a value that cannot be determined is None or empty.
 
     Attributes:
         hostname, user, system, processor: of the machine.
         python, executable: the interpreter that runs the agent, and workers.
-        packages: import name to version; empty for one without metadata. Absent packages are left out.
-        lacking: those of ``REQUIRED`` that are missing.
-        certificates: a certificate for TLS can be made.
-        torch_cuda, torch_rocm: the versions of CUDA and of ROCm that torch was built for; None if without.
-        cores, machine_cores: those that may be used, given affinity and control groups; and those that exist.
-        memory, memory_limit: the machine's; that of the control groups around this process.
-        shm_size, shm_free: of /dev/shm.
-        gpus, driver: as NVIDIA's driver reports them.
-        amd_gpus: those that may be used, where there are none of NVIDIA's.
-        visible_gpus: of either.
+        packages: import name to version; the version is empty if there is no metadata. Absent packages are left out.
+        lacking: the missing packages of ``REQUIRED``.
+        certificates: True if a certificate for TLS can be made.
+        torch_cuda, torch_rocm: the versions of CUDA and of ROCm that torch was built for; None if built without.
+        cores, machine_cores: usable cores, given affinity and control groups; existing cores.
+        memory, memory_limit: the machine's memory; the limit of the control groups around this process.
+        shm_size, shm_free: size and free space of /dev/shm.
+        gpus, driver: as reported by NVIDIA's driver.
+        amd_gpus: the number of usable AMD GPUs, if there are no NVIDIA GPUs.
+        visible_gpus: the number of usable GPUs of either vendor.
         open_files, open_files_most: the soft and the hard limit.
-        directory, missing, machine: what workers would need and is missing: see ``frames.Lacking``.
+        directory, missing, machine: requirements of the workers that are missing; see ``frames.Lacking``.
     """
 
     hostname: str = ""
@@ -107,7 +107,7 @@ class Facts:
     machine: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The form in which it is sent, and which ``--json`` shows."""
+        """Return the form in which facts are sent, and which ``--json`` shows."""
         return asdict(self)
 
     @classmethod
@@ -118,11 +118,11 @@ class Facts:
 
 
 def examine(environ: Mapping[str, str], required: Require) -> Facts:
-    """Look around.
+    """Collect the facts about this host.
 
     Args:
-        environ: the agent's own, for finding GPUs and programs.
-        required: what workers would need.
+        environ: the agent's own environment, for finding GPUs and programs.
+        required: the files and programs that workers need.
     """
     absent = preflight.lacking(required, environ)
     soft, hard = (_finite(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -163,7 +163,7 @@ def examine(environ: Mapping[str, str], required: Require) -> Facts:
 
 
 def _distributions() -> dict[str, str]:
-    """Names, as package indices normalise them, and versions of all installed packages."""
+    """Return names, as package indices normalise them, and versions of all installed packages."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
@@ -173,7 +173,7 @@ def _distributions() -> dict[str, str]:
 
 
 def installed(distributions: Mapping[str, str]) -> dict[str, str]:
-    """The versions of those of ``PACKAGES`` that could be imported."""
+    """Return the versions of the importable packages of ``PACKAGES``."""
     return {
         module: next(_matching(names, distributions), "")
         for module, names in PACKAGES.items()
@@ -190,7 +190,7 @@ def _matching(names: Sequence[str], distributions: Mapping[str, str]) -> Iterato
 
 
 def _torch_platforms() -> tuple[str | None, str | None]:
-    """The versions of CUDA and of ROCm that torch was built for, which it records in a file that need not be run."""
+    """Return the versions of CUDA and of ROCm that torch was built for, from a file that need not be imported."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -205,7 +205,7 @@ def _torch_platforms() -> tuple[str | None, str | None]:
 
 
 def parse_torch(text: str) -> tuple[str | None, str | None]:
-    """What a torch/version.py says of CUDA and of ROCm (whose programming interface it calls ``hip``)."""
+    """Parse the versions of CUDA and of ROCm in a torch/version.py (which calls ROCm's interface ``hip``)."""
     cuda, rocm = (
         re.search(rf"^{name}\b[^=\n]*=\s*(?:['\"](?P<version>[^'\"\n]+)['\"]|None)", text, re.MULTILINE)
         for name in ("cuda", "hip")
@@ -228,7 +228,7 @@ def _finite(limit: int) -> int | None:
 
 
 def _space(path: str) -> tuple[int | None, int | None]:
-    """Size and free space of a file system."""
+    """Return size and free space of a file system."""
     try:
         status = os.statvfs(path)
     except OSError:
@@ -244,7 +244,7 @@ def _memory() -> int | None:
 
 
 def _nvidia() -> tuple[tuple[GpuFacts, ...], str]:
-    """The GPUs that NVIDIA's driver knows, and its version."""
+    """Return the GPUs that NVIDIA's driver reports, and the driver's version."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"],
@@ -258,7 +258,7 @@ def _nvidia() -> tuple[tuple[GpuFacts, ...], str]:
 
 
 def parse_nvidia(text: str) -> tuple[tuple[GpuFacts, ...], str]:
-    """What ``nvidia-smi --query-gpu=name,memory.total,driver_version`` prints."""
+    """Parse the output of ``nvidia-smi --query-gpu=name,memory.total,driver_version``."""
     gpus, driver = [], ""
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.rsplit(",", 2)]

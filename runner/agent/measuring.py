@@ -1,4 +1,4 @@
-"""What a host is doing: its cores, memory, network, disks and GPUs, from psutil, the kernel and NVML."""
+"""Measurements of a host: its cores, memory, network, disks and GPUs, from psutil, the kernel and NVML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PRESSURE = "/proc/pressure/memory"
 
 
 class Meter:
-    """Measures this host, from one ``sample`` to the next."""
+    """A meter of this host, from one ``sample`` to the next."""
 
     def __init__(self) -> None:
         self._times = psutil.cpu_times()
@@ -23,7 +23,7 @@ class Meter:
         self._gpus = _Nvml()
 
     def sample(self) -> bytes:
-        """A ``HostSample`` of the time since the last one, or since the beginning, as it travels."""
+        """Return an encoded ``HostSample`` of the time since the last one, or since the beginning."""
         before, self._times = self._times, psutil.cpu_times()
         spent = {
             name: max(0.0, now - then) for name, now, then in zip(before._fields, self._times, before, strict=True)
@@ -52,7 +52,7 @@ class Meter:
         return CODEC.encode(sample)
 
     def close(self) -> None:
-        """Let go of the GPUs' driver."""
+        """Release the GPUs' driver."""
         self._gpus.close()
 
     def _throttled(self) -> float:
@@ -62,7 +62,7 @@ class Meter:
 
 
 class _Nvml:
-    """The GPUs, where NVIDIA's library is there and answers."""
+    """The GPUs, if NVIDIA's library is installed and works."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -99,7 +99,7 @@ class _Nvml:
             return None  # it was reset, or has fallen off the bus
 
     def _asked(self, function: str, *arguments: Any) -> int:
-        """What a function answers; 0 where this GPU (a part of one, say) does not know."""
+        """Call a function of NVML; return 0 if this GPU (a part of one, for example) does not support it."""
         try:
             answer = getattr(self._nvml, function)(*arguments)
         except self._nvml.NVMLError_NotSupported:
@@ -120,7 +120,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _pressure() -> float:
-    """Share of the last 10 s in which some process waited for memory; 0 where the kernel does not say."""
+    """Return the share of the last 10 s in which some process waited for memory; 0 if the kernel does not report it."""
     try:
         with open(_PRESSURE, encoding="ascii") as file:
             first = file.readline().split()
@@ -130,7 +130,7 @@ def _pressure() -> float:
 
 
 def _network() -> tuple[int, int]:
-    """Bytes received and sent by all interfaces but loopback."""
+    """Return the bytes received and sent by all interfaces but loopback."""
     try:
         counters = psutil.net_io_counters(pernic=True)
     except (OSError, RuntimeError):
@@ -140,7 +140,7 @@ def _network() -> tuple[int, int]:
 
 
 def _disks() -> tuple[int, int]:
-    """Bytes read from and written to disks; 0 where the system does not say, as in many containers."""
+    """Return the bytes read from and written to disks; 0 if the system does not report them, as in many containers."""
     try:
         counters = psutil.disk_io_counters()
     except (OSError, RuntimeError, NotImplementedError):

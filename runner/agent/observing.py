@@ -1,11 +1,11 @@
-"""What workers report of themselves, and what their host is doing: taken in here, and passed on once a second.
+"""Observations of workers and of their host, collected here and passed on once a second.
 
-Workers send datagrams to a Unix socket, whose path they find in ``HVDGLOO_OBSERVER``. It exists only while somebody
-looks at the job: before that, each of their attempts fails at once, and costs next to nothing. What they send is not
-looked into here.
+Workers send datagrams to a Unix socket, whose path they find in ``HVDGLOO_OBSERVER``. It exists only while there are
+observers of the job: before that, each attempt fails at once, and costs next to nothing. The datagrams are not parsed
+here.
 
-The socket is in a folder of this agent's, which only this user can enter. There workers have sockets of their own,
-named after their processes, at which they are asked for traces, and there they leave these.
+The socket is in a directory of this agent's, which only this user can enter. It also contains the workers' own sockets,
+named after their processes, which receive requests for traces, and the finished traces.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 OBSERVER_VARIABLE = "HVDGLOO_OBSERVER"
 
 INTERVAL = 1.0
-"""Seconds between two frames with what was observed, and between two looks at the host while workers are at work."""
+"""Seconds between two frames with observations, and between two samples of the host while workers are busy."""
 
 IDLE_INTERVAL = 10.0
-"""Seconds between two looks at the host while no worker has anything to say."""
+"""Seconds between two samples of the host while no worker reports anything."""
 
 TRACE_TIME = 120.0
-"""Seconds after which a worker that has not left its trace is not waited for."""
+"""Seconds to wait for a worker's trace."""
 
 _MOST = 4 * 1024 * 1024  # bytes of observations that are kept while the stream to the launcher is full
 _OVERHEAD = 64  # bytes of memory that each of them takes beside its own
@@ -47,14 +47,14 @@ _TRACE = re.compile(r"trace\.([0-9]+)\.([0-9]+)\.json")
 
 
 class Observing:
-    """This host's observations.
+    """The collector of this host's observations.
 
     Args:
         selector: the agent's.
         channel: to the launcher.
 
     Attributes:
-        handlers: frame type to what handles it.
+        handlers: frame type to handler.
     """
 
     def __init__(self, selector: selectors.BaseSelector, channel: Channel) -> None:
@@ -75,9 +75,10 @@ class Observing:
         }
 
     def attend(self, agent_id: str, environ: Mapping[str, str]) -> dict[str, str]:
-        """The agent has learnt its id; returns the variable that tells its workers where to report.
+        """Prepare for observing, once the agent knows its id; return the variable that tells its workers where to
+        report.
 
-        It is empty where there is no private folder: then nothing can be observed.
+        The variable is empty if there is no private directory: then nothing can be observed.
         """
         try:
             self._folder = agent_folder(agent_id, environ)
@@ -87,7 +88,7 @@ class Observing:
 
     @property
     def deadline(self) -> float | None:
-        """When ``tick`` has something to do, on the monotonic clock."""
+        """Time at which ``tick`` must be called, on the monotonic clock."""
         times = []
         has_room = self._channel.pending <= _MARK  # else the loop turns when the launcher has taken something
         if self._waiting and has_room:
@@ -99,7 +100,7 @@ class Observing:
         return min(times, default=None)
 
     def tick(self) -> None:
-        """To be called in each turn of the agent's loop."""
+        """Do what is due. The agent calls this in each turn of its loop."""
         if self._socket is None:
             return
         now = time.monotonic()
@@ -112,7 +113,7 @@ class Observing:
             self._pass_on_traces(now)
 
     def close(self) -> None:
-        """Pass on what has come, and remove what is left of the folder."""
+        """Pass on the remaining observations, and remove the directory."""
         if self._socket is None:
             return
         self._on_datagrams()
@@ -128,7 +129,7 @@ class Observing:
             self._meter = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # What workers report.
+    # Workers' reports.
 
     def _on_observe(self, frame: Observe) -> None:
         if not self._folder:
@@ -232,7 +233,8 @@ class Observing:
         return False
 
     def _names(self) -> list[str]:
-        """What is in the folder. A system removes a user's runtime folder when the last session ends; jobs go on."""
+        """Return the names in the directory; none if it is gone, because a system removes a user's runtime directory
+        when the last session ends, while jobs continue."""
         try:
             return os.listdir(self._folder)
         except OSError:
@@ -240,7 +242,7 @@ class Observing:
 
 
 def remove_leftovers(agent_id: str, environ: Mapping[str, str]) -> None:
-    """Remove the folder of an agent that could not do it."""
+    """Remove the directory of an agent that could not do so itself."""
     try:
         shutil.rmtree(agent_folder(agent_id, environ), ignore_errors=True)
     except ConfigError:

@@ -1,7 +1,7 @@
-"""What must be on a host before its workers can start: working directory, script, program.
+"""Requirements of workers on a host: working directory, script, program.
 
-Without this check they would fail one after the other, each with a traceback of its own; with it all hosts that lack
-something are listed in one report, and no worker has been started anywhere.
+Without this check, workers would fail one after the other, each with its own traceback. With it, one report lists all
+hosts that lack something, before any worker has been started.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hvdgloo.runner.protocol.frames import Lacking, Require
 
 
 def lacking(required: Require, environ: Mapping[str, str]) -> Lacking:
-    """What is missing on this host.
+    """Return what is missing on this host.
 
     Args:
-        environ: of this host's agent.
+        environ: the environment of this host's agent.
     """
     if machine := machine_lacks():
         return Lacking(machine=machine)
@@ -34,7 +34,7 @@ def lacking(required: Require, environ: Mapping[str, str]) -> Lacking:
 
 
 def machine_lacks() -> str:
-    """Name what this host itself lacks, and what to do about it; empty if nothing."""
+    """Return what this host itself lacks, and the remedy; empty if nothing is missing."""
     if sys.platform != "linux" or os.path.isdir(f"/proc/{os.getpid()}"):
         return ""
     return (

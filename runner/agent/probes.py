@@ -1,7 +1,7 @@
-"""The agent's part in finding out which hosts reach which: it reports addresses, answers probes and sends its own; and
-where the launcher is out of the workers' reach, it runs the rendezvous server.
+"""The agent's part in probing the network: it reports addresses, answers probes and sends its own. If workers cannot
+reach the launcher, it also runs the rendezvous server.
 
-It lives in the agent's selector, and nothing here blocks.
+All of it runs in the agent's selector, and nothing here blocks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _BATCH_SECONDS = 0.02  # answers that arrive together are sent together
 
 
 class HostDiscovery:
-    """One host's part in it.
+    """One host's part in the probing.
 
     Args:
         selector: the agent's.
@@ -57,7 +57,7 @@ class HostDiscovery:
         environ: the agent's own environment.
 
     Attributes:
-        handlers: frame type to what handles it.
+        handlers: frame type to handler.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class HostDiscovery:
 
     @property
     def deadline(self) -> float | None:
-        """When ``tick`` must be called at the latest."""
+        """Latest time at which ``tick`` must be called."""
         times = [self._next_batch] if self._answers else []
         if self._prober is not None and self._prober.deadline is not None:
             times.append(self._prober.deadline)
@@ -110,7 +110,7 @@ class HostDiscovery:
             self._next_batch = now + _BATCH_SECONDS
 
     def close(self) -> None:
-        """Let go of everything: the job is over. May be repeated."""
+        """Release everything, because the job is over. May be called again."""
         self._on_probes_end(ProbesEnd())
         if self._server is not None:
             self._server.close()
@@ -171,12 +171,12 @@ class _ServerBeside:
     """The rendezvous server as a child of the agent; see ``hvdgloo.rendezvous._server.sidecar``.
 
     Args:
-        request: what it is told.
+        request: the request that the server receives.
         environ: its environment.
-        tell: receives each of its messages, and its end as ``ServerFailed``.
+        tell: receives each message of the server, and its end as ``ServerFailed``.
 
     Raises:
-        OSError: at construction, if it cannot be started.
+        OSError: the server cannot be started.
     """
 
     def __init__(
@@ -208,12 +208,12 @@ class _ServerBeside:
         self._stdin.write(TO_SERVER.frame(request))
 
     def ask(self, number: int) -> None:
-        """Have it say who has come."""
+        """Have the server report the workers that have arrived."""
         with contextlib.suppress(OSError, ValueError):  # it has ended, which is reported elsewhere
             self._stdin.write(TO_SERVER.frame(AskArrivals(number)))
 
     def close(self) -> None:
-        """Order it to end. The agent reaps it, and kills it in its final sweep if it does not end."""
+        """Order the server to end. The agent reaps it, and kills it in its final sweep if it does not end."""
         if not self._stdin.closed:
             self._stdin.close()
         if self._stdout is not None:

@@ -1,7 +1,7 @@
-"""Errors that workers record before they end, as ``torch.distributed.elastic.multiprocessing.errors`` has it.
+"""Errors that workers record before they end, in the format of ``torch.distributed.elastic.multiprocessing.errors``.
 
-The decorator ``record`` of that module writes the error to a file that TORCHELASTIC_ERROR_FILE names. Each worker has a
-file of its own, in a folder that only this user can enter.
+That module's decorator ``record`` writes the error to the file that TORCHELASTIC_ERROR_FILE names. Each worker has its
+own file, in a directory that only this user can enter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LONGEST = 400  # characters of an error
 
 
 def folder_of(agent_id: str) -> str:
-    """The folder in which an agent's workers record their errors."""
+    """Return the directory in which an agent's workers record their errors."""
     return os.path.join(tempfile.gettempdir(), f"hvdgloo-errors-{agent_id}")
 
 
@@ -27,7 +27,7 @@ class RecordedErrors:
         self._folder = ""
 
     def attend(self, agent_id: str) -> None:
-        """From now on workers may record errors."""
+        """Create the directory, so that workers can record errors from now on."""
         folder = folder_of(agent_id)
         with contextlib.suppress(OSError):  # a full disk, say: then nothing is recorded
             os.mkdir(folder, 0o700)
@@ -38,7 +38,7 @@ class RecordedErrors:
         return {_VARIABLE: self._path(number)} if self._folder else {}
 
     def error(self, number: int) -> str:
-        """Return in one line what a worker that has failed recorded; empty if that is nothing."""
+        """Return the error that a failed worker recorded, in one line; empty if there is none."""
         try:
             with open(self._path(number), encoding="utf-8", errors="replace") as file:
                 text = file.read(_MOST)
@@ -64,7 +64,7 @@ class RecordedErrors:
 
 
 def remove_recorded(folder: str) -> None:
-    """Remove a folder and the files in it, if it is there."""
+    """Remove a directory and its files, if it exists."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             os.unlink(os.path.join(folder, name))

@@ -1,4 +1,4 @@
-"""The agent's end of the connections that it relays: its workers reach the rendezvous server at their own loopback."""
+"""The agent's end of relayed connections: its workers reach the rendezvous server at their own loopback."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hvdgloo.runner.protocol.relay import MOST, Relays
 
 
 class RelayListener:
-    """Listens for this host's workers once the launcher wants that.
+    """A listener for this host's workers, opened at the launcher's request.
 
     Args:
         selector: the agent's.
         send: to the launcher.
 
     Attributes:
-        handlers: frame type to what handles it.
+        handlers: frame type to handler.
     """
 
     def __init__(self, selector: selectors.BaseSelector, send: Callable[[Frame], None]) -> None:
@@ -36,7 +36,7 @@ class RelayListener:
         self.handlers: dict[type[Frame], Callable[[Any], None]] = {Relay: self._on_relay, **self._relays.handlers}
 
     def close(self) -> None:
-        """Close the listener, and all connections. May be repeated."""
+        """Close the listener and all connections. May be called again."""
         if self._listener is not None:
             self._selector.unregister(self._listener)
             self._listener.close()

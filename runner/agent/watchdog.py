@@ -1,4 +1,5 @@
-"""The agent's parent, which outlives it: it ends what the agent has left behind, and only then closes the stream.
+"""The agent's parent, which outlives it: it ends the processes that the agent left behind, and only then closes the
+stream.
 
 So the launcher sees the end of the stream only when the host is clean, even if the agent is killed.
 """
@@ -21,7 +22,7 @@ _SECOND_LIMIT = 1.0  # seconds for what the agent itself could not kill
 
 
 class Mark:
-    """The agent's id, which it learns only after the watchdog has forked it. Shared by the two."""
+    """The agent's id, in memory that agent and watchdog share: the agent learns it only after the fork."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _MARK_BYTES)
@@ -34,11 +35,11 @@ class Mark:
 
 
 def watch(agent: int, mark: Mark, memory: MemoryWatch, environ: Mapping[str, str]) -> int:
-    """Wait for the agent proper, end what is left of its job, and return the status to exit with.
+    """Wait for the agent proper, end the rest of its job, and return the status to exit with.
 
     Args:
-        memory: says what the kernel has to do with the agent's end.
-        environ: the agent's own.
+        memory: tells whether the kernel killed the agent.
+        environ: the agent's own environment.
     """
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda number, _: reaper.signal_all([agent], number))
@@ -61,7 +62,7 @@ def watch(agent: int, mark: Mark, memory: MemoryWatch, environ: Mapping[str, str
 
 
 def _explain(account: str) -> None:
-    """Have the launcher say why the agent is gone: it shows these words with the loss itself."""
+    """Write the reason for the agent's end, which the launcher shows together with the loss."""
     try:
         os.write(2, f"{LAST_WORDS}{account}\n".encode())
     except OSError:

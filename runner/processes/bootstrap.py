@@ -1,7 +1,7 @@
-"""What the transports to other hosts have in common: the agent's command line there, and the command that leads to it.
+"""The agent's command line on another host, and the command that connects to it: the common part of all transports.
 
-The command line holds nothing that is secret or large: the job's secret and the environment travel inside the stream.
-It runs ``python -c`` with a few lines that work with any version of hvdgloo, so that a missing or different version is
+The command line contains nothing secret or large: the job's secret and the environment travel inside the stream. It
+runs ``python -c`` with a few lines that work with any version of hvdgloo, so that a missing or different version is
 reported in one line instead of a traceback.
 """
 
@@ -21,13 +21,14 @@ from hvdgloo.runner.protocol.frames import PREAMBLE
 from hvdgloo.version import __version__
 
 REQUIRED = ("cheroot", "cloudpickle", "flask", "msgspec", "numpy", "prometheus_client", "psutil", "yaml")
-"""What hvdgloo itself imports and what is installed with it: looked for on every host, by its agent and by ``doctor``.
+"""Packages that hvdgloo itself imports and that are installed with it; the agent and ``doctor`` look for them on every
+host.
 
-Where something is missing, each worker would fail with a traceback of its own.
+Without this check, each worker would fail with a traceback of its own if one is missing.
 """
 
-# In "/" and not in the user's folder: the agent must not import a json.py from there. The preamble goes first, so that
-# a slow file system shows as a slow Python. No single quote, backslash, "!" or newline: a shell reads this.
+# Run in "/" and not in the user's directory: the agent must not import a json.py from there. The preamble comes first,
+# so that a slow file system shows as a slow Python. No single quote, backslash, "!" or newline: a shell reads this.
 _BOOTSTRAP = (
     "import os, sys; "
     'os.chdir("/"); '
@@ -45,21 +46,22 @@ _BOOTSTRAP = (
 
 
 def agent_argv(python: str) -> tuple[str, ...]:
-    """The agent's command line on another host."""
+    """Return the agent's command line on another host."""
     return (python, "-c", _BOOTSTRAP, __version__, *checkout())
 
 
 def checkout() -> tuple[str, ...]:
-    """The folder that hvdgloo is imported from, if it was not installed: a shared file system may have it too."""
+    """Return the directory that hvdgloo is imported from, if it was not installed: a shared file system may have it
+    too."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(hvdgloo.__file__)))
     return () if os.path.basename(root) in ("site-packages", "dist-packages") else (root,)
 
 
 def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a local agent: the launcher's, modified so that hvdgloo can be imported in it.
+    """Return the environment of a local agent: the launcher's, modified so that hvdgloo can be imported in it.
 
-    Where hvdgloo is installed nothing needs to be added; a checkout that is just in the current folder, or was put on
-    ``sys.path`` by the caller, is named in PYTHONPATH.
+    An installed hvdgloo needs no change; a checkout in the current directory, or one that the caller put on
+    ``sys.path``, is added to PYTHONPATH.
     """
     root = checkout()
     if not root:
@@ -71,11 +73,11 @@ def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
 class PipedProcess(subprocess.Popen[bytes]):
     """A command in its own session, whose standard streams are pipes to the launcher.
 
-    Without a terminal it cannot ask for passwords, and a terminal's Ctrl-C and Ctrl-Z do not reach it: they concern the
-    launcher, which passes them on.
+    Without a terminal, it cannot ask for passwords, and a terminal's Ctrl-C and Ctrl-Z do not reach it: they concern
+    the launcher, which passes them on.
 
     Args:
-        instead: what the child calls instead of executing the command; it does not return.
+        instead: called in the child instead of executing the command; it does not return.
     """
 
     # Popen's own annotations allow for absent streams.
@@ -91,10 +93,10 @@ class PipedProcess(subprocess.Popen[bytes]):
         cwd: str | None = None,
         instead: Callable[[], NoReturn] | None = None,
     ) -> None:
-        """Start it.
+        """Start the command.
 
         Raises:
-            OSError: the program or folder does not exist, or the program cannot be executed.
+            OSError: the program or directory does not exist, or the program cannot be executed.
         """
         pipe = subprocess.PIPE
         super().__init__(
@@ -113,15 +115,15 @@ class PipedProcess(subprocess.Popen[bytes]):
         return False  # its agent is on another host, as far as is known here
 
     def channel(self) -> Channel:
-        """Frames over these streams, which a login shell's greeting may precede."""
+        """Return a channel over these streams; a login shell's greeting may precede its frames."""
         return Channel(self.stdout.fileno(), self.stdin.fileno(), preamble=PREAMBLE)
 
 
 class CommandStream(PipedProcess):
-    """A command that leads to an agent, with everything that it starts."""
+    """A command that connects to an agent, together with everything that it starts."""
 
     def __init__(self, argv: Sequence[str], *, environ: Mapping[str, str] | None = None) -> None:
-        """Start it.
+        """Start the command.
 
         Raises:
             LaunchError: there is no such program, or it cannot be executed.
@@ -152,6 +154,6 @@ class CommandStream(PipedProcess):
             pass
 
     def _look(self) -> None:
-        # Once the command has been reaped and nothing that it started is left, its number may be another process's.
+        # Once the command has been reaped and its group is empty, its number may belong to another process.
         if self._group_lives and self.returncode is not None:
             self._group_lives = group_exists(self.pid)

@@ -1,12 +1,13 @@
 """Finding and ending every process that an agent of a job has started.
 
-Process groups miss children that called setsid, and PDEATHSIG skips grandchildren. Two things hold: a process stays a
-descendant of its agent, because agents are subreapers (Linux), and it inherits ``HVDGLOO_AGENT_ID`` in its environment
-unless it cleared that on purpose. A sweep ends whatever either way finds. That variable is different for each host of a
-job: containers may share process ids, and an agent must not take another one's workers for its own.
+Process groups miss children that called setsid, and PDEATHSIG skips grandchildren. Two properties are reliable: a
+process stays a descendant of its agent, because agents are subreapers (Linux), and it inherits ``HVDGLOO_AGENT_ID`` in
+its environment unless it cleared that on purpose. A sweep ends the processes with either property. The variable differs
+for each host of a job: containers may share process ids, and an agent must not take another agent's workers for its
+own.
 
-Where an agent was lost, another one is sent to its host to sweep. An agent therefore shows a sign as long as it lives,
-so that the other one can leave it the time in which workers may save their work.
+If an agent was lost, another one is sent to its host to sweep. Every agent therefore holds a sign (an abstract socket)
+while it lives, so that the other one can leave it the time in which workers may save their work.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 AGENT_VARIABLE = "HVDGLOO_AGENT_ID"
 
 LIMIT = 10.0
-"""Seconds after which a process that even SIGKILL has not ended counts as one that cannot be killed."""
+"""Seconds after which a process that survives SIGKILL counts as one that cannot be killed."""
 
 HANG_TIME = 0.5
 """Seconds that an agent may take longer than its workers, and its watchdog longer than the agent."""
@@ -38,7 +39,7 @@ _LOOK = 0.02
 
 
 def become_subreaper() -> None:
-    """Adopt orphaned descendants from now on. Has no effect where the system does not support it."""
+    """Adopt orphaned descendants from now on. No effect if the system does not support it."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -56,7 +57,7 @@ def die_with_parent(signum: int) -> None:
 
 
 def descendants(root: int) -> set[int]:
-    """All living descendants of a process."""
+    """Return all living descendants of a process."""
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
@@ -71,7 +72,7 @@ def descendants(root: int) -> set[int]:
 
 
 def processes_of(agent_id: str) -> set[int]:
-    """All living processes of this user that carry an agent's id in their environment."""
+    """Return all living processes of this user with an agent's id in their environment."""
     if not agent_id:
         return set()
     return set(_carriers(agent_id))
@@ -85,13 +86,12 @@ def end_all(
     reap: Callable[[], None] = lambda: None,
     rest: Callable[[float], None] = time.sleep,
 ) -> set[int]:
-    """End what ``find`` finds, until it finds nothing: SIGTERM, and after ``grace`` seconds SIGKILL.
+    """End all processes that ``find`` returns, until there are none: SIGTERM, and after ``grace`` seconds SIGKILL.
 
     Args:
         reap: collects children that have ended, so that zombies are not found again.
-        limit: seconds after the first SIGKILL until it gives up on processes that even SIGKILL does not end (a hung
-            disk).
-        rest: waits for the given seconds; a caller with other duties attends to them meanwhile.
+        limit: seconds after the first SIGKILL until processes that survive it (because of a hung disk) are given up.
+        rest: waits for the given seconds; a caller with other duties performs them meanwhile.
 
     Returns:
         the processes that are left.
@@ -116,11 +116,11 @@ def end_all(
 
 
 def attend(agent_id: str) -> socket.socket | None:
-    """Show, as long as the returned socket is open, that this process takes care of what has this id."""
+    """Claim responsibility for the processes with this agent id, as long as the returned socket is open."""
     if sys.platform != "linux":
         return None
-    # Nothing talks to it, so nothing can fill a queue or make this process wait: it exists, and the system says whose
-    # it is.
+    # The socket receives nothing, so nothing can fill a queue or make this process wait. It only exists, and the system
+    # tells who owns it.
     sign = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         sign.bind("\0" + _sign_name(agent_id))
@@ -135,15 +135,15 @@ def _sign_name(agent_id: str) -> str:
 
 
 def _attendants(agent_id: str) -> set[int]:
-    """The processes of this user that show the sign, as far as they can be seen."""
+    """Return this user's processes that hold the sign, as far as they can be seen."""
     return abstract.holders(_sign_name(agent_id)) - {os.getpid()}
 
 
 def end_abandoned(agent_id: str, grace: float, rest: Callable[[float], None] = time.sleep) -> set[int]:
-    """End what a lost agent may have left, and the agent itself if it hangs.
+    """End the processes that a lost agent may have left, and the agent itself if it hangs.
 
     Args:
-        grace: seconds between SIGTERM and SIGKILL. An agent that still lives has sent the SIGTERM, and gets this time.
+        grace: seconds between SIGTERM and SIGKILL. A living agent has sent the SIGTERM itself, and gets this time.
         rest: as for ``end_all``.
 
     Returns:
@@ -161,7 +161,7 @@ def end_abandoned(agent_id: str, grace: float, rest: Callable[[float], None] = t
 def _end_hung(agent: int, rest: Callable[[float], None]) -> None:
     """End an agent that does not end on its own, and its watchdog, which gets a moment to clean up."""
     watchdog = next((parent for pid, parent in _parents() if pid == agent), 0)
-    # The agent was forked by its watchdog; if that has gone, another process has adopted it.
+    # The agent was forked by its watchdog; if the watchdog has gone, another process has adopted the agent.
     twins = watchdog > 1 and _command(watchdog) == _command(agent)
     signal_all([agent], signal.SIGKILL)
     if twins:

@@ -1,6 +1,6 @@
-"""One worker, as its agent sees it: a process in a session of its own, its pipes, and how it ended.
+"""A worker from its agent's point of view: a process in its own session, its pipes, and its exit status.
 
-A session of its own means that a terminal's Ctrl-C reaches it only once, through us, and that a signal to its process
+Because of its own session, a terminal's Ctrl-C reaches a worker only once, through us, and a signal to its process
 group also reaches a shell script's children.
 """
 
@@ -25,19 +25,19 @@ class WorkerProcess:
     """A started worker.
 
     Attributes:
-        number, pid: which one.
+        number, pid: the worker's identity.
         status: exit status or minus the signal, once it has ended.
-        streams: the pipes that are still open, by their number (1 stdout, 2 stderr).
+        streams: the open pipes, by number (1 stdout, 2 stderr).
         stdin: the pipe to its standard input, if it has one.
         unacknowledged: bytes of output without credit.
-        paused: whether its pipes stay unread until there is credit again.
-        result: what a task leaves behind.
-        reported: whether its end has been reported to the launcher.
-        kill_at: when what is left of its process group is killed, on the monotonic clock; None if it is not to be.
+        paused: True while its pipes stay unread for lack of credit.
+        result: the file with a task's result.
+        reported: True once its end has been reported to the launcher.
+        kill_at: time at which the rest of its process group is killed, on the monotonic clock; None for never.
     """
 
     def __init__(self, spawn: Spawn, environ: Mapping[str, str], cwd: str, blob: IO[bytes] | None) -> None:
-        """Start it.
+        """Start the worker.
 
         Raises:
             OSError: the program cannot be executed, or the working directory does not exist.
@@ -67,8 +67,8 @@ class WorkerProcess:
             bufsize=0,
             start_new_session=True,
             pass_fds=descriptors,
-            # The agent has one thread, so running Python in the forked child is safe. This is the last of three nets:
-            # it ends workers at once should agent and watchdog both be killed.
+            # The agent has one thread, so running Python in the forked child is safe. This is the last of three safety
+            # nets: it ends workers at once if agent and watchdog are both killed.
             preexec_fn=_die_with_agent,
         )
         self.pid = self._popen.pid
@@ -87,11 +87,11 @@ class WorkerProcess:
 
     @property
     def may_be_read(self) -> bool:
-        """Whether the launcher keeps up with its output."""
+        """True while the launcher keeps up with the worker's output."""
         return self.unacknowledged < WINDOW
 
     def read(self, stream: int) -> bytes | None:
-        """The available output; empty at the end of the stream, None if there is nothing now."""
+        """Return the available output; empty at the end of the stream, None if there is none now."""
         try:
             return os.read(self.streams[stream].fileno(), CHUNK)
         except BlockingIOError:
@@ -100,14 +100,14 @@ class WorkerProcess:
             return b""
 
     def ended(self, wait_status: int) -> None:
-        """Take note of the status that waitpid gave for it."""
+        """Record the status that waitpid returned."""
         self.status = os.waitstatus_to_exitcode(wait_status)
-        # The agent has called waitpid, as adopted processes show up there too; Popen must not call it again.
+        # The agent has called waitpid, because adopted processes show up there too; Popen must not call it again.
         self._popen.returncode = self.status
         self.group_lives()
 
     def signal_group(self, signum: int) -> None:
-        """Send a signal to every process of its process group, whether or not the worker itself has ended."""
+        """Send a signal to every process of the worker's process group, whether or not the worker itself has ended."""
         if not self.group_lives():
             return
         if signum == signal.SIGKILL and self.running:
@@ -120,14 +120,14 @@ class WorkerProcess:
             pass
 
     def stop(self, signum: int, kill_at: float) -> None:
-        """Send a signal to its process group, and kill what is left of that at ``kill_at``, or at an earlier time that
-        was given before.
+        """Send a signal to the process group, and kill the rest of it at ``kill_at``, or at the time of an earlier call
+        if that is sooner.
         """
         self.signal_group(signum)
         self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
 
     def kill_if_late(self, now: float) -> None:
-        """Do what ``stop`` has promised."""
+        """Kill the process group if its time is up."""
         if self.kill_at is None:
             return
         if not self.group_lives():
@@ -137,10 +137,10 @@ class WorkerProcess:
             self.kill_at = None
 
     def group_lives(self) -> bool:
-        """Whether any process of its group is still there.
+        """Tell whether any process of the group exists.
 
-        To be polled once the worker has ended: the system reserves the group's number as long as any process is in it,
-        and may then give it to an unrelated one. So a group that was empty once is gone for good.
+        Poll this once the worker has ended: the system reserves the group's number as long as any process is in it, and
+        may then give it to an unrelated one. So a group that was empty once is gone for good.
         """
         if self._group_lives and not self.running:
             self._group_lives = group_exists(self.pid)
@@ -152,7 +152,7 @@ class WorkerProcess:
             self.stdin = None
 
     def close(self) -> None:
-        """Close whatever is open."""
+        """Close all open files."""
         self.close_stdin()
         for pipe in self.streams.values():
             pipe.close()
@@ -163,7 +163,7 @@ class WorkerProcess:
 
 
 def group_exists(number: int) -> bool:
-    """Whether any process is in the process group of this number."""
+    """Tell whether any process is in the process group of this number."""
     try:
         os.killpg(number, 0)
     except ProcessLookupError:

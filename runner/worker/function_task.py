@@ -1,7 +1,7 @@
-"""A worker of ``hvdgloo.run.run``: reads a function, calls it, and leaves its result.
+"""A worker of ``hvdgloo.run.run``: it reads a function, calls it, and writes the result.
 
-Both are passed through descriptors that the agent opened, so they may be of any size; both are sealed with the job's
-secret, and nothing is unpickled before the seal has been checked.
+Function and result are passed through descriptors that the agent opened, so they may be of any size. Both are sealed
+with the job's secret, and unpickled only after the seal has been checked.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _READ = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of the call on one rank.
+    """The outcome of the call on one rank.
 
     Attributes:
-        result: pickled, if it returned and the result can be pickled.
-        exception: pickled, if it raised one that can be pickled.
-        text: the last line of the traceback, or why the result cannot be pickled.
+        result: the pickled result, if the call returned and the result can be pickled.
+        exception: the pickled exception, if the call raised one that can be pickled.
+        text: the last line of the traceback, or the reason why the result cannot be pickled.
         traceback: as Python prints it, with the rank's own frames.
-        exited: whether it called sys.exit() instead of returning.
-        secondary: whether it failed because another rank did.
+        exited: True if the function called sys.exit() instead of returning.
+        secondary: True if the call failed because another rank did.
     """
 
     result: bytes | None = None
@@ -49,10 +49,10 @@ class TaskResult:
 
 
 def command(python: str, module: str = __name__) -> tuple[str, ...]:
-    """The argv of a task, to which the agent adds two descriptors; or of another module of ours that has a ``main``.
+    """Return the argv of a task, to which the agent adds two descriptors; or of another module of ours with a ``main``.
 
-    Not ``-m``: that would put the current folder, and a json.py in it, first, and ``multiprocessing`` would take this
-    module for the user's main program.
+    It does not use ``-m``: that would put the current directory, and a json.py in it, first, and ``multiprocessing``
+    would take this module for the user's main program.
     """
     root = os.path.dirname(os.path.dirname(os.path.abspath(hvdgloo.__file__)))
     program = f"import sys; sys.path[:1] = []; sys.path.append(sys.argv.pop(1)); import {module} as t; t.main()"
@@ -67,11 +67,11 @@ def pack_function(
     *,
     paths_of_their_own: bool = False,
 ) -> bytes:
-    """A sealed call.
+    """Return a sealed call.
 
     Args:
-        paths_of_their_own: workers look for modules where their own environment says; only those on this machine look
-            in the caller's folders, too, after their own.
+        paths_of_their_own: workers look for modules where their own environment says; only workers on this machine also
+            look in the caller's directories, after their own.
 
     Raises:
         InvalidArgumentError: the function or an argument cannot be pickled.
@@ -83,18 +83,18 @@ def pack_function(
             f"the function or its arguments cannot be sent to the workers ({type(error).__name__}: {error}); "
             "open files, locks and connections must be created inside the function"
         ) from error
-    # The folders of the function's modules must be known before it is unpickled.
+    # The directories of the function's modules must be known before it is unpickled.
     machine = host_identity() if paths_of_their_own else None
     return seal(secret, pickle.dumps((python_version(), _installation(), list(sys.path), machine, call)), _FUNCTION)
 
 
 def python_version() -> str:
-    """The version of Python: functions can be unpickled only by the same one, as bytecode differs between versions."""
+    """Return the version of Python: only the same version can unpickle functions, because bytecode differs."""
     return "{}.{}".format(*sys.version_info)
 
 
 def _installation() -> list[str]:
-    """Folders that belong to this Python itself rather than to the programs that it runs."""
+    """Return the directories that belong to this Python itself rather than to the programs that it runs."""
     paths = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     archive = os.path.join(os.path.dirname(paths[0]), f"python{python_version().replace('.', '')}.zip")
     return sorted({*paths, archive, *site.getsitepackages(), site.getusersitepackages()})
@@ -103,12 +103,12 @@ def _installation() -> list[str]:
 def adopt_path(
     path: Sequence[str], installation: Sequence[str], *, own: Sequence[str], here: Sequence[str]
 ) -> list[str]:
-    """The folders from which a worker imports, so that it does so as the caller does.
+    """Return the directories from which a worker imports, so that it finds the same modules as the caller.
 
     Args:
         path: the caller's ``sys.path``.
-        installation: the caller's folders of Python itself and its packages.
-        own: this interpreter's folders of that kind. If they differ, they replace the caller's.
+        installation: the caller's directories of Python itself and its packages.
+        own: this interpreter's directories of that kind. If they differ, they replace the caller's.
         here: this interpreter's ``sys.path``.
     """
     if list(own) == list(installation):
@@ -118,15 +118,15 @@ def adopt_path(
 
 
 def follow_path(path: Sequence[str], installation: Sequence[str], *, here: Sequence[str]) -> list[str]:
-    """The same for workers that have a path of their own, ``here``: the caller's folders come last."""
+    """Return the directories for workers with a path of their own, ``here``: the caller's directories come last."""
     return [*here, *(entry for entry in beyond_installation(path, installation) if entry not in here)]
 
 
 def beyond_installation(path: Sequence[str], installation: Sequence[str] | None = None) -> list[str]:
-    """What of a ``sys.path`` does not belong to Python itself and its packages.
+    """Return the entries of a ``sys.path`` that do not belong to Python itself and its packages.
 
     Args:
-        installation: their folders; by default this interpreter's.
+        installation: Python's directories; by default this interpreter's.
     """
     folders = _installation() if installation is None else installation
     return [entry for entry in path if not any(_is_below(entry, folder) for folder in folders)]
@@ -137,22 +137,22 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def name_of(rank: int | None, worker: str | None = None) -> str:
-    """What a worker's outcome is sealed for, so that it cannot be taken for another's.
+    """Return the purpose that a worker's outcome is sealed for, so that it cannot be taken for another worker's.
 
     Args:
-        worker: its id in an elastic job, where ranks change.
+        worker: its id in an elastic job, because ranks change there.
     """
     return f"worker {worker}" if worker is not None else f"rank {rank}"
 
 
 def unpack_outcome(sealed: bytes, name: str, secret: bytes) -> TaskResult:
-    """What a worker left behind.
+    """Return a worker's outcome.
 
     Args:
         name: see ``name_of``.
 
     Raises:
-        AuthenticationError: it was not left by this worker of this job.
+        AuthenticationError: this worker of this job did not write it.
     """
     outcome = pickle.loads(unseal(secret, sealed, f"outcome of {name}"))  # noqa: S301 - the seal was checked
     assert isinstance(outcome, TaskResult)
@@ -160,7 +160,7 @@ def unpack_outcome(sealed: bytes, name: str, secret: bytes) -> TaskResult:
 
 
 def main() -> None:
-    """Run one task; ``sys.argv`` names its descriptors."""
+    """Run one task; ``sys.argv`` contains its descriptors."""
     function_fd, outcome_fd = int(sys.argv[1]), int(sys.argv[2])
     del sys.argv[1:]
     config = Config.from_env()
@@ -206,13 +206,13 @@ def _call(call: bytes) -> tuple[TaskResult, int | str | None]:
 
 
 def failed(error: BaseException) -> TaskResult:
-    """What a rank leaves whose function has raised; the traceback is printed."""
+    """Return the outcome of a rank whose function raised an exception; print the traceback."""
     from hvdgloo._job.excepthook import HINT, from_outside
     from hvdgloo.errors import HorovodInternalError
 
     own_frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = from_outside(error, own_frames).removeprefix(HINT)  # which is given once, where this is shown
-    # As in any program that ends with it: what hvd.init() or the user installed in this place is called.
+    # As in any program that ends with an exception, call the hook that hvd.init() or the user installed.
     sys.excepthook(type(error), error.with_traceback(own_frames), own_frames)
     sys.last_value = error  # as the interpreter leaves it, for the code that informs the other ranks at exit
     sys.stderr.flush()
@@ -225,7 +225,7 @@ def failed(error: BaseException) -> TaskResult:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """The exception, if it survives pickling: many cannot be rebuilt from what they keep."""
+    """Return the pickled exception if it survives pickling: many cannot be rebuilt from their state."""
     try:
         data = pickling.dumps(error)
         return data if type(pickle.loads(data)) is type(error) else None  # noqa: S301 - made one line above
@@ -234,7 +234,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _read(descriptor: int) -> bytes:
-    """The whole file; by position, because all tasks of a host share one descriptor's offset."""
+    """Read the whole file, by position, because all tasks of a host share one descriptor's offset."""
     pieces: list[bytes] = []
     position = 0
     while piece := os.pread(descriptor, _READ, position):
