@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 def __getattr__(name: str) -> Any:
     # ``from horovod.runner import run``: Horovod's programs have it from here. The launcher's own modules do not use
-    # it, so it is imported when somebody asks.
+    # it, so it is imported on request.
     if name == "run":
         return importlib.import_module("hvdgloo.run")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

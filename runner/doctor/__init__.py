@@ -1,1 +1,1 @@
-"""``hvdgloo-run doctor``: what a job would meet on its hosts, and what to do about it."""
+"""``hvdgloo-run doctor``: the problems that a job would meet on its hosts, with remedies."""

@@ -1,1 +1,1 @@
-"""Hosts of elastic jobs that come and go: where they are listed, and what is made of the lists."""
+"""The changing hosts of elastic jobs: discoveries that list them, and the driver that uses the lists."""

@@ -1,4 +1,4 @@
-"""Texts of elastic jobs under the names by which Horovod's programs import them."""
+"""Texts of elastic jobs under the names that Horovod's programs import."""
 
 from hvdgloo.rendezvous._elastic.events import RESET_LIMIT_EXCEEDED_MESSAGE
 

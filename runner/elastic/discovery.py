@@ -1,9 +1,9 @@
-"""Which hosts an elastic job may use: what lists them, and what a list means.
+"""The hosts that an elastic job may use: the discoveries that list them, and the reading of a list.
 
-A discovery is any object with ``find_available_hosts_and_slots()``; Horovod's are such objects. ``HostManager`` asks it
-again and again, and believes it with care: a host must be missing from two successive good answers before it counts as
-removed, since a script that prints half of its list once must not end a job. A host that is added counts at once. The
-order of the list is kept: it is the order in which hosts are filled.
+A discovery is any object with ``find_available_hosts_and_slots()``, as in Horovod. ``HostManager`` calls it repeatedly
+and is cautious: a host must be missing from two successive good answers before it counts as removed, because a script
+that prints half of its list once must not end a job. An added host counts at once. The order of the list is kept: it is
+the order in which hosts are filled.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from hvdgloo.runner.job.outcome import describe_status
 from hvdgloo.runner.job.spec import Discovery, HostEntry
 
 MAX_OUTPUT = 1 << 20
-"""Bytes that a script may print: room for 10,000 hosts and more, and not for a loop that never ends."""
+"""Maximum size of a script's output, in bytes: enough for more than 10,000 hosts, but not for an endless loop."""
 
 _SHELL = "/bin/sh"
 _SHELL_S = re.compile(r"[\s|&;<>()$`\"'*?#={}]")  # what a shell does something with
 
 LINES_SHOWN = 5
-"""Last lines of a script's standard error that a message has."""
+"""Number of lines of a script's standard error, the last ones, in a message."""
 
 
 class DiscoveryError(LaunchError):
-    """Hosts could not be determined; the text says why, and has what the script said last."""
+    """Hosts could not be determined. The text has the reason and the script's last lines."""
 
 
 class HostDiscovery(ABC):
-    """The base of discoveries, as in Horovod."""
+    """The base class of discoveries, as in Horovod."""
 
     @abstractmethod
     def find_available_hosts_and_slots(self) -> dict[str, int | None]:
-        """Hosts and their slots, in the order in which they are to be filled; see ``Discovery``."""
+        """Return hosts and their slots, in the order in which they are to be filled; see ``Discovery``."""
 
     def interrupt(self) -> None:  # noqa: B027 - most have nothing to end
-        """End what it has started to answer a question that is being asked; called on another thread."""
+        """End what a running call has started, because its answer is no longer needed. Called on another thread."""
 
 
 class FixedHosts(HostDiscovery):
-    """Hosts that are known.
+    """A fixed list of hosts.
 
     Args:
         host_slots: hosts and slots.
@@ -66,7 +66,7 @@ class FixedHosts(HostDiscovery):
         self._host_slots = dict(host_slots)
 
     def set(self, host_slots: Mapping[str, int | None]) -> None:
-        """From now on these are the hosts."""
+        """Replace the hosts."""
         self._host_slots = dict(host_slots)
 
     def find_available_hosts_and_slots(self) -> dict[str, int | None]:
@@ -74,7 +74,7 @@ class FixedHosts(HostDiscovery):
 
 
 class ProgramDiscovery(HostDiscovery):
-    """Hosts that a program prints, which is ended with all that it has started when nobody needs the answer."""
+    """A discovery by a program, which is ended with all its children once its answer is no longer needed."""
 
     _running: subprocess.Popen[bytes] | None = None
 
@@ -84,7 +84,7 @@ class ProgramDiscovery(HostDiscovery):
             _kill(process)
 
     def _output_of(self, command: Sequence[str], timeout: float, what: str) -> str:
-        """See ``output_of``."""
+        """Run ``output_of``, and remember the process meanwhile."""
 
         def started(process: subprocess.Popen[bytes]) -> None:
             self._running = process
@@ -96,7 +96,7 @@ class ProgramDiscovery(HostDiscovery):
 
 
 def script_command(script: str) -> list[str]:
-    """The argv of a discovery script: the file or program of that name, or else a command line for a shell."""
+    """Return the argv of a discovery script: the file or program of that name, otherwise a command line for a shell."""
     path = os.path.abspath(os.path.expanduser(script))
     if os.path.exists(path):
         return [path]
@@ -106,12 +106,12 @@ def script_command(script: str) -> list[str]:
 
 
 class HostDiscoveryScript(ProgramDiscovery):
-    """Hosts that a command prints, one a line: ``host`` or ``host:slots``. Blank lines are ignored.
+    """A discovery by a command that prints one host per line: ``host`` or ``host:slots``. Blank lines are ignored.
 
     Args:
-        discovery_script: the path of an executable, or a command line, which a shell reads.
-        slots: of hosts on lines without slots; None leaves them to the hosts.
-        timeout: seconds that it may take.
+        discovery_script: the path of an executable, or a command line for a shell.
+        slots: slots of hosts on lines without a number; None lets the hosts decide.
+        timeout: seconds that the command may take.
     """
 
     def __init__(self, discovery_script: str, slots: int | None = 1, *, timeout: float = 10.0) -> None:
@@ -120,10 +120,12 @@ class HostDiscoveryScript(ProgramDiscovery):
         self._timeout = timeout
 
     def find_available_hosts_and_slots(self) -> dict[str, int | None]:
-        """What it prints now. Of a host that is listed twice the last slots count, in its first place.
+        """Return the hosts that the command prints now. A host that is listed twice has its first place and its last
+        slots.
 
         Raises:
-            DiscoveryError: it cannot be executed, fails, takes too long, prints too much, or prints what is no host.
+            DiscoveryError: the command cannot be executed, fails, takes too long, prints too much, or prints a line
+                that is not a host.
         """
         hosts: dict[str, int | None] = {}
         for number, line in enumerate(self._execute_discovery_script().splitlines(), 1):
@@ -136,7 +138,7 @@ class HostDiscoveryScript(ProgramDiscovery):
         return hosts
 
     def _execute_discovery_script(self) -> str:
-        """Its standard output; raises DiscoveryError."""
+        """Return the standard output of the command; may raise DiscoveryError."""
         return self._output_of(script_command(self._script), self._timeout, self._what)
 
     @property
@@ -145,17 +147,17 @@ class HostDiscoveryScript(ProgramDiscovery):
 
 
 def address(host: HostEntry) -> str:
-    """A host as discoveries name it: ``h1``, or ``user@h1`` where a user was given."""
+    """Return a host's name as discoveries list it: ``h1``, or ``user@h1`` if a user was given."""
     if not host.user:
         return host.name
     return f"{host.user}@[{host.name}]" if ":" in host.name else f"{host.user}@{host.name}"
 
 
 def host_entry(name: str, slots: int | None) -> HostEntry:
-    """The inverse of ``address``.
+    """Return the entry for a name; the inverse of ``address``.
 
     Raises:
-        ConfigError: it is not the name of a host.
+        ConfigError: the name is not the name of a host.
     """
     host = parse_line(name, "host discovery")
     if host.slots is not None:
@@ -169,18 +171,18 @@ def output_of(
     what: str,
     started: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
 ) -> str:
-    """What a command prints. It is ended, and with it all that it has started, when its time is over.
+    """Run a command and return its output. When its time is over, it is ended together with its children.
 
     Args:
-        command: program and arguments. As in a shell, a script without a first line that names its interpreter is one
-            of the shell's.
-        timeout: seconds that it may take.
-        what: begins the text of an error.
-        started: receives its process.
+        command: program and arguments. As in a shell, a script whose first line names no interpreter is run by the
+            shell.
+        timeout: seconds that the command may take.
+        what: the beginning of an error's text.
+        started: receives the process.
 
     Raises:
-        DiscoveryError: it cannot be executed, fails, takes too long, or prints too much; with the end of what it has
-            written to its standard error.
+        DiscoveryError: the command cannot be executed, fails, takes too long, or prints too much; the text includes the
+            last lines of its standard error.
     """
     deadline = time.monotonic() + timeout
     output, errors = bytearray(), bytearray()
@@ -228,7 +230,7 @@ def _begun(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def _listen(process: subprocess.Popen[bytes], output: bytearray, errors: bytearray, deadline: float) -> bool:
-    """Collect what a process prints until both of its streams end; of its standard error only the end is kept.
+    """Collect the output of a process until both of its streams end; of its standard error, only the end is kept.
 
     Returns:
         False if it prints too much.
@@ -257,7 +259,7 @@ def _listen(process: subprocess.Popen[bytes], output: bytearray, errors: bytearr
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a script and what it has started, and forget it."""
+    """End a script and its children, and release them."""
     _kill(process)
     process.wait()
     for stream in (process.stdout, process.stderr):
@@ -266,7 +268,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a script and what it has started."""
+    """End a script and its children."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -275,12 +277,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True)
 class Listing:
-    """What is to be believed after a discovery was asked again.
+    """The hosts that count after another call of a discovery.
 
     Attributes:
         hosts: names and slots, in order; see ``Discovery``.
-        changed: whether they are others than before.
-        notice: a line for the user; empty if there is nothing new to say.
+        changed: True if they differ from the previous ones.
+        notice: a line for the user; empty if there is no news.
     """
 
     hosts: tuple[tuple[str, int | None], ...]
@@ -292,7 +294,7 @@ _Answer = dict[str, int | None]
 
 
 class HostManager:
-    """Asks a discovery, and believes it with care.
+    """A cautious user of a discovery.
 
     Args:
         discovery: any object with ``find_available_hosts_and_slots()``.
@@ -306,19 +308,19 @@ class HostManager:
 
     @property
     def asked(self) -> bool:
-        """Whether it has answered before."""
+        """True once the discovery has answered."""
         return self._answers is not None
 
     @property
     def current_hosts(self) -> tuple[tuple[str, int | None], ...]:
-        """Names and slots that were believed last, in order."""
+        """Current names and slots, in order."""
         return self._hosts
 
     def update_available_hosts(self) -> Listing:
-        """Ask once more. It takes as long as the discovery does: not for a thread that others wait for.
+        """Call the discovery once more. This blocks for as long as the discovery does.
 
         Raises:
-            DiscoveryError: the first answer is none; nothing should be started then. Later ones are a notice.
+            DiscoveryError: the first call failed; nothing should be started then. A later failure is a notice.
         """
         try:
             answer = self._ask()
@@ -330,15 +332,15 @@ class HostManager:
         self._trouble = ""
         before = answer if self._answers is None else self._answers[0]
         self._answers = answer, before
-        # What either of the last two answers has: it takes two to remove a host, or a slot. One that lacks hosts does
-        # not say in which place they would be.
+        # The union of the last two answers: it takes two of them to remove a host, or a slot. An answer that lacks
+        # hosts leaves their places open.
         names = answer if before.keys() <= answer.keys() else {**before, **answer}
         hosts = tuple((name, _more(answer.get(name, 0), before.get(name, 0))) for name in names)
         changed, self._hosts = hosts != self._hosts, hosts
         return Listing(hosts, changed, "hosts can be discovered again" if back else "")
 
     def interrupt(self) -> None:
-        """Nobody needs the answer to the question that is being asked; called on another thread."""
+        """End a running call, because its answer is no longer needed. Called on another thread."""
         if isinstance(self._discovery, HostDiscovery):
             self._discovery.interrupt()
 
@@ -367,17 +369,18 @@ class HostManager:
 
 
 def _more(now: int | None, before: int | None) -> int | None:
-    """The higher number of slots; the newer one where either leaves it to the host."""
+    """Return the higher number of slots; the newer one if either leaves the number to the host."""
     if now is None or before is None:
         return before if now == 0 else now
     return max(now, before)
 
 
 class HostState:
-    """Whether one host is left out, for integrations that were written for Horovod: a job of ours keeps its own books.
+    """The state of one host, left out or not, for integrations that were written for Horovod. Our own jobs do not use
+    it.
 
     Args:
-        cooldown_range: the shortest and the longest time in seconds for which it is; None for ever.
+        cooldown_range: the shortest and the longest time in seconds for which a host is left out; None for ever.
     """
 
     def __init__(self, cooldown_range: Sequence[float] | None = None) -> None:
@@ -387,15 +390,15 @@ class HostState:
         self._until = -math.inf
 
     def get_event(self) -> threading.Event:
-        """Set once the host is left out: whoever waits for its workers need not wait any longer."""
+        """Return the event that is set once the host is left out, so that nothing waits for its workers any longer."""
         return self._event
 
     def set_event(self) -> None:
-        """Wake those who wait."""
+        """Set the event."""
         self._event.set()
 
     def blacklist(self) -> None:
-        """Leave it out from now on, for longer each time."""
+        """Leave the host out from now on, for longer each time."""
         if self.is_blacklisted():
             return
         self._times += 1
@@ -405,14 +408,14 @@ class HostState:
         self.set_event()
 
     def whitelist(self) -> None:
-        """Use it again, as if nothing had happened lately."""
+        """Use the host again, as if it had not failed."""
         self._until = -math.inf
         self._event = threading.Event()
 
     def is_blacklisted(self) -> bool:
-        """Whether it is left out."""
+        """Tell whether the host is left out."""
         return time.monotonic() < self._until
 
     def is_resurrected(self) -> bool:
-        """Whether it was left out, and its time is over."""
+        """Tell whether the host was left out, and its time is over."""
         return self._until != -math.inf and not self.is_blacklisted()

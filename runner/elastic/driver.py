@@ -1,8 +1,8 @@
-"""The launcher's part of an elastic job: it asks for hosts, and has workers started and ended as the job decides.
+"""The launcher's part of an elastic job: it watches the hosts, and starts and ends workers as the job decides.
 
-Hosts and the means of starting workers are arguments: an elastic job on Spark or Ray differs in these two only. What
-workers say, they say to the rendezvous server (``RendezvousServer(elastic=driver.epochs)``); whoever starts them tells
-the driver when they end.
+Hosts and the means of starting workers are arguments: elastic jobs on Spark or Ray differ only in these two. Workers
+report to the rendezvous server (``RendezvousServer(elastic=driver.epochs)``); the starter of the workers reports their
+ends to the driver.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ from hvdgloo.runner.elastic.discovery import HostManager
 from hvdgloo.runner.job.spec import Discovery
 
 HANG_TIME = 30.0
-"""Seconds after which a line says that a discovery has not answered."""
+"""Seconds after which a line reports that a discovery has not answered."""
 
 _JOIN_TIME = 1.0
-"""Seconds for a discovery to return at the end; its thread ends with the process if it does not."""
+"""Seconds for a discovery to return at the end; otherwise its thread ends with the process."""
 
 _JOIN_PAUSE = 0.05
-"""Seconds after which it is interrupted again: it may have been about to start its script."""
+"""Seconds after which the discovery is interrupted again: it may have been about to start its script."""
 
 
 class WorkerStarter(Protocol):
-    """What starts and ends the workers of an elastic job. Its methods return at once.
+    """The means of starting and ending the workers of an elastic job. Its methods return at once.
 
-    How a start turned out, and each end, is told to the driver: ``exited``, ``host_lost``.
+    The outcome of each start, and each end, is reported to the driver: ``exited``, ``host_lost``.
     """
 
     def listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
-        """These hosts are listed now, and no others. The driver waits for ``slots_found`` about one without slots."""
+        """Use the hosts that are listed now, and no others. The driver waits for ``slots_found`` for those without
+        slots."""
         ...
 
     def start(self, spawn: Spawn) -> None:
@@ -72,7 +73,7 @@ class WorkerStarter(Protocol):
 
 @dataclass
 class ElasticOutcome:
-    """How an elastic job has ended.
+    """The outcome of an elastic job.
 
     Attributes:
         ended: the end itself.
@@ -84,25 +85,25 @@ class ElasticOutcome:
 
 
 class ElasticDriver:
-    """Drives one elastic job.
+    """The driver of one elastic job.
 
     Use it as a context manager, with a rendezvous server over ``epochs`` inside; then call ``run``.
 
     Args:
-        rules: what the user has asked for.
-        discovery: what lists hosts; a manager of it if that has been asked already.
-        starter: what starts and ends workers.
+        rules: the user's options.
+        discovery: lists the hosts; a manager if it has been called already.
+        starter: starts and ends workers.
         tell: receives lines for the user; called on any thread.
-        left_out: receives hosts that are not used for the time being; as ``tell``.
+        left_out: receives hosts that are not used for the time being; called on any thread.
         placed: receives each roster before its members are told their ranks, so that what they write then is taken for
             theirs. Called on any thread, under a lock: it must only take note.
         interval: seconds between two questions to the discovery.
-        machine: of which a host is a part; empty for one by itself.
-        hang_time: seconds after which the user is told that it does not answer.
+        machine: returns the machine that a host belongs to; empty for a host of its own.
+        hang_time: seconds after which the user is told that the discovery does not answer.
 
     Attributes:
         epochs: for the rendezvous server.
-        changes: each epoch that came to training, in order, with the seconds since the driver's start.
+        changes: each epoch that reached training, in order, with the seconds since the driver's start.
 
     Raises:
         DiscoveryError: on entering, if hosts cannot be determined; nothing has been started then.
@@ -158,7 +159,8 @@ class ElasticDriver:
             self._watch.join(_JOIN_PAUSE)
 
     def run(self) -> ElasticOutcome | None:
-        """Do what the job decides, until it has ended; its workers are then told to end. None after ``abandon``."""
+        """Carry out the job's decisions until it has ended; its workers are then told to end. Return None after
+        ``abandon``."""
         while True:
             match self._next_action():
                 case Spawn() as spawn:
@@ -182,16 +184,16 @@ class ElasticDriver:
                     return None
 
     def abandon(self) -> None:
-        """Have ``run`` return: the job is stopped by somebody else."""
+        """Have ``run`` return, because the job was stopped elsewhere."""
         self._actions.put(None)
 
     def exited(self, worker: str, status: int, reason: str) -> None:
-        """A worker's process has ended. ``status`` is its exit status, or minus the signal."""
+        """Record the end of a worker's process. ``status`` is its exit status, or minus the signal."""
         self._running.discard(worker)
         self.epochs.feed(Gone(worker, status, reason))
 
     def host_lost(self, host: str, reason: str, status: int = 1) -> None:
-        """A host cannot be reached any more, or could not be used from the start: it has no workers now."""
+        """Record that a host is lost, or could not be used from the start: it has no workers now."""
         with self._lock:
             unknown = (host, None) in self._listing and host not in self._found
         if unknown:
@@ -201,15 +203,15 @@ class ElasticDriver:
             self.slots_found(host, 1)  # when its time comes, it is tried again
 
     def host_leaves(self, host: str) -> None:
-        """A host will not be there much longer."""
+        """Record that a host will leave soon."""
         self.epochs.feed(Leaving(host=host))
 
     def host_identified(self, host: str, identity: str) -> None:
-        """What stands behind a host's name."""
+        """Record the identity behind a host's name."""
         self.epochs.feed(Identified(host, identity))
 
     def slots_found(self, host: str, slots: int) -> None:
-        """A host that is listed without slots has this many."""
+        """Record the number of slots of a host that is listed without."""
         with self._lock:
             if self._found.get(host) != slots:
                 self._found[host] = slots
@@ -230,7 +232,7 @@ class ElasticDriver:
     def _feed_hosts(self) -> None:
         hosts = [(name, self._found.get(name) if slots is None else slots) for name, slots in self._listing]
         known = tuple((name, slots) for name, slots in hosts if slots is not None)
-        # At first it is waited for all: the job starts on all the slots that there are, or says that they are too few.
+        # First wait for all hosts: the job starts on all available slots, or reports that they are too few.
         self._began_with_hosts = self._began_with_hosts or len(known) == len(hosts)
         if self._began_with_hosts:
             machines = tuple((name, machine) for name, _ in known if (machine := self._machine(name)))

@@ -1,5 +1,5 @@
-"""From what the user has said about a job whose size may change to an ``ElasticSpec``: the same way from the command
-line and from ``hvdgloo.run.run``. What contradicts itself is refused here, before anything is started.
+"""Conversion of a user's elastic options to an ``ElasticSpec``, shared by the command line and ``hvdgloo.run.run``.
+Contradictions are refused here, before anything is started.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from hvdgloo.runner.job.slurm import Allocation
 from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry
 
 FAILURES_ON_ONE_HOST = 3
-"""The failures that take a host out of a job that has no other."""
+"""Number of failures that exclude a host from a job that has no other."""
 
 INTERVAL, TIMEOUT = 1.0, 10.0
-"""In seconds: between two questions to a discovery, and for a script to answer."""
+"""Seconds between two calls of a discovery, and for a script to answer."""
 
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """What was asked for; None where nothing was said. Times are in seconds.
+    """The user's options; None where the user gave none. Times are in seconds.
 
     Attributes:
-        min_np, max_np: the fewest and the most workers.
+        min_np, max_np: the minimum and the maximum number of workers.
         script: a discovery script, or ``slurm``.
         discovery: an object that lists hosts.
-        slots_per_host: of hosts for which nobody gives a number.
+        slots_per_host: slots of hosts that are listed without a number.
         reset_limit: how often workers may form anew.
         cooldown: the shortest and the longest time for which a host is left out.
-        failures_per_host: the failure of a worker at which its host is left out.
-        interval: between two questions to a discovery.
-        timeout: for a script to answer.
-        elastic_timeout: to wait for workers; None leaves it to the setting.
+        failures_per_host: the number of workers' failures that exclude their host.
+        interval: time between two calls of a discovery.
+        timeout: time for a script to answer.
+        elastic_timeout: time to wait for workers; None for the setting.
     """
 
     min_np: int | None = None
@@ -57,28 +57,28 @@ class ElasticOptions:
 
     @property
     def discovered(self) -> bool:
-        """Whether hosts come from a script or an object."""
+        """True if hosts come from a script or an object."""
         return self.script is not None or self.discovery is not None
 
     @property
     def elastic(self) -> bool:
-        """Whether they make a job one whose size may change."""
+        """True if the options make the job elastic."""
         return self.discovered or self.min_np is not None
 
     def size(self, np: int | None) -> int | None:
-        """The slots that a start waits for: as many as were asked for, else the fewest that are enough."""
+        """Return the slots that a start waits for: as many as requested, otherwise the minimum."""
         return self.min_np if np is None else np
 
     def spec(self, inventory: Inventory, environ: Mapping[str, str]) -> ElasticSpec | None:
-        """What the options amount to; None for a job of a fixed size.
+        """Convert the options; return None for a job of a fixed size.
 
         Args:
-            inventory: the number of workers, as ``size`` has it, and the hosts that were given, or found; those of a
-                discovery are not among them.
-            environ: of the workers; its settings apply to the launcher, too.
+            inventory: the number of workers, from ``size``, and the hosts that were given or found, without those of a
+                discovery.
+            environ: the workers' environment; its settings apply to the launcher, too.
 
         Raises:
-            ConfigError: they contradict each other, or the rest of what was asked for; the text names the flag.
+            ConfigError: the options contradict each other, or other options; the text names the flag.
         """
         if not self.elastic:
             self._refuse_alone()
@@ -133,7 +133,7 @@ class ElasticOptions:
         return SlurmNodes(allocation.hosts, self.slots_per_host, timeout=timeout)
 
     def _refuse_alone(self) -> None:
-        """Refuse what has no meaning for a job of a fixed size."""
+        """Refuse options that have no meaning for a job of a fixed size."""
         for field in fields(self):
             if getattr(self, field.name) is not None:
                 raise ConfigError(
@@ -142,7 +142,7 @@ class ElasticOptions:
                 )
 
     def _refuse_without_discovery(self) -> None:
-        """Refuse what has no meaning where the user has named the hosts."""
+        """Refuse options that have no meaning if the user has named the hosts."""
         for name in ("interval", "timeout"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"{FLAGS[name]} is for {FLAGS['script']}; leave it out")
@@ -160,11 +160,12 @@ FLAGS = {
     "timeout": "--discovery-timeout",
     "elastic_timeout": "--elastic-timeout",
 }
-"""Field of ``ElasticOptions`` to flag."""
+"""Fields of ``ElasticOptions``, with their flags."""
 
 
 def _checked(script: str) -> str:
-    """A discovery script, as it was given. What a shell will read is looked at as far as it names a file first.
+    """Check a discovery script, and return it unchanged. Of a shell's command line, only a file at its beginning is
+    checked.
 
     Raises:
         ConfigError: there is no such file, or it cannot be executed.

@@ -1,4 +1,4 @@
-"""``ElasticSettings``: what is asked of an elastic job, as integrations that were written for Horovod put it."""
+"""``ElasticSettings``: the options of an elastic job, in the form of integrations that were written for Horovod."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class ElasticSettings:
 
     Args:
         discovery: an object that lists hosts.
-        min_num_proc, max_num_proc: the fewest and the most workers; None for no limit.
+        min_num_proc, max_num_proc: the minimum and the maximum number of workers; None for no limit.
         elastic_timeout: seconds to wait for workers.
-        reset_limit: how often workers may form anew; None for any number of times.
+        reset_limit: how often workers may form anew; None for no limit.
         cooldown_range: the shortest and the longest time in seconds for which a host is left out; None for ever.
-        settings: any others, which become attributes as they are: ``num_proc``, ``verbose``, ``nics``, ...
+        settings: any others, which become attributes unchanged: ``num_proc``, ``verbose``, ``nics``, ...
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class ElasticSettings:
         self.cooldown_range = cooldown_range
 
     def spec(self) -> ElasticSpec:
-        """The same as our launcher has it.
+        """Return the same settings in our launcher's form.
 
         Raises:
-            ConfigError: they contradict each other.
+            ConfigError: the settings contradict each other.
         """
         smallest = self.min_num_proc if self.min_num_proc is not None else self.num_proc or 1
         rules = Rules(

@@ -1,7 +1,7 @@
 """``--host-discovery-script slurm``: the nodes of a Slurm allocation that are up.
 
-An allocation that was made with ``--no-kill`` outlives its nodes, and its list of nodes stays as it was. Slurm knows
-which of them can be used: ``sinfo`` says so, and ``scontrol`` does where there is no ``sinfo``.
+An allocation that was made with ``--no-kill`` outlives its nodes, and its node list never changes. Slurm knows which
+nodes can be used: ``sinfo`` reports it, and so does ``scontrol`` if there is no ``sinfo``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hvdgloo.runner.elastic.discovery import DiscoveryError, ProgramDiscovery
 from hvdgloo.runner.job.spec import HostEntry
 
 SLURM = "slurm"
-"""Given in place of a script's path."""
+"""Word that the user gives in place of a script's path."""
 
 _UP = frozenset({"allocated", "completing", "draining", "idle", "mixed", "planned", "reserved"})
-"""States of a node that runs a job's processes; one that drains does so to the job's end."""
+"""States of a node that runs a job's processes; a draining node does so until the job's end."""
 
 _NOT_NOW = re.compile(r"[*~#%!^]")
 """Marks after a state: no answer, powered down, powering up or down, about to be, being rebooted."""
@@ -26,11 +26,11 @@ _LONG = re.compile(r"NodeName=(\S+).*? State=(\S+)")
 
 
 class SlurmNodes(ProgramDiscovery):
-    """Lists them.
+    """A discovery of the nodes of an allocation that are up.
 
     Args:
-        nodes: of the allocation.
-        slots: of nodes for which Slurm gives no number; None leaves them to the nodes.
+        nodes: the nodes of the allocation.
+        slots: slots of nodes for which Slurm gives no number; None lets the nodes decide.
         timeout: seconds that Slurm may take.
     """
 
@@ -40,11 +40,10 @@ class SlurmNodes(ProgramDiscovery):
         self._timeout = timeout
 
     def find_available_hosts_and_slots(self) -> dict[str, int | None]:
-        """The nodes that are up, in the order of the allocation.
+        """Return the nodes that are up, in the order of the allocation.
 
         Raises:
-            DiscoveryError: there is neither of the commands, or it fails, takes too long, or says what is not
-                understood.
+            DiscoveryError: neither command exists, or it fails, takes too long, or its output cannot be parsed.
         """
         names = ",".join(node.name for node in self._nodes)
         if shutil.which("sinfo") is not None:
@@ -57,7 +56,7 @@ class SlurmNodes(ProgramDiscovery):
 
 
 def by_sinfo(text: str) -> frozenset[str]:
-    """The nodes that are up, according to lines ``node state``, one for each partition of a node.
+    """Parse lines ``node state``, one for each partition of a node; return the nodes that are up.
 
     Raises:
         DiscoveryError: a line is something else.
@@ -74,7 +73,7 @@ def by_sinfo(text: str) -> frozenset[str]:
 
 
 def by_scontrol(text: str) -> frozenset[str]:
-    """The same, according to a line ``NodeName=... State=ALLOCATED+DRAIN ...`` for each node.
+    """Parse a line ``NodeName=... State=ALLOCATED+DRAIN ...`` for each node; return the nodes that are up.
 
     Raises:
         DiscoveryError: a line is something else.

@@ -1,4 +1,4 @@
-"""What a change of hosts means to workers, under the name by which Horovod's programs import it."""
+"""Effects of a change of hosts on workers, under the name that Horovod's programs import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hvdgloo.rendezvous._elastic.events import Update
 
 
 class HostUpdateResult(enum.IntFlag):
-    """What ``state.on_hosts_updated(timestamp, result)`` is told."""
+    """The second argument of ``state.on_hosts_updated(timestamp, result)``."""
 
     no_update = Update.NONE
     removed = Update.REMOVED

@@ -1,1 +1,1 @@
-"""The job as values: hosts, slots, commands, environments, and how it ended."""
+"""The job as values: hosts, slots, commands, environments, and the outcome."""

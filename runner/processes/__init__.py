@@ -1,1 +1,1 @@
-"""Starting a process and its children, and finding all of them again in order to end them."""
+"""Processes: starting one, and finding it again with all its children in order to end them."""

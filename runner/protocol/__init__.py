@@ -1,1 +1,1 @@
-"""What launcher and agent say to each other: frames over one stream, and heartbeats."""
+"""The protocol between launcher and agent: frames over one stream, and heartbeats."""

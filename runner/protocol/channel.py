@@ -1,7 +1,7 @@
 """A stream of frames over two descriptors that never blocks its owner.
 
 Launcher and agents each run one selector loop. A Channel reads what has arrived, and keeps what cannot be written yet;
-how much that may become is bounded by its users (credit for output, a low-water mark for results).
+its users bound that amount (by credit for output, and a low-water mark for results).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Channel:
     """Frames over ``receive`` and ``send``, which become non-blocking.
 
     Args:
-        preamble: what precedes the first frame that arrives.
-        mac: checks the tags that follow frames that arrive; None if none follow.
+        preamble: the bytes that precede the first frame that arrives.
+        mac: checks the tags that follow arriving frames; None if there are no tags.
 
     Attributes:
-        ended: whether everything that the other side ever sent has been received.
-        broken: whether the other side has stopped reading; what is sent is dropped.
+        ended: True once all data from the other side has been received.
+        broken: True once the other side has stopped reading; frames are then dropped.
         pending: bytes that wait to be written.
     """
 
@@ -42,11 +42,11 @@ class Channel:
 
     @property
     def lost(self) -> bool:
-        """Whether one of the two directions is closed."""
+        """True if either of the two directions is closed."""
         return self.ended or self.broken
 
     def receive(self) -> list[Frame | Noise]:
-        """What has arrived; sets ``ended`` at the end of the stream.
+        """Return the frames that have arrived; set ``ended`` at the end of the stream.
 
         Raises:
             LaunchError: the bytes are not frames.
@@ -75,14 +75,15 @@ class Channel:
             self.flush()
 
     def beat(self) -> None:
-        """Show life; unnecessary while other bytes are on their way."""
+        """Send a heartbeat, unless other bytes are on their way."""
         if not self.pending:
             self.send(Beat())
 
     def unanswered(self) -> float:
-        """Seconds for which the other side's kernel, which answers whatever its process is doing, has owed an answer.
+        """Return the seconds for which the other side's kernel, which answers even if its process is busy, has owed an
+        answer.
 
-        Infinite where the stream does not tell, as pipes do not.
+        The result is infinite if the stream does not tell, as is the case for pipes.
         """
         return math.inf
 

@@ -1,11 +1,11 @@
-"""What launcher and agent say to each other, as values and as bytes.
+"""Messages between launcher and agent, as values and as bytes.
 
-They share one byte stream in each direction (a pipe, or what ssh makes of one), framed and encoded as all messages
-between processes are: see ``hvdgloo._net.framing`` and ``hvdgloo._net.codec``. The agent opens with a preamble, because
-login shells like to print greetings: what comes before it is handed on as ``Noise``, to be shown and not parsed.
+They share one byte stream in each direction (a pipe, or ssh's equivalent), framed and encoded like all messages between
+processes: see ``hvdgloo._net.framing`` and ``hvdgloo._net.codec``. The agent starts with a preamble, because login
+shells like to print greetings: bytes before it are passed on as ``Noise``, to be shown and not parsed.
 
-This module is pure: nothing here reads or writes. Environments travel inside frames and nowhere else, so that no secret
-is ever on a command line.
+This module is pure: nothing here reads or writes. Environments travel only inside frames, so that no secret is ever on
+a command line.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous._beside import FromServer, ServerRequest
 
 PROTOCOL = 6
-"""Raised when frames change their meaning; launcher and agent must agree."""
+"""Version of the frames, raised when their meaning changes; launcher and agent must agree."""
 
 PREAMBLE = b"\0hvdgloo agent: frames follow\n"  # none of its suffixes is also a prefix of it
 LAST_WORDS = "hvdgloo-agent: "
-"""How a line begins that an agent's watchdog writes to standard error about the agent's end: a frame might come in the
-middle of one that the agent has left unfinished."""
+"""Beginning of a line that an agent's watchdog writes to standard error about the agent's end. It is not a frame,
+because the agent may have left an unfinished frame in the stream."""
 
 MAX_FRAME = 64 * 1024 * 1024
 CHUNK = 64 * 1024
-"""The maximum number of bytes of output, input or results in one frame."""
+"""Maximum number of bytes of output, input or results in one frame."""
 
 STDOUT, STDERR = 1, 2
 
 _UNSEEN = {"data", "env", "key", "observations", "request"}
-"""Fields that may hold secrets, or a lot. Frames appear in tracebacks and logs; these fields do not."""
+"""Fields that may contain secrets, or large values. Frames appear in tracebacks and logs; these fields do not."""
 
 
 class Frame(codec.Message, frozen=True, tag=True):
-    """The base of all frames: on the wire a frame's name comes first."""
+    """The base class of all frames: on the wire, a frame's name comes first."""
 
     def __repr__(self) -> str:
         seen = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name not in _UNSEEN)
@@ -47,18 +47,19 @@ class Frame(codec.Message, frozen=True, tag=True):
 
 
 Target: TypeAlias = tuple[int, str, int]
-"""The fields of ``hvdgloo.runner.network.probe.ProbeTarget``: number of a host, address, port."""
+"""Fields of ``hvdgloo.runner.network.probe.ProbeTarget``: number of a host, address, port."""
 
 # From the launcher to an agent.
 
 
 class Require(Frame, frozen=True):
-    """What workers will need on this host. The answer is ``Lacking``.
+    """Requirements of the workers on this host. The answer is ``Lacking``.
 
     Attributes:
         cwd: their working directory.
-        files: relative ones are in ``cwd``.
-        programs: likewise, or looked up in ``search_path`` (empty: the host's own).
+        files: files that must exist; relative paths start in ``cwd``.
+        programs: programs that must exist; names without a slash are looked up in ``search_path`` (empty: the host's
+            own).
         outputs: files that will be written.
     """
 
@@ -70,20 +71,20 @@ class Require(Frame, frozen=True):
 
 
 class Start(Frame, frozen=True):
-    """The first frame: what all of this host's workers have in common.
+    """The first frame: the common part of all of this host's workers.
 
     Attributes:
         agent_id: carried in ``HVDGLOO_AGENT_ID`` by every process that the agent starts for the job.
         env: the environment to which each ``Spawn`` adds.
         cwd: working directory of the workers.
-        heartbeat_timeout: seconds of the agent's silence after which the launcher counts it as lost.
-        launcher_timeout: seconds of the launcher's silence after which the agent does; 0 if only the end of the stream
-            shows that, as it does where both are on one host.
+        heartbeat_timeout: seconds of the agent's silence after which the launcher considers it lost.
+        launcher_timeout: seconds of the launcher's silence after which the agent considers it lost; 0 if only the end
+            of the stream counts, as it does if both are on one host.
         grace: seconds between SIGTERM and SIGKILL when the launcher is lost.
         inherit: add ``env``, which comes from another host, to the agent's own environment.
-        elastic: the job survives its workers. What one leaves behind is ended with it, and SIGTERM to the agent means
+        elastic: the job survives its workers. A worker's leftovers are ended with it, and SIGTERM to the agent means
             that the host is to be given back.
-        workers: how many will be spawned; 0 if that is not known yet.
+        workers: number of workers that will be spawned; 0 if not yet known.
     """
 
     agent_id: str
@@ -107,13 +108,13 @@ class Spawn(Frame, frozen=True):
     """Start one worker.
 
     Attributes:
-        number: identifies it from now on, and no other worker of the job ever after. In a job of fixed size it is the
-            rank, which in an elastic one changes.
+        number: identifies the worker from now on, and is never reused in the job. In a job of fixed size it is the
+            rank; in an elastic one the rank changes.
         argv: the program and its arguments; a ``task`` gets two additional descriptor numbers (Blob's file, result
             file).
         env: added to the environment of ``Start``.
         stdin: give it a pipe fed by ``Stdin`` frames, instead of /dev/null.
-        task: it reads a function from the first descriptor and leaves its result in the second.
+        task: the worker reads a function from the first descriptor and writes its result to the second.
     """
 
     number: int
@@ -131,7 +132,7 @@ class Stdin(Frame, frozen=True):
 
 
 class Credit(Frame, frozen=True):
-    """This many bytes of a worker's output have been dealt with; an agent reads no further than WINDOW ahead."""
+    """Confirmation of this many bytes of a worker's output; an agent reads at most WINDOW ahead."""
 
     number: int
     amount: int
@@ -144,14 +145,15 @@ class Signal(Frame, frozen=True):
 
 
 class Stop(Frame, frozen=True):
-    """Send ``signum`` to the workers' process groups, and SIGKILL after ``grace`` seconds. Another may speed it up."""
+    """Send ``signum`` to the workers' process groups, and SIGKILL after ``grace`` seconds. A second Stop may shorten
+    that."""
 
     signum: int
     grace: float
 
 
 class StopWorker(Frame, frozen=True):
-    """The same for one worker, which may have ended already. The others go on."""
+    """A ``Stop`` for one worker, which may have ended already. The others go on."""
 
     number: int
     signum: int
@@ -165,21 +167,21 @@ class Suspend(Frame, frozen=True):
 
 
 class Examine(Require, frozen=True):
-    """Look around on this host, for ``hvdgloo-run doctor``; no job is started. The answer is ``Examined``."""
+    """Collect facts about this host for ``hvdgloo-run doctor``; no job is started. The answer is ``Examined``."""
 
 
 class Finish(Frame, frozen=True):
-    """The job is over: end every process that is left of it, say ``Cleared`` and exit."""
+    """End every process that is left of the job, which is over; send ``Cleared`` and exit."""
 
 
 class Survey(Frame, frozen=True):
-    """Report this host's addresses, and get ready to prove being this host at each of them.
+    """Report this host's addresses, and prepare to prove this host's identity at each of them.
 
     Attributes:
         host: its number among the job's hosts.
-        key: of all proofs.
-        rules: the user's, for this host's addresses (``hvdgloo.runner.network.interfaces``).
-        listen: others will try to reach it.
+        key: the key of all proofs.
+        rules: the user's rules for this host's addresses (``hvdgloo.runner.network.interfaces``).
+        listen: other hosts will try to reach this one.
         port_range: first and last port that may be used.
     """
 
@@ -191,22 +193,22 @@ class Survey(Frame, frozen=True):
 
 
 class Probe(Frame, frozen=True):
-    """Try these addresses, each for so many seconds."""
+    """Try these addresses, each for ``timeout`` seconds."""
 
     targets: Sequence[Target]
     timeout: float
 
 
 class ProbesEnd(Frame, frozen=True):
-    """The choice has been made: send and answer no more probes."""
+    """Stop sending and answering probes, because addresses have been chosen."""
 
 
 class Serve(Frame, frozen=True):
-    """Start a rendezvous server beside the agent, and keep it until the job is over.
+    """Start a rendezvous server next to the agent, and keep it until the job is over.
 
     Attributes:
         agent_id: as in ``Start``.
-        request: what it is told first.
+        request: the first request for the server.
     """
 
     agent_id: str
@@ -214,7 +216,8 @@ class Serve(Frame, frozen=True):
 
 
 class AskServed(Frame, frozen=True):
-    """Who has come to the rendezvous server beside the agent? The ``Served`` that answers contains ``asked``."""
+    """Ask the rendezvous server next to the agent for the workers that arrived. The ``Served`` that answers has
+    ``asked``."""
 
     asked: int
 
@@ -230,7 +233,7 @@ class Relay(Frame, frozen=True):
 
 
 class Observe(Frame, frozen=True):
-    """Somebody looks at the job: take in what workers report from now on, and pass it on. May be repeated.
+    """Collect workers' reports from now on, and pass them on, because the job has observers. May be sent again.
 
     Attributes:
         host: measure the host, too.
@@ -243,8 +246,8 @@ class TraceSteps(Frame, frozen=True):
     """Have the workers trace their next steps. The answers are ``Tracing`` and, for each worker, ``Traced``.
 
     Attributes:
-        number: of this request, among all of the job.
-        steps: how many each of them traces.
+        number: number of this request within the job.
+        steps: number of steps that each worker traces.
     """
 
     number: int
@@ -252,7 +255,8 @@ class TraceSteps(Frame, frozen=True):
 
 
 class Sweep(Frame, frozen=True):
-    """Instead of ``Start``: end what the lost agent of a job may have left on this host, say ``Cleared`` and exit.
+    """End the processes that the lost agent of a job may have left on this host, send ``Cleared`` and exit. Sent
+    instead of ``Start``.
 
     Attributes:
         agent_id: the lost agent's.
@@ -267,16 +271,16 @@ class Sweep(Frame, frozen=True):
 
 
 class Hello(Frame, frozen=True):
-    """The first frame: who is there.
+    """The first frame: the identity of agent and host.
 
     Attributes:
         protocol, version: must equal the launcher's.
-        hostname, identity: of the host (see ``hvdgloo.rendezvous._identity``).
-        pid: of the agent.
-        cores: those that this process may use, given affinity and control groups.
-        machine_cores: all those of the machine; 0 if that is not known.
-        gpus: those that are visible.
-        port: a free one, kept from other jobs, for ``MASTER_PORT``.
+        hostname, identity: the host's (see ``hvdgloo.rendezvous._identity``).
+        pid: the agent's.
+        cores: number of cores that this process may use, given affinity and control groups.
+        machine_cores: number of cores of the machine; 0 if not known.
+        gpus: number of visible GPUs.
+        port: a free port, kept from other jobs, for ``MASTER_PORT``.
         loopback: the address at which the host reaches itself.
     """
 
@@ -293,11 +297,11 @@ class Hello(Frame, frozen=True):
 
 
 class Examined(Frame, frozen=True):
-    """What an agent has found on its host.
+    """Facts that an agent has collected about its host.
 
     Attributes:
         facts: the fields of ``hvdgloo.runner.agent.facts.Facts``.
-        asked, answered: this host's clock when the question came and when the answer left, in seconds since 1970.
+        asked, answered: this host's clock when the request came and when the answer left, in seconds since 1970.
     """
 
     facts: Mapping[str, Any]
@@ -310,10 +314,10 @@ class Surveyed(Frame, frozen=True):
 
     Attributes:
         addresses: the fields of ``hvdgloo.runner.network.interfaces.Address``, for each.
-        ports: address to the port on which it listens for probes.
+        ports: address to the port on which the agent listens for probes.
         failures: address to the reason why nothing listens there.
         port: held for ``MASTER_PORT``, within the range.
-        port_failure: why there is none.
+        port_failure: the reason if there is no such port.
     """
 
     addresses: Sequence[tuple[str, str, int, bool]]
@@ -324,36 +328,36 @@ class Surveyed(Frame, frozen=True):
 
 
 class Probed(Frame, frozen=True):
-    """What came of probes: each target, and the fields of ``network.probe``'s Answer with the outcome last."""
+    """Results of probes: each target, and the fields of ``network.probe``'s Answer with the outcome last."""
 
     answers: Sequence[tuple[Target, tuple[str, int, str, str]]]
 
 
 class Served(Frame, frozen=True):
-    """A message of the rendezvous server beside the agent; ``ServerFailed`` is the last one."""
+    """A message of the rendezvous server next to the agent; ``ServerFailed`` is the last one."""
 
     message: FromServer
 
 
 class Relaying(Frame, frozen=True):
-    """The agent listens for its workers on a port of its loopback address, or says why it does not."""
+    """The port of the agent's loopback address on which it listens for its workers, or the reason for a failure."""
 
     port: int
     failure: str = ""
 
 
 class RelayOpen(Frame, frozen=True):
-    """A worker has connected; its connection has this number from now on."""
+    """A worker has connected; this number identifies its connection from now on."""
 
     connection: int
 
 
 class Lacking(Frame, frozen=True):
-    """What is missing of what was required: the working directory itself, or things in it.
+    """Missing requirements: the working directory itself, or things in it.
 
     Attributes:
         unwritable: files that cannot be written, each with the reason.
-        machine: what the host itself lacks, and what to do about it.
+        machine: what the host itself lacks, and the remedy.
     """
 
     directory: str = ""
@@ -370,7 +374,7 @@ class Spawned(Frame, frozen=True):
 
 
 class SpawnFailed(Frame, frozen=True):
-    """A worker could not be started. ``status`` is what a shell would exit with: 127 not found, 126 not executable."""
+    """A worker could not be started. ``status`` is a shell's exit status: 127 not found, 126 not executable."""
 
     number: int
     reason: str
@@ -378,7 +382,7 @@ class SpawnFailed(Frame, frozen=True):
 
 
 class Output(Frame, frozen=True):
-    """What a worker, or a process that it started, has written to STDOUT or STDERR. More may come after ``Exited``.
+    """Output of a worker, or of a process that it started, to STDOUT or STDERR. More may follow after ``Exited``.
 
     Each byte counts against the worker's WINDOW until ``Credit`` is given for it.
     """
@@ -389,13 +393,13 @@ class Output(Frame, frozen=True):
 
 
 class StdinTaken(Frame, frozen=True):
-    """A worker's standard input has taken all of the last ``Stdin``, and the next may be sent."""
+    """A worker's standard input has accepted all of the last ``Stdin``; the next may be sent."""
 
     number: int
 
 
 class Result(Frame, frozen=True):
-    """A piece of what a ``task`` left behind. All pieces come before its ``Exited``."""
+    """A piece of a task's result. All pieces precede its ``Exited``."""
 
     number: int
     data: bytes
@@ -404,10 +408,10 @@ class Result(Frame, frozen=True):
 class Exited(Frame, frozen=True):
     """A worker has ended: ``status`` is its exit status, or minus the signal that ended it.
 
-    Output may still follow: that of background processes, and what the launcher has given no credit for yet.
+    Output may still follow: from background processes, and bytes that the launcher has not given credit for yet.
 
     Attributes:
-        account: what the kernel has to do with it, in words (see ``MemoryWatch``), or what the worker has recorded.
+        account: the kernel's part in it, in words (see ``MemoryWatch``), or the error that the worker recorded.
     """
 
     number: int
@@ -416,17 +420,17 @@ class Exited(Frame, frozen=True):
 
 
 class Observed(Frame, frozen=True):
-    """What workers have reported, and what was measured of their host; at most one such frame a second.
+    """Reports of workers, and measurements of their host; at most one such frame a second.
 
     Attributes:
-        observations: each one's bytes; see ``hvdgloo._observe.samples``.
+        observations: encoded samples; see ``hvdgloo._observe.samples``.
     """
 
     observations: Sequence[bytes]
 
 
 class Tracing(Frame, frozen=True):
-    """So many workers were asked for a trace, ``number`` of ``TraceSteps``."""
+    """The number of workers that were asked for a trace; ``number`` is from ``TraceSteps``."""
 
     number: int
     workers: int
@@ -448,18 +452,18 @@ class ForeignMpi(Frame, frozen=True):
 class Leaving(Frame, frozen=True):
     """The agent of an elastic job was asked to end: its host is to be given back, and its workers should leave.
 
-    It goes on until ``Finish``.
+    The agent continues until ``Finish``.
     """
 
 
 class Dying(Frame, frozen=True):
-    """The agent ends its workers without having been told to, for this reason."""
+    """The agent ends its workers on its own, for this reason."""
 
     reason: str
 
 
 class Cleared(Frame, frozen=True):
-    """The last frame: nothing of the job is left on this host, except the processes ``left`` that withstood SIGKILL."""
+    """The last frame: nothing of the job is left on this host, except the processes ``left`` that survived SIGKILL."""
 
     left: Sequence[int] = ()
 
@@ -468,27 +472,27 @@ class Cleared(Frame, frozen=True):
 
 
 class RelayData(Frame, frozen=True):
-    """Bytes of a connection that is relayed, within the sender's window (``hvdgloo.runner.protocol.relay``)."""
+    """Bytes of a relayed connection, within the sender's window (``hvdgloo.runner.protocol.relay``)."""
 
     connection: int
     data: bytes
 
 
 class RelayCredit(Frame, frozen=True):
-    """So many bytes of a connection have been written: as many more may be sent."""
+    """The number of bytes of a connection that have been written: as many more may be sent."""
 
     connection: int
     amount: int
 
 
 class RelayClose(Frame, frozen=True):
-    """A connection has ended on this side; what was sent before still counts."""
+    """A connection has ended on this side; data sent before still counts."""
 
     connection: int
 
 
 class Beat(Frame, frozen=True):
-    """Carries nothing, to show that the sender lives."""
+    """A heartbeat, without content."""
 
 
 KINDS: tuple[type[Frame], ...] = (
@@ -509,16 +513,16 @@ class Noise(msgspec.Struct, frozen=True):
 
 
 def encode(frame: Frame) -> bytearray:
-    """The bytes of one frame."""
+    """Return the bytes of one frame."""
     return _CODEC.frame(frame)
 
 
 class Decoder:
-    """Bytes in, frames out, however the bytes were split.
+    """A decoder from bytes to frames, however the bytes were split.
 
     Args:
-        preamble: what precedes the first frame; empty if frames follow at once.
-        mac: checks the tags that follow frames; None if none follow.
+        preamble: the bytes that precede the first frame; empty if there are none.
+        mac: checks the tags that follow frames; None if there are no tags.
     """
 
     def __init__(self, preamble: bytes = b"", mac: Mac | None = None) -> None:
@@ -529,19 +533,19 @@ class Decoder:
 
     @property
     def opened(self) -> bool:
-        """Whether the preamble has been seen."""
+        """True once the preamble has been seen."""
         return not self._preamble
 
     @property
     def pending(self) -> bool:
-        """The beginning of something is here, and its rest is not."""
+        """True if the beginning of a frame has arrived, but not its rest."""
         return bool(self._buffer) or self._frames.pending
 
     def feed(self, data: bytes) -> list[Frame | Noise]:
-        """Everything that these bytes complete.
+        """Return all frames that these bytes complete.
 
         Raises:
-            LaunchError: they are not frames of this protocol.
+            LaunchError: the bytes are not frames of this protocol.
         """
         items: list[Frame | Noise] = []
         if self._preamble:

@@ -1,29 +1,29 @@
-"""When the other side has been silent for too long. Pure: the caller brings the clock.
+"""Detection of a silence that is too long. Pure: the caller supplies the time.
 
-A network that was cut closes no connection, so silence is the only sign of it, and launcher and agents take it as the
-other's end. It must not be taken for that if it was this process that did not run: a machine that is overloaded or
-swapping, a virtual machine that was moved. So only time in which this process looked counts. A look that comes late
-counts for the less, the later it comes: where this process gets a core for every third look, it waits for longer.
+A network that was cut closes no connection, so silence is the only sign of it, and launcher and agents take it for the
+other's end. But this process may be what did not run: on a machine that is overloaded or swapping, or a virtual machine
+that was moved. So only time in which this process looked counts. The later a look comes, the less it counts: a process
+that gets a core for every third look waits longer.
 
-On one host silence proves nothing: the end of the other process closes the stream, whatever keeps the machine busy.
+On one host, silence proves nothing: the end of the other process closes the stream, whatever keeps the machine busy.
 """
 
 from __future__ import annotations
 
 STEPS = 6
-"""The number of steps into which the timeout is divided: the other side shows life once in each."""
+"""Number of heartbeats per timeout."""
 
 FIRST = 8.0
-"""Seconds of an agent's silence that the launcher tolerates until it has told the agent another time; both show life
-accordingly."""
+"""Seconds of an agent's silence that the launcher tolerates until it has told the agent another time; both send
+heartbeats accordingly."""
 
 BEFORE_START = 60.0
 """Seconds of the launcher's silence that an agent tolerates until it is told another time. It has no workers yet that
-somebody might miss."""
+could be lost."""
 
 
 class Silence:
-    """For how long nothing has been heard.
+    """The duration of a silence.
 
     Args:
         timeout: seconds of silence after which the other side counts as lost; infinite if it never does.
@@ -37,20 +37,20 @@ class Silence:
 
     @property
     def step(self) -> float:
-        """The seconds between two signs of life, which are also the most that one look counts for."""
+        """Seconds between two heartbeats, which are also the most that one look counts for."""
         return self.timeout / STEPS
 
     @property
     def deadline(self) -> float:
-        """When it will be over at the earliest, if nothing is heard until then."""
+        """Earliest time at which the silence is too long, if nothing arrives until then."""
         return self._looked + self.timeout - self._lasted
 
     def heard(self, now: float, ago: float = 0.0) -> None:
-        """Something has arrived, so many seconds ago."""
+        """Record that something arrived, ``ago`` seconds ago."""
         self._looked, self._lasted = now, ago
 
     def over(self, now: float) -> bool:
-        """Whether the other side counts as lost."""
+        """Tell whether the other side counts as lost."""
         passed, punctual = max(0.0, now - self._looked), self.step * 1.5
         self._lasted += passed if passed <= punctual else punctual * punctual / passed
         self._looked = now

@@ -1,12 +1,12 @@
 """Connections that travel over the stream between an agent and its launcher.
 
-Where workers cannot reach the launcher (it may run on a laptop, and they in a cluster), those of an elastic job connect
-to the agent of their own host instead, and what they say to the rendezvous server goes to the launcher in frames. So
-no host of the job is one that it cannot do without.
+If the workers of an elastic job cannot reach the launcher (it may run on a laptop, and they in a cluster), they connect
+to the agent of their own host instead, and their messages to the rendezvous server travel to the launcher in frames. So
+the job depends on none of its hosts.
 
-Both ends do the same: bytes of a connection become ``RelayData``, and the other way round. Neither end reads more of a
-connection than WINDOW bytes ahead of what the other one has written, so a slow reader costs bounded memory, and other
-frames are never far behind. Nothing here waits.
+Both ends work alike: bytes of a connection become ``RelayData``, and vice versa. Neither end reads more of a connection
+than WINDOW bytes ahead of what the other one has written, so a slow reader costs bounded memory, and other frames are
+never far behind. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ WINDOW = 256 * 1024
 """Bytes of a connection that may be on their way in one direction."""
 
 MOST = 1024
-"""Connections at a time over one stream; other users of a host can open some, too, and the server closes theirs after a
-while."""
+"""Maximum number of connections over one stream. Other users of a host can open some, too; the server closes these
+after a while."""
 
 
 class Relays:
     """All connections that travel over one stream of frames.
 
     Args:
-        selector: whose data are called when a descriptor is ready.
-        send: a frame, to the other end.
+        selector: its data are called when a descriptor is ready.
+        send: sends a frame to the other end.
 
     Attributes:
-        handlers: frame type to what handles it.
+        handlers: frame type to handler.
     """
 
     def __init__(self, selector: selectors.BaseSelector, send: Callable[[Frame], None]) -> None:
@@ -52,7 +52,7 @@ class Relays:
         return len(self._relayed)
 
     def add(self, connection: int, sock: socket.socket) -> None:
-        """Relay what is read from and written to a socket, under a number that is never used again."""
+        """Relay a socket's data under a number that is never used again."""
         self._relayed[connection] = _Relayed(self._selector, self._send, connection, sock, self._over)
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Relays:
     def _over(self, connection: int) -> None:
         del self._relayed[connection]
 
-    # Frames about a connection that has just been closed here may still come.
+    # Frames about a connection that has just been closed here may still arrive.
 
     def _on_data(self, frame: RelayData) -> None:
         relayed = self._relayed.get(frame.connection)
@@ -85,7 +85,7 @@ class _Relayed:
     """One end of one connection.
 
     Args:
-        over: called with its number once it is closed.
+        over: called with the connection's number once it is closed.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class _Relayed:
         self._watch()
 
     def write(self, data: bytes) -> None:
-        """Bytes from the other end."""
+        """Write bytes from the other end."""
         if self._closed:
             return
         if self._held + len(data) > WINDOW:
@@ -122,14 +122,14 @@ class _Relayed:
         self._flush()
 
     def give_credit(self, amount: int) -> None:
-        """The other end has written so many bytes."""
+        """Record that the other end has written this many bytes."""
         if self._closed:
             return
         self._credit += amount
         self._watch()
 
     def end(self) -> None:
-        """Nothing more comes from the other end."""
+        """Record that the other end has closed the connection."""
         if self._closed:
             return
         self._ended = True
@@ -168,7 +168,7 @@ class _Relayed:
         self._watch()
 
     def _flush(self) -> bool:
-        """Write what the socket takes; False if it is closed afterwards."""
+        """Write as much as the socket accepts; return False if it is closed afterwards."""
         written = 0
         while self._waiting:
             try:
@@ -193,13 +193,13 @@ class _Relayed:
         return True
 
     def _break(self) -> None:
-        """This end of the connection is no more."""
+        """Close this end of the connection, and report it."""
         if not self._ended:
             self._send(RelayClose(self._connection))
         self.close()
 
     def _watch(self) -> None:
-        """Wait for what can be done now."""
+        """Register for the events that can be handled now."""
         reads = selectors.EVENT_READ if self._credit > 0 and not self._ended else 0
         events = reads | (selectors.EVENT_WRITE if self._waiting else 0)
         if events == self._events:

@@ -1,1 +1,1 @@
-"""In the launcher: one state per host, from starting its agent to knowing that nothing is left of the job."""
+"""Supervision in the launcher: one state per host, from the start of its agent until nothing is left of the job."""

@@ -1,4 +1,4 @@
-"""The launcher's end of one command that leads to an agent, with its channel."""
+"""The launcher's end of one command that connects to an agent, with its channel."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ _HELD_BACK = 200  # lines kept of what arrives before an agent can be used
 
 
 class Link:
-    """A command, its streams, and what came from them. How far its host is, only ``state`` knows.
+    """A command, its streams, and what came from them. Only ``state`` has the host's progress.
 
     Args:
-        patience: seconds that the command has to end after its agent, and again once it has been killed.
+        patience: seconds for the command to end after its agent, and again after it was killed.
 
     Attributes:
-        state: of the host, whichever of its commands this is.
-        hello: what the agent said first.
-        workers: numbers of those that it was told to start.
-        owed: for each worker, bytes of output for which it has not been given credit yet.
-        held_back: lines that came before the agent could be used: from its login shell, or on why there is no agent.
-        stderr: the last lines that its command wrote there.
-        listening, stderr_open: what the loop's selector serves.
+        state: the state of the host, which may have several commands in succession.
+        hello: the agent's first frame.
+        workers: numbers of the workers that the agent was told to start.
+        owed: for each worker, bytes of output without credit.
+        held_back: lines that arrived before the agent was usable: from its login shell, or about the reason why there
+            is no agent.
+        stderr: the last lines of the command's standard error.
+        listening, stderr_open: whether the loop's selector serves these streams.
     """
 
     def __init__(self, state: HostState, stream: AgentStream, *, patience: float = 5.0) -> None:
@@ -47,21 +48,21 @@ class Link:
 
     @property
     def host(self) -> HostEntry:
-        """As the user gave it."""
+        """The host as the user gave it."""
         return self.state.host
 
     @property
     def gone(self) -> bool:
-        """Whether its agent no longer answers."""
+        """True if the agent no longer answers."""
         return self.state.gone
 
     @property
     def last_words(self) -> str:
-        """The last line that its command wrote to its standard error; empty if it wrote none."""
+        """The last line of the command's standard error; empty if there is none."""
         return self.stderr[-1].removeprefix(LAST_WORDS) if self.stderr else ""
 
     def read_stderr(self) -> list[str] | None:
-        """Lines that the command wrote to its standard error; None at the end of it."""
+        """Return new lines of the command's standard error; None at its end."""
         try:
             data = os.read(self.stream.stderr.fileno(), CHUNK)
         except BlockingIOError:
@@ -69,7 +70,7 @@ class Link:
         return self.keep(data) if data else None
 
     def keep(self, data: bytes) -> list[str]:
-        """The lines in what is not a frame; the last ones are kept for error messages."""
+        """Return the lines in data that is not a frame; the last ones are kept for error messages."""
         lines = [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
         self.stderr.extend(lines)
         return lines

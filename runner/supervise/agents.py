@@ -1,14 +1,14 @@
 """All agents of a job: their commands are started, listened to and ended as each host's state requires.
 
-Of what comes from a host, this module handles what concerns the host: that it answers, its agent's hello, its good-bye,
-its end. The rest is passed to the supervisor, once the agent can be used.
+Of the frames from a host, this module handles those that concern the host: its first answer, its agent's hello, its
+goodbye, its end. All others go to the supervisor, once the agent can be used.
 
-What comes before that is held back: a login shell's greetings are shown once the agent can be used, and ssh's own words
-not at all if a line of ours says the same.
+Earlier text is held back: a login shell's greetings are shown once the agent can be used, and ssh's own messages not at
+all if a line of ours replaces them.
 
-**The second way to clean up a lost host.** The first one is the agent itself, or its watchdog: they notice that the
-stream has ended or is silent, and end the workers. That does not help where both were killed, or hang. So another agent
-is sent after the first, if the host can still be reached; for a host that cannot, only the first way remains.
+**The second way to clean up a lost host.** The first way is the agent itself, or its watchdog: they notice that the
+stream has ended or is silent, and end the workers. That does not help if both were killed, or hang. So another agent is
+sent to the host, if the host can still be reached; otherwise only the first way remains.
 """
 
 from __future__ import annotations
@@ -52,39 +52,39 @@ _POLL = 0.02  # seconds between polls of a command whose stream has ended
 
 
 class Job(Protocol):
-    """The supervisor, as far as ``Agents`` needs it."""
+    """The part of the supervisor that ``Agents`` needs."""
 
     @property
     def settled(self) -> bool:
-        """Whether everything that ends from now on ends because it was told to."""
+        """True if everything that ends from now on ends on request."""
 
     def shown(self, host: HostState) -> None:
-        """A host has reached another step of its start."""
+        """Show that a host has reached another step of its start."""
 
     def notice(self, text: str) -> None:
-        """Tell the user something."""
+        """Show a notice to the user."""
 
     def usable(self, link: Link) -> None:
-        """An agent has come up, and workers will find what they need there."""
+        """Use an agent that has come up, on a host that has everything that workers need."""
 
     def unusable(self, host: HostState) -> None:
-        """No agent can be used on a host, and it is not tried any more; its ``failure`` says why."""
+        """Give up a host on which no agent can be used; its ``failure`` has the reason."""
 
     def received(self, link: Link, frame: Frame) -> None:
-        """A frame that concerns its workers has come from an agent."""
+        """Process an agent's frame that concerns its workers."""
 
     def ended(self, link: Link) -> None:
-        """An agent has ended as it should."""
+        """Record that an agent has ended in order."""
 
     def lost(self, host: HostState, link: Link | None, text: str) -> None:
-        """The job has lost a host; ``text`` continues ``the agent on host h1 ...``."""
+        """Record the loss of a host; ``text`` continues ``the agent on host h1 ...``."""
 
 
 class Agents:
     """The launcher's ends of all agents.
 
     Args:
-        hosts: in order; others read from them how far they are. ``add`` and ``forget`` change a list.
+        hosts: in order; others read the hosts' progress from them. ``add`` and ``forget`` change the list.
         spawner: starts agents.
         loop: the supervisor's.
     """
@@ -125,34 +125,34 @@ class Agents:
             Action.TELL: self._tell_unreached,
         }
 
-    # What the supervisor calls.
+    # Called by the supervisor.
 
     @property
     def links(self) -> list[Link]:
-        """The launcher's ends that exist now, in order of hosts."""
+        """The current ends, in order of hosts."""
         return [self._links[host] for host in self.hosts if host in self._links]
 
     def id_for(self, host: HostState) -> str:
-        """What marks the processes that the job has on a host; another agent that is sent there finds them by it."""
+        """Return the mark of the job's processes on a host, by which another agent that is sent there finds them."""
         return f"{self._job_id}.{self._numbers[host]}"
 
     def number(self, host: HostState) -> int:
-        """Its number among all that the job ever had."""
+        """Return a host's number among all hosts that the job ever had."""
         return self._numbers[host]
 
     def link(self, host: HostState) -> Link | None:
-        """The launcher's end of its agent, if there is one."""
+        """Return the launcher's end of a host's agent, if there is one."""
         return self._links.get(host)
 
     def open(self, required: Callable[[HostEntry], Require]) -> None:
-        """From now on agents are started on all hosts that ``add`` adds, for as long as the job lasts."""
+        """Start agents on all hosts that ``add`` adds from now on, for as long as the job lasts."""
         self._startup, self._required, self._open = Startup(self.hosts, patient=True), required, True
 
     def add(self, host: HostState) -> None:
-        """Another host, or one that was here before: what is known of its last visit is not known of this one.
+        """Add a host. If it was here before, nothing of its last visit counts for this one.
 
         Raises:
-            ConfigError: this process may not have as many open files as all agents need.
+            ConfigError: this process cannot have as many open files as all agents need.
         """
         reserve_descriptors(_PIPES, "this launcher", f"the command that leads to {host.name}")
         self._numbers[host] = self._next_number
@@ -160,7 +160,7 @@ class Agents:
         self.hosts.append(host)
 
     def forget(self, host: HostState) -> None:
-        """Release what is left of a host's visit, which has come to its end."""
+        """Release a host whose visit has ended."""
         link = self._links.pop(host, None)
         for past in [past for past in self._past if past.state is host]:
             self._past.remove(past)
@@ -172,18 +172,18 @@ class Agents:
 
     @property
     def all_ended(self) -> bool:
-        """Whether no host has to be waited for any longer."""
+        """True if no host has to be waited for any longer."""
         return all(host.final for host in self.hosts)
 
     @contextmanager
     def starting(self, startup: Startup, required: Callable[[HostEntry], Require] | None) -> Iterator[None]:
-        """As long as this lasts, agents are started where ``startup`` says so.
+        """Start agents when ``startup`` schedules them, within this context.
 
         Args:
-            required: what workers will need on a host; None if nothing is to be checked.
+            required: returns a host's requirements; None if nothing is to be checked.
 
         Raises:
-            ConfigError: this process may not have as many open files as all agents need.
+            ConfigError: this process cannot have as many open files as all agents need.
         """
         count = len(self.hosts)
         reserve_descriptors(
@@ -195,7 +195,7 @@ class Agents:
         self._startup = None
 
     def happen(self, host: HostState, event: Event) -> None:
-        """Take note of what has happened to a host, or was decided about it, and do what follows.
+        """Feed an event to a host's state, and carry out the resulting actions.
 
         Raises:
             IllegalEventError: the event cannot happen now.
@@ -205,7 +205,7 @@ class Agents:
             self._perform[action](host)
 
     def offer(self, event: Event, hosts: Iterable[HostState] | None = None) -> None:
-        """The same for those of ``hosts`` (by default all) to which it can happen now."""
+        """Feed an event to those of ``hosts`` (by default all) that accept it now."""
         for host in self.hosts if hosts is None else hosts:
             if host.accepts(type(event)):
                 self.happen(host, event)
@@ -217,13 +217,13 @@ class Agents:
                 link.channel.send(frame)
 
     def release(self, links: Iterable[Link]) -> None:
-        """Forget hosts that the job does not use."""
+        """Release hosts that the job does not use."""
         for link in links:
             link.close()
             del self._links[link.state]
 
     def beat(self) -> None:
-        """Show life."""
+        """Send heartbeats."""
         for link in self.links:
             if not link.state.final:
                 link.channel.beat()
@@ -234,7 +234,7 @@ class Agents:
             self._loop.watch_writes(link.channel, wanted=not link.state.final and link.channel.pending > 0)
 
     def next(self, now: float) -> float:
-        """When something must be done if nothing happens until then."""
+        """Return the time at which something must be done if nothing happens until then."""
         times = [host.next for host in self.hosts if host.phase is not Phase.WAITING]
         times += [now + _POLL for host in self.hosts if host.phase in host_state.JUDGED]
         if self._startup is not None:
@@ -242,7 +242,7 @@ class Agents:
         return min(times, default=math.inf)
 
     def keep_time(self, now: float) -> None:
-        """Judge what has ended, or has been silent for too long."""
+        """Judge agents that have ended, or have been silent for too long."""
         for host in self.hosts:
             if host.phase in host_state.JUDGED:
                 self._judge(host, self._links[host], now)
@@ -261,7 +261,7 @@ class Agents:
         return bool(poll.poll(0))
 
     def start_due(self, now: float) -> None:
-        """Start the commands that are due now."""
+        """Start the commands that are due."""
         if self._startup is None:
             return
         for host in self._startup.due(now):
@@ -273,12 +273,12 @@ class Agents:
                 self.happen(host, host_state.Lost(f"could not be started: {error}"))
 
     def close(self) -> None:
-        """Release everything, once all have ended, or as if they had."""
+        """Release everything, once all agents have ended, or as if they had."""
         self.offer(host_state.SweepFailed("the launcher ends"))
         for link in (*self._past, *self._links.values()):
             link.close()
 
-    # What comes from hosts.
+    # Data from hosts.
 
     def _on_readable(self, link: Link) -> None:
         if not link.listening:
@@ -327,7 +327,7 @@ class Agents:
         self.happen(link.state, host_state.Greeted())
 
     def _checked(self, link: Link, diagnosis: Diagnosis | None) -> None:
-        """The agent has checked for what workers will need."""
+        """Proceed after the agent has checked the workers' requirements."""
         if diagnosis is not None:
             self._reject(link, diagnosis)
             return
@@ -338,12 +338,12 @@ class Agents:
         self._job.usable(link)
 
     def _reject(self, link: Link, diagnosis: Diagnosis) -> None:
-        """An agent is there, but its host cannot be used."""
+        """Reject an agent whose host cannot be used."""
         link.channel.send(Finish())
         self._unusable(link, diagnosis, time.monotonic())
 
     def _judge(self, host: HostState, link: Link, now: float) -> None:
-        """Judge a command whose stream has ended without a good-bye, once its exit status is known."""
+        """Judge a command whose stream has ended without a goodbye, once its exit status is known."""
         status = link.stream.poll()
         if status is None and now < host.deadline and not self._job.settled:
             return
@@ -376,7 +376,7 @@ class Agents:
             if not line.startswith(LAST_WORDS):  # they are part of the message about the agent's loss
                 self._job.notice(f"[{link.host.name}] {line}")
 
-    # What a host's state requires.
+    # Actions that a host's state requires.
 
     def _connect(self, host: HostState) -> None:
         """Start the command for a host, and listen to it."""
@@ -416,7 +416,7 @@ class Agents:
         self._job.lost(host, link, f"{host.reason}{last}")
 
     def _sweep(self, host: HostState) -> None:
-        """Send another agent, to end what the first one may have left."""
+        """Send another agent, to end the processes that the first one may have left."""
         self._past.append(self._links.pop(host))
         try:
             self._connect(host)
@@ -434,7 +434,7 @@ class Agents:
     # Streams.
 
     def _ignore(self, link: Link) -> None:
-        """Read the last words of its command, and stop listening to it."""
+        """Read the last lines of a command, and stop listening to it."""
         self._stop_listening(link)
         self._read_stderr(link)
         self._close_stderr(link)
@@ -462,7 +462,7 @@ class Agents:
 
 
 def _describe_left(host: HostEntry, pids: Sequence[int]) -> str:
-    """What an agent could not end."""
+    """Describe processes that an agent could not end."""
     return (
         f"processes {', '.join(map(str, pids))} on {host.name} cannot be killed: the system keeps them, probably for a "
         "device or file system that does not answer"

@@ -1,4 +1,4 @@
-"""Whom a supervisor tells what: its observer, who takes what comes from workers, and those who look at the job."""
+"""The interfaces that a supervisor reports to: its own observer, and the observers of the job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdgloo.runner.supervise.host_state import HostState
 
 
 class SupervisionObserver(Protocol):
-    """Receives what comes from the workers. None of these may block."""
+    """The receiver of data from the workers. None of its methods may block."""
 
     def output(self, rank: int, stream: int, data: bytes) -> None: ...
     def result(self, rank: int, data: bytes) -> None: ...
@@ -28,7 +28,7 @@ class SupervisionObserver(Protocol):
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a worker is, and which rank it has."""
+    """A worker's host and rank."""
 
     number: int
     rank: int
@@ -37,32 +37,32 @@ class Seat:
 
 
 class Audience(Protocol):
-    """What is told about a job. None of these may block.
+    """The observers of a job. None of these methods may block.
 
     Attributes:
-        observe: what agents are told with their start; None while nobody looks at the job.
+        observe: sent to agents when they start; None while the job has no observers.
     """
 
     observe: Observe | None
 
     def host(self, name: str, state: str, reason: str = "") -> None:
-        """A host is "up", is "left out" for the time being, was "lost", or has "left" the job."""
+        """Report that a host is "up", is "left out" for the time being, was "lost", or has "left" the job."""
 
     def placed(self, epoch: int, seats: Sequence[Seat]) -> None:
-        """These workers form an epoch of the job; one of a fixed size has only one."""
+        """Report the workers that form an epoch of the job; a job of a fixed size has only one epoch."""
 
     def spawned(self, number: int, pid: int) -> None:
-        """A worker was started as this process of its host."""
+        """Report that a worker was started as this process of its host."""
 
     def ended(self, number: int, status: int | None, reason: str) -> None:
-        """A worker has ended: ``status`` is as in ``JobOutcome``. It was stopped if ``reason`` is empty."""
+        """Report that a worker has ended: ``status`` is as in ``JobOutcome``. It was stopped if ``reason`` is empty."""
 
     def reported(self, host: str, frame: Frame) -> None:
-        """An agent has passed on what was observed on its host, or traces of its workers."""
+        """Report an agent's observations of its host, or its workers' traces."""
 
 
 class Nobody:
-    """No audience."""
+    """No observers."""
 
     observe: Observe | None = None
 

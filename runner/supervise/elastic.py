@@ -1,8 +1,8 @@
-"""Watching over an elastic job: hosts come and go while it runs, and workers end without ending the rest.
+"""Supervision of an elastic job: hosts join and leave while it runs, and workers end without ending the rest.
 
-Who is to be started and ended is decided by the elastic job (``hvdgloo.rendezvous._elastic``); its driver asks for it
-here, and is told what has become of it. A host is connected to when it is first needed, and its stay is a ``Visit``.
-One that comes back, whether it was removed or lost, begins another one, once nothing is left of the last.
+The elastic job (``hvdgloo.rendezvous._elastic``) decides which workers are started and ended; its driver calls this
+module, and is told the results. A host is connected to when it is first needed, and its stay is a ``Visit``. A host
+that returns, whether it was removed or lost, begins another visit, once nothing is left of the last one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _LOOK_AGAIN = 0.05  # seconds between looks at a command whose agent has ended
 
 
 class Driver(Protocol):
-    """What is told about workers and hosts; see ``hvdgloo.runner.elastic.driver``. Its methods return at once, but for
-    a lock.
+    """The receiver of events of workers and hosts; see ``hvdgloo.runner.elastic.driver``. Its methods return at once,
+    except for a lock.
     """
 
     def exited(self, worker: str, status: int, reason: str) -> None: ...
@@ -51,17 +51,17 @@ class Visit:
     """The stay of one host in the job.
 
     Attributes:
-        name: as discoveries have it.
-        since: when it was first needed.
-        state: how far its agent is; None while something of the last visit may be left there.
-        link: to its agent, once that can be used.
+        name: the host's name in discoveries.
+        since: time at which it was first needed.
+        state: the state of its agent; None while processes of the last visit may be left there.
+        link: the link to its agent, once that can be used.
         admitted: it takes part, and its workers can reach those of other hosts.
         waiting: workers to be started there as soon as that is possible, with their numbers.
         leaving: it is to be given back.
-        parted: it takes no further part: its agent was told to end, or was lost.
-        plan: the last one by which workers were ordered here.
-        lost: the job was told that all of them are.
-        ends_by: when its command is killed if it has not ended; infinite until ``over``.
+        parted: it no longer takes part: its agent was told to end, or was lost.
+        plan: the last plan by which workers were ordered here.
+        lost: the job was told that all its workers are lost.
+        ends_by: time at which its command is killed if it has not ended; infinite until ``over``.
     """
 
     name: str
@@ -78,48 +78,49 @@ class Visit:
 
     @property
     def hello(self) -> Hello:
-        """What its agent said first. Only for one that can be used."""
+        """The agent's first frame. Only for an agent that can be used."""
         assert self.link is not None
         assert self.link.hello is not None
         return self.link.hello
 
     @property
     def over(self) -> bool:
-        """Whether nothing of the job is there any more, as far as can be known."""
+        """True if nothing of the job is left there, as far as can be known."""
         return self.parted and (self.state is None or self.state.final)
 
 
 class Door(Protocol):
-    """Decides at which address a host is reached by the others, before workers are started there."""
+    """The choice of the address at which other hosts reach a host, before workers are started there."""
 
     def request(self, visit: Visit) -> None:
-        """A host has come. ``admit`` or ``refuse`` is called for it, later or at once, unless it is withdrawn."""
+        """Begin to choose an address for a host. ``admit`` or ``refuse`` is called for it, later or at once, unless the
+        request is withdrawn."""
 
     def withdraw(self, visit: Visit) -> None:
-        """A host has gone, whether or not it had been let in."""
+        """Forget a host that has gone, whether or not it had been admitted."""
 
     def keep_time(self, now: float) -> None:
-        """To be called in each turn of the loop."""
+        """Do what is due. Called in each turn of the loop."""
 
     @property
     def next(self) -> float:
-        """When ``keep_time`` has something to do."""
+        """Time at which ``keep_time`` has something to do."""
 
 
 class ElasticSupervisor(Supervisor):
-    """Has workers started and ended as the driver asks for it, until the job is over.
+    """A supervisor that starts and ends workers at the driver's request, until the job is over.
 
     Args:
-        hosts: filled in: those that are there, or on their way.
-        entry: the name of a host, as discoveries have it, to what transports need.
-        required: what workers will need on a host.
-        ranks: filled in: number of a worker to the rank that it has now.
+        hosts: filled in: the hosts that take part, or are on their way.
+        entry: converts a host's name in discoveries to the entry that transports need.
+        required: returns a host's requirements.
+        ranks: filled in: number of a worker to its current rank.
 
     Attributes:
-        driver, door, environment, frame, on_start: to be set before ``supervise``.
-        environment: what all workers of a host find in their environment.
-        frame: the frame that starts a worker.
-        on_start: called when all workers of an epoch have come together.
+        driver, door, environment, frame, on_start: must be set before ``supervise``.
+        environment: returns the environment that all workers of a host share.
+        frame: returns the frame that starts a worker.
+        on_start: called when all workers of an epoch are complete.
         workers: id of each worker to its number.
     """
 
@@ -155,14 +156,14 @@ class ElasticSupervisor(Supervisor):
         self._told_of_machines = self._told_of_load = False
         self.handlers |= {Leaving: self._on_leaving}
 
-    # What the driver calls, from any thread.
+    # Called by the driver, from any thread.
 
     def listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
-        """These hosts are listed now, and no others."""
+        """Use the hosts that are listed now, and no others."""
         self._loop.call_soon(partial(self._on_listed, dict(hosts)))
 
     def start_worker(self, spawn: SpawnOrder) -> None:
-        """Start a worker, as soon as its host can be used."""
+        """Start a worker as soon as its host can be used."""
         self._loop.call_soon(partial(self._on_start, spawn))
 
     def stop_worker(self, worker: str, reason: str) -> None:
@@ -170,28 +171,28 @@ class ElasticSupervisor(Supervisor):
         self._loop.call_soon(partial(self._on_stop, worker, reason))
 
     def placed(self, roster: Roster) -> None:
-        """These are the workers' ranks now."""
+        """Update the workers' ranks."""
         self._loop.call_first(partial(self._on_placed, roster))
 
     def tell_soon(self, text: str) -> None:
-        """Tell the user what has become of workers and hosts, unless the job is over."""
+        """Report news of workers and hosts to the user, unless the job is over."""
         self._loop.call_soon(partial(self._tell, text))
 
     def left_out_soon(self, host: str) -> None:
-        """A host is not used for the time being."""
+        """Record that a host is not used for the time being."""
         self._loop.call_soon(partial(self.audience.host, host, "left out"))
 
     def over_soon(self) -> None:
-        """The job is over; its workers have been told to end."""
+        """Record that the job is over; its workers have been told to end."""
         self._loop.call_soon(self._on_over)
 
     @property
     def coming(self) -> bool:
-        """Whether any host is on its way."""
+        """True if any host is on its way."""
         return any(visit.state is not None and visit.state.starting_up for visit in self._visits.values())
 
     def visit(self, name: str) -> Visit | None:
-        """The present visit of a host."""
+        """Return the current visit of a host."""
         return self._visits.get(name)
 
     # Workers.
@@ -302,7 +303,8 @@ class ElasticSupervisor(Supervisor):
             self._let_go(visit)
 
     def _come(self, name: str) -> Visit | None:
-        """The visit of a host that is needed; it begins now if there is none. None if it cannot."""
+        """Return the visit of a host that is needed, beginning it now if there is none; None if the host cannot be
+        used."""
         visit = self._visits.get(name)
         if visit is not None and visit.parted:
             self._past.append(self._visits.pop(name))
@@ -313,7 +315,7 @@ class ElasticSupervisor(Supervisor):
         return None if visit.parted else visit
 
     def _begin_visit(self, visit: Visit) -> None:
-        """Have its agent started, unless something of its last visit may be left there."""
+        """Have the host's agent started, unless processes of its last visit may be left there."""
         if any(past.name == visit.name and not past.over for past in self._past):
             return
         visit.since = time.monotonic()
@@ -326,7 +328,7 @@ class ElasticSupervisor(Supervisor):
         visit.state = state
 
     def usable(self, link: Link) -> None:
-        """An agent has come up."""
+        """Probe a host whose agent has come up."""
         visit = self._visit_of(link.state)
         if visit is None or self.settled:
             return
@@ -342,7 +344,7 @@ class ElasticSupervisor(Supervisor):
             self.driver.slots_found(visit.name, max(1, visit.hello.gpus))
 
     def _note_machine(self, visit: Visit) -> None:
-        """Several names of one machine are taken for several hosts, with a notice."""
+        """Treat several names of one machine as several hosts, with a notice."""
         other = self._machines.setdefault(visit.hello.identity, visit.name)
         if other != visit.name and other in self._listed and not self._told_of_machines:
             if self._spec.reach.agent_command or visit.state is None or visit.state.host.premises is not None:
@@ -354,7 +356,7 @@ class ElasticSupervisor(Supervisor):
             )
 
     def admit(self, visit: Visit, detail: str) -> None:
-        """The workers of a host can reach those of the others. What it is reached at is up to ``environment``."""
+        """Let a host take part: its workers can reach those of the other hosts. ``environment`` has its address."""
         assert visit.link is not None
         if not visit.link.state.accepts(host_state.Probed):
             return  # its stream has ended: it is about to be lost
@@ -365,19 +367,19 @@ class ElasticSupervisor(Supervisor):
         self._let_go(visit)
 
     def refuse(self, visit: Visit, reason: str) -> None:
-        """A host cannot take part, or cannot run the workers that were asked of it."""
+        """Refuse a host that cannot take part, or cannot run the requested workers."""
         self._lose(visit, reason)
         if visit.state is not None:
             self._agents.offer(host_state.Finish(), [visit.state])
 
     def unusable(self, host: HostState) -> None:
-        """No agent can be used on a host."""
+        """Give up a host on which no agent can be used."""
         visit = self._visit_of(host)
         if visit is not None:
             self._lose(visit, host.failure)
 
     def lost(self, host: HostState, link: Link | None, text: str) -> None:
-        """The job has lost a host; it goes on without it."""
+        """Continue without a host that is lost."""
         if link is not None:
             self.survivors.gone(link.workers)
             link.workers.clear()
@@ -387,7 +389,7 @@ class ElasticSupervisor(Supervisor):
         self._finish_if_over()
 
     def ended(self, link: Link) -> None:
-        """An agent has ended as it should."""
+        """Record that an agent has ended in order."""
         visit = self._visit_of(link.state)
         if visit is not None:
             visit.parted = True
@@ -408,7 +410,7 @@ class ElasticSupervisor(Supervisor):
             self._let_go(visit)
 
     def _lose(self, visit: Visit, reason: str) -> None:
-        """A host takes no further part, and the job is told why."""
+        """End a host's part in the job, and report the reason."""
         if visit.parted:
             return
         visit.parted, visit.admitted = True, False
@@ -420,7 +422,7 @@ class ElasticSupervisor(Supervisor):
             self.driver.host_lost(visit.name, reason)
 
     def _let_go(self, visit: Visit) -> None:
-        """End the agent of a host that is not listed any more, or is to be given back, once nothing runs there."""
+        """End the agent of a host that is no longer listed, or is to be given back, once no worker runs there."""
         if visit.parted or visit.waiting or (visit.name in self._listed and not visit.leaving):
             return
         if visit.link is not None and visit.link.workers:
@@ -444,7 +446,7 @@ class ElasticSupervisor(Supervisor):
         return min(times)
 
     def _late(self, visit: Visit) -> float:
-        """When a host that is starting up has taken too long."""
+        """Return the time at which the start of a host has taken too long."""
         coming = visit.state is not None and visit.state.starting_up
         return visit.since + self._spec.start_timeout if coming else math.inf
 
@@ -469,7 +471,7 @@ class ElasticSupervisor(Supervisor):
             self._past.append(self._visits.pop(visit.name))
 
     def _has_gone(self, visit: Visit, host: HostState, now: float) -> bool:
-        """Let go of a host whose visit is over; False while its last command has not ended."""
+        """Release a host whose visit is over; return False while its last command has not ended."""
         link = self._agents.link(host)
         if link is not None and link.stream.poll() is None:
             if now >= visit.ends_by:
@@ -488,7 +490,7 @@ class ElasticSupervisor(Supervisor):
             self._observer.news(text)
 
     def _on_over(self) -> None:
-        """The elastic job has come to its end. What it has told to end has the usual time for that."""
+        """Finish, because the elastic job has ended. Workers that it told to end have the usual time for that."""
         if self.settled:
             return
         self.survivors.settled = True

@@ -1,4 +1,4 @@
-"""Which worker's end is the job's: the first failure that is not merely an echo of another one."""
+"""The search for the cause of a job's end: the first failure that does not merely echo another one."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hvdgloo.runner.job.outcome import Failure, JobOutcome, describe_status
 from hvdgloo.runner.protocol.frames import Exited, SpawnFailed
 
 ECHO_TIME = 2.0
-"""Seconds that a worker has to end on its own after another one's last words named it as the reason for its failure."""
+"""Seconds that a worker has to end on its own after another worker's error named it as the reason for its failure."""
 
 
 def describe_end(frame: Exited) -> str:
-    """Say how a worker has ended, with what its agent knows about it."""
+    """Describe the end of a worker, including its agent's account of it."""
     return describe_status(frame.status) + (f"; {frame.account}" if frame.account else "")
 
 
 class Policy(Protocol):
-    """What becomes of a job when one of its workers ends.
+    """The consequences for a job when one of its workers ends.
 
     Attributes:
         running: numbers of workers that have not ended.
-        settled: whether everything that ends from now on ends because it was told to.
+        settled: True if everything that ends from now on ends on request.
     """
 
     running: set[int]
@@ -33,29 +33,29 @@ class Policy(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether no worker runs, and none will be started."""
+        """True if no worker runs, and none will be started."""
 
     @property
     def next(self) -> float | None:
-        """When ``keep_time`` has something to do, on the monotonic clock."""
+        """Time at which ``keep_time`` has something to do, on the monotonic clock."""
 
     def started(self, number: int) -> None:
-        """A worker was told to start."""
+        """Record that a worker was told to start."""
 
     def exited(self, host: str, frame: Exited) -> None:
-        """A worker has ended."""
+        """Record that a worker has ended."""
 
     def not_started(self, host: str, frame: SpawnFailed) -> None:
-        """A worker could not be started."""
+        """Record that a worker could not be started."""
 
     def gone(self, numbers: Iterable[int]) -> None:
-        """Workers whose host was lost: nothing will report how they ended."""
+        """Record the loss of workers with their host: nothing will report their ends."""
 
     def fail(self, failure: Failure) -> None:
-        """The job cannot go on."""
+        """End the job, which cannot continue."""
 
     def keep_time(self, now: float) -> None:
-        """To be called in each turn of the loop."""
+        """Do what is due. Called in each turn of the loop."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,17 @@ class _Echo:
 
 
 class Verdict:
-    """The policy of jobs of a fixed size: which workers still run, and what failed first, which stops the rest.
+    """The policy of jobs of a fixed size: the first failure stops the remaining workers.
 
     Args:
-        outcome: to be filled in.
-        culprit: returns the rank that a worker's last words name as the reason for its failure, if any.
+        outcome: filled in.
+        culprit: returns the rank that a worker's error names as the reason for its failure, if any.
         notice: receives a line about the first failure, if there are workers to be stopped.
         stop: ends the other workers.
 
     Attributes:
-        running: numbers of workers that have not ended; here, they are their ranks.
-        settled: whether everything that ends from now on ends because it was told to.
+        running: numbers of workers that have not ended; here, the numbers are ranks.
+        settled: True if everything that ends from now on ends on request.
     """
 
     def __init__(
@@ -98,21 +98,21 @@ class Verdict:
 
     @property
     def next(self) -> float | None:
-        """When ``keep_time`` has something to do, on the monotonic clock."""
+        """Time at which ``keep_time`` has something to do, on the monotonic clock."""
         return self._echo.deadline if self._echo is not None else None
 
     @property
     def over(self) -> bool:
-        """Whether no worker runs: in such a job all are started at once."""
+        """True if no worker runs: in such a job, all are started at once."""
         return not self.running
 
     def started(self, number: int) -> None:
-        """A worker was told to start."""
+        """Record that a worker was told to start."""
         self.running.add(number)
         self._outcome.statuses[number] = None
 
     def exited(self, host: str, frame: Exited) -> None:
-        """A worker has ended."""
+        """Record that a worker has ended."""
         self.running.discard(frame.number)
         self._outcome.statuses[frame.number] = frame.status
         if frame.status != 0:
@@ -121,17 +121,17 @@ class Verdict:
             self._take_echo()
 
     def not_started(self, host: str, frame: SpawnFailed) -> None:
-        """A worker could not be started."""
+        """Record that a worker could not be started."""
         self.running.discard(frame.number)
         self._outcome.statuses[frame.number] = frame.status
         self.fail(Failure(frame.number, host, frame.status, f"could not be started: {frame.reason}"))
 
     def gone(self, numbers: Iterable[int]) -> None:
-        """Workers whose host was lost: nothing will report how they ended."""
+        """Record the loss of workers with their host: nothing will report their ends."""
         self.running.difference_update(numbers)
 
     def fail(self, failure: Failure) -> None:
-        """The first failure stops the rest; what fails later fails because of it."""
+        """Stop the job at the first failure; later failures are consequences of it."""
         if self.settled:
             return
         if self._outcome.first is None:
@@ -142,12 +142,13 @@ class Verdict:
         self._stop()
 
     def keep_time(self, now: float) -> None:
-        """An echo whose cause does not appear is a failure like any other."""
+        """Treat an echo whose cause does not appear as a failure like any other."""
         if self._echo is not None and now >= self._echo.deadline:
             self._take_echo()
 
     def _fail_unless_echo(self, failure: Failure) -> None:
-        """A worker that ends with an error tells its peers on its way out, and they may be gone before it is.
+        """Report a failure, unless it echoes another worker's. A worker that ends with an error tells its peers on its
+        way out, and they may exit before it does.
 
         The culprit gets a moment to end on its own, so that its exit status becomes the job's.
         """

@@ -1,11 +1,11 @@
-"""One host's way through a job, as a table: which phases there are, what may happen in each, and what follows.
+"""One host's way through a job, as a table of phases, the events that each phase accepts, and their consequences.
 
-This module is pure: events go in, actions come out, and times are the caller's. ``Agents`` owns the commands and
-streams, reports what has happened, and does what it is asked for. ``Startup`` decides which hosts to try, and when. The
-start-up view, the errors of a start and the end of the job read the same object; there is no second account.
+This module is pure: events go in, actions come out, and the caller supplies all times. ``Agents`` owns the commands and
+streams, reports events, and carries out actions. ``Startup`` decides which hosts to try, and when. The start-up view,
+the errors of a start and the end of the job read the same object; there is no second record.
 
-An event that the table does not list for a phase is the caller's mistake, and raises. What a peer may say at any time,
-crossing a message of ours on its way, is offered only if the host ``accepts`` it.
+An event that the table does not list for a phase is the caller's mistake, and raises. Frames that a peer may send at
+any time, crossing one of ours on their way, are offered only if the host ``accepts`` them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from hvdgloo.runner.protocol.heartbeat import Silence
 from hvdgloo.runner.transport.failures import Diagnosis
 
 EXIT_TIME = 1.0
-"""Seconds that a command has to end on its own after its stream did."""
+"""Seconds for a command to end on its own after its stream did."""
 
 ANSWER_TIME = 3.0
-"""Seconds in which the second agent must have come up: after these the host counts as unreachable."""
+"""Seconds within which the second agent must have come up; otherwise the host counts as unreachable."""
 
 SWEEP_TIME = reaper.LIMIT + 2 * reaper.HANG_TIME + 2.0
 """Seconds that a second agent may take beyond the grace period."""
@@ -36,7 +36,7 @@ _SILENT = "its host is cut off, switched off or overloaded; if it is only slow, 
 
 
 class Phase(enum.Enum):
-    """Where a host is."""
+    """Phases of a host."""
 
     # Its agent cannot be used yet.
     WAITING = "its command is to be started: in its turn, or after a pause"
@@ -66,7 +66,7 @@ class Phase(enum.Enum):
     UNREACHED = "its agent was lost, and the host could not be reached a second time"
 
 
-# What can happen.
+# Events.
 
 
 @dataclass(frozen=True)
@@ -81,24 +81,24 @@ class Try(Event):
 
 @dataclass(frozen=True)
 class Answered(Event):
-    """The first bytes of our protocol have come from there."""
+    """The first bytes of our protocol have arrived from there."""
 
 
 @dataclass(frozen=True)
 class Greeted(Event):
-    """Its agent has said hello, and has our version."""
+    """Its agent has sent a hello, and has our version."""
 
 
 @dataclass(frozen=True)
 class Checked(Event):
-    """Workers will find what they need there. ``detail`` is shown."""
+    """The workers' requirements are met there. ``detail`` is shown."""
 
     detail: str = ""
 
 
 @dataclass(frozen=True)
 class TryAgain(Event):
-    """Its command has failed, but may succeed later: to be tried at ``due``, on the clock of all times."""
+    """Its command has failed, but may succeed later: the next attempt is at ``due``, on the clock of all times."""
 
     diagnosis: Diagnosis
     due: float
@@ -113,26 +113,26 @@ class GiveUp(Event):
 
 @dataclass(frozen=True)
 class Probe(Event):
-    """Addresses are tried."""
+    """Probing of addresses has begun."""
 
 
 @dataclass(frozen=True)
 class Probed(Event):
-    """Its address is known. ``detail`` is shown."""
+    """Its address has been chosen. ``detail`` is shown."""
 
     detail: str = ""
 
 
 @dataclass(frozen=True)
 class Start(Event):
-    """Its workers are to be started; from now on ``heartbeat_timeout`` seconds of silence mean that it is lost."""
+    """Its workers are to be started; from now on, ``heartbeat_timeout`` seconds of silence mean that it is lost."""
 
     heartbeat_timeout: float
 
 
 @dataclass(frozen=True)
 class Dismiss(Event):
-    """No worker falls on it."""
+    """It gets no worker."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ class Finish(Event):
 
 @dataclass(frozen=True)
 class Farewell(Event):
-    """Its agent has said that nothing of the job is left there."""
+    """Its agent has reported that nothing of the job is left there."""
 
 
 @dataclass(frozen=True)
 class StreamEnded(Event):
-    """Nothing more will come from its command."""
+    """The stream of its command has ended."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class SweepFailed(Event):
 
 
 class Action(enum.Enum):
-    """What is to be done. Its details are in the host's attributes: ``detail``, ``reason``."""
+    """Actions that follow from events. Their details are in the host's attributes: ``detail``, ``reason``."""
 
     CONNECT = "start the command that leads there"
     SHOW = "show that it has come to another step"
@@ -180,7 +180,7 @@ class Action(enum.Enum):
 
 
 class To:
-    """A transition: the next phase, and what is to be done, in order."""
+    """A transition: the next phase, and the actions, in order."""
 
     def __init__(self, phase: Phase, *actions: Action) -> None:
         self.phase = phase
@@ -190,7 +190,7 @@ class To:
 P, A = Phase, Action
 _Row = Mapping[type[Event], To]
 
-# What several phases have in common.
+# Common rows of several phases.
 _UNUSABLE: _Row = {TryAgain: To(P.WAITING, A.DROP, A.SHOW), GiveUp: To(P.FAILED, A.DROP)}
 _UNDONE: _Row = {Lost: To(P.LOST, A.KILL, A.REPORT), Finish: To(P.ENDED, A.KILL)}
 _IDLE: _Row = {Farewell: To(P.QUIET), StreamEnded: To(P.BROKEN), Lost: To(P.LOST, A.KILL, A.REPORT)}
@@ -236,25 +236,25 @@ TABLE: Mapping[Phase, _Row] = {
     P.SWEPT: {},
     P.UNREACHED: {},
 }
-"""For each phase, and each event that may happen in it, what follows."""
+"""Transition for each phase and each event that may happen in it."""
 
 FINAL = frozenset(phase for phase, row in TABLE.items() if not row)
 """Phases in which nothing more can happen."""
 
 UNDER_WAY = frozenset({P.CONNECTING, P.STARTING, P.CHECKING, P.FALLEN})
-"""Phases in which its command was started, but it is not known yet whether its agent can be used."""
+"""Phases in which the host's command was started, but it is not known yet whether its agent can be used."""
 
 STARTING_UP = UNDER_WAY | {P.WAITING}
 """Phases bounded by the start timeout."""
 
 SECOND = frozenset({P.REVISITED, P.SWEEPING})
-"""Phases in which what comes from it comes from a second agent."""
+"""Phases in which frames come from a second agent."""
 
 JUDGED = frozenset({P.FALLEN, P.BROKEN, P.CUT})
-"""Phases in which the stream has ended without a good-bye, and the command's exit is awaited until the ``deadline``."""
+"""Phases in which the stream has ended without a goodbye, and the command's exit is awaited until the ``deadline``."""
 
 WATCHED = frozenset({P.CHECKING, P.READY, P.PROBING, P.RUNNING, P.DISMISSED, P.LEAVING, P.ENDING, P.QUIET, P.SWEEPING})
-"""Phases in which its agent shows life all the time; silence means that it is lost."""
+"""Phases in which the host's agent sends heartbeats; silence means that it is lost."""
 
 _STEPS = {
     P.WAITING: Step.CONNECTING,
@@ -264,7 +264,7 @@ _STEPS = {
     P.PROBING: Step.PROBING,
     P.READY: Step.READY,
 }
-"""How a phase is shown to users during a start; in all other phases the last step stays."""
+"""Step that users see during a start, for each phase; in all other phases the last step stays."""
 
 
 class IllegalEventError(HvdglooError):
@@ -272,24 +272,23 @@ class IllegalEventError(HvdglooError):
 
 
 class HostState:
-    """Where one host is.
+    """The state of one host.
 
     Args:
-        host: as the user gave it.
+        host: the host as the user gave it.
         now: in seconds, on the clock of all other times.
         grace: seconds between asking workers to end and killing them, for the agent that sweeps up.
 
     Attributes:
         phase: changed only by ``feed``.
         step: the phase as users see it during a start.
-        since: when it reached this step.
-        detail: what is known beyond the step.
-        attempts: how often its command was started, including the one that runs.
-        last: why it could not be used the last time.
-        reason: how it was lost; later, why it could not be swept.
-        deadline: when it is to be looked at again, whatever happens; infinite where silence or the start timeout
-            decides.
-        silence: for how long nothing has been heard of its agent.
+        since: time at which it reached this step.
+        detail: further details of the step.
+        attempts: number of times that its command was started, including the running one.
+        last: the reason why it could not be used the last time.
+        reason: the reason for its loss; later, the reason why it could not be swept.
+        deadline: time of the next look, whatever happens; infinite if silence or the start timeout decides.
+        silence: the duration of its agent's silence.
     """
 
     def __init__(self, host: HostEntry, now: float, grace: float) -> None:
@@ -311,36 +310,36 @@ class HostState:
 
     @property
     def final(self) -> bool:
-        """Whether this host need not be waited for any longer."""
+        """True if this host need not be waited for any longer."""
         return self.phase in FINAL
 
     @property
     def gone(self) -> bool:
-        """Whether its first agent no longer answers."""
+        """True if its first agent no longer answers."""
         return self.phase in FINAL or self.phase in SECOND
 
     @property
     def starting_up(self) -> bool:
-        """Whether it is still unknown if it can be used."""
+        """True while it is unknown whether the host can be used."""
         return self.phase in STARTING_UP
 
     @property
     def next(self) -> float:
-        """When ``overdue`` may return something if nothing happens until then."""
+        """Time at which ``overdue`` may return something if nothing happens until then."""
         return min(self.deadline, self.silence.deadline if self.phase in WATCHED else math.inf)
 
     def accepts(self, kind: type[Event]) -> bool:
-        """Whether an event of this kind can happen now."""
+        """Tell whether an event of this kind can happen now."""
         return kind in TABLE[self.phase]
 
     def feed(self, event: Event, now: float) -> tuple[Action, ...]:
-        """Take note of what has happened.
+        """Record an event, and change the phase.
 
         Returns:
-            what is to be done about it, in order.
+            the resulting actions, in order.
 
         Raises:
-            IllegalEventError: it cannot happen in this phase, which does not change.
+            IllegalEventError: the event cannot happen in this phase, which does not change.
         """
         to = TABLE[self.phase].get(type(event))
         if to is None:
@@ -353,15 +352,15 @@ class HostState:
         return to.actions
 
     def heard(self, now: float) -> None:
-        """Something has come from there."""
+        """Record that something arrived from there."""
         self.silence.heard(now)
 
     def bear(self, silence: float, now: float) -> None:
-        """From now on, ``silence`` seconds of silence mean that its agent is lost."""
+        """Set the seconds of silence after which its agent counts as lost."""
         self.silence = Silence(silence, now)
 
     def overdue(self, now: float) -> Lost | SweepFailed | None:
-        """What follows from the passage of time; None if nothing does. To be called in each turn of the loop."""
+        """Return the event that results from the passage of time, or None. Called in each turn of the loop."""
         silent = self.phase in WATCHED and self.silence.over(now)
         if self.phase is Phase.REVISITED and now >= self.deadline:
             return SweepFailed("it does not answer")
@@ -373,7 +372,7 @@ class HostState:
 
     @property
     def failure(self) -> str:
-        """Why it cannot be used, once that is final."""
+        """Reason why the host cannot be used, once that is final."""
         tried = f" ({self.attempts} attempts)" if self.attempts > 1 else ""
         return (self.last.text if self.last is not None else self.reason) + tried
 
@@ -384,7 +383,7 @@ class HostState:
         self.step, self.detail = step, detail
 
     def _take_note(self, event: Event, now: float) -> str:
-        """Record an event; returns what to show of it."""
+        """Record an event, and return the detail to show."""
         match event:
             case Try():
                 self.attempts += 1

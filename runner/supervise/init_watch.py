@@ -1,7 +1,7 @@
-"""Workers that wait in ``hvd.init()`` for others: who is missing, what became of them, and what to do.
+"""Workers that wait in ``hvd.init()`` for others: the missing ranks, their processes, and the remedy.
 
-The rendezvous knows who has called ``hvd.init()``; the launcher knows which processes it has started and which have
-ended. Only both together distinguish a worker that is slow from one that never will call it, as it has ended already.
+The rendezvous knows which workers have called ``hvd.init()``; the launcher knows which processes it has started and
+which have ended. Only both together distinguish a slow worker from one that has ended and never will call it.
 
 Pure, except for ``look``, which asks the rendezvous.
 """
@@ -22,13 +22,13 @@ _LOOK_SOON = 0.05  # seconds; only while the rendezvous has been asked whether i
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What the rendezvous knows about a start.
+    """The rendezvous's knowledge of a start.
 
     Attributes:
-        arrived: how many workers have called ``hvd.init()``.
+        arrived: number of workers that have called ``hvd.init()``.
         missing: the ranks that have not.
-        failure: why the start has failed, if it has.
-        as_of: the question that this answers; see ``RendezvousHost.ask``.
+        failure: the reason if the start has failed.
+        as_of: number of the request that this answers; see ``RendezvousHost.ask``.
     """
 
     arrived: int = 0
@@ -43,10 +43,10 @@ class Arrivals:
 
 
 class InitWatch:
-    """Watches the workers' start.
+    """A watch over the workers' start.
 
     Args:
-        look: returns what the rendezvous has said.
+        look: returns the last answer of the rendezvous.
         ask: requests an update; see ``RendezvousHost.ask``.
         hosts: rank to host name.
         timeout: the start timeout, in seconds.
@@ -74,30 +74,31 @@ class InitWatch:
         self._since: float | None = None
         self._backoff: Backoff | None = None
         self.next = -math.inf
-        """When to call ``report`` again; infinity once all have come."""
+        """Time of the next ``report``; infinity once all workers have arrived."""
 
     def spawned(self, rank: int, pid: int) -> None:
-        """A worker was started as this process of its host."""
+        """Record that a worker was started as this process of its host."""
         self._pids[rank] = pid
 
     def ended(self, rank: int, status: int) -> None:
-        """A worker has ended. One that failed speaks for itself; one that succeeded may be missed by others."""
+        """Record a worker's end. A failure speaks for itself; a worker that succeeded may be missed by others."""
         self._any_ended = True
         if status == 0 and self.next < math.inf:
-            # What is known of it may be older than its end, and it may have called hvd.init() after all.
+            # The rendezvous's answer may be older than the worker's end, and it may have called hvd.init() after all.
             self._gone[rank] = self._ask()
             self.next = -math.inf
         self._see()
 
     def arriving(self) -> Arriving | None:
-        """How many workers have been started and have called ``hvd.init()``; None once all have, or one has ended."""
+        """Return the number of workers that have started and that have called ``hvd.init()``; None once all have, or a
+        worker has ended."""
         self._see()
         if self.next == math.inf or self._any_ended:
             return None
         return Arriving(len(self._hosts), len(self._pids), self._arrivals.arrived)
 
     def report(self, now: float) -> str:
-        """A line for the log, if one is due."""
+        """Return a line for the log, if one is due."""
         if now < self.next:
             return ""
         self._see()
@@ -117,7 +118,7 @@ class InitWatch:
         )
 
     def verdict(self) -> Failure | None:
-        """The failure that makes this start hopeless, if there is one: the start timeout, or a worker that has ended.
+        """Return the failure that makes this start hopeless, if any: the start timeout, or a worker that has ended.
 
         The failures of the waiting workers are then consequences of it.
         """

@@ -1,4 +1,4 @@
-"""The launcher's end of the connections that agents relay: each becomes one to the rendezvous server here."""
+"""The launcher's end of the connections that agents relay: each becomes a connection to the rendezvous server here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdgloo.runner.supervise.agent_link import Link
 
 
 class RelayedConnections:
-    """The connections that all agents relay.
+    """The relayed connections of all agents.
 
     Args:
         selector: the supervisor's.
@@ -21,7 +21,7 @@ class RelayedConnections:
         listening: called with a link and its agent's answer to ``Relay``.
 
     Attributes:
-        handlers: frame type to what handles it, as the supervisor has them.
+        handlers: frame type to handler, in the supervisor's form.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RelayedConnections:
         }
 
     def forget(self, link: Link) -> None:
-        """An agent has gone, and its workers' connections with it."""
+        """Close the connections of an agent that has gone."""
         relays = self._relays.pop(link, None)
         if relays is not None:
             relays.close()
@@ -61,7 +61,7 @@ class RelayedConnections:
         relays.add(frame.connection, sock)
 
     def _socket(self) -> socket.socket | None:
-        """A socket for another connection; None if this process may not open any more."""
+        """Return a socket for another connection; None if this process may not open any more."""
         try:
             return socket.socket(socket.AF_INET6 if ":" in self._server[0] else socket.AF_INET)
         except OSError:

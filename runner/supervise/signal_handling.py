@@ -1,7 +1,7 @@
-"""What signals to the launcher mean for its job.
+"""The effects of signals to the launcher on its job.
 
-The first one that asks for the end is passed on, and leaves workers time to save their work; a second one kills them.
-Ctrl-Z stops the launcher like any program, but not the workers.
+The first signal that requests the end is passed on, and leaves workers time to save their work; a second one kills
+them. Ctrl-Z stops the launcher like any program, but not the workers.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ _FLUSH_TIME = 1.0  # seconds that telling the agents of Ctrl-Z may take
 
 
 class Job(Protocol):
-    """The supervisor, as far as signals need it."""
+    """The part of the supervisor that signals need."""
 
     outcome: JobOutcome
 
     @property
     def running(self) -> bool:
-        """Whether there are workers that have not ended."""
+        """True if there are workers that have not ended."""
 
     def notice(self, text: str) -> None:
-        """Tell the user something."""
+        """Show a notice to the user."""
 
     def notice_unless_over(self, text: str) -> None:
-        """The same, unless all workers end within a moment."""
+        """Show a notice, unless all workers end within a moment."""
 
     def interrupted(self) -> None:
-        """The workers are about to be interrupted by Ctrl-C."""
+        """Prepare for the interruption of the workers by Ctrl-C."""
 
     def tell_all(self, frame: Frame) -> None:
         """Send a frame to all agents."""
 
     def flush(self, seconds: float) -> None:
-        """Wait until what was sent to agents has left, for at most this many seconds."""
+        """Wait until all frames to agents have been sent, for at most this many seconds."""
 
     def stop(self, signum: int, grace: float) -> None:
-        """End the workers with a signal, and kill what is left after ``grace`` seconds."""
+        """End the workers with a signal, and kill the rest after ``grace`` seconds."""
 
     def kill(self) -> None:
         """End everything now."""
 
 
 class SignalHandling:
-    """Acts on signals in the loop; handlers only leave a note.
+    """The handling of signals in the loop; signal handlers only leave a note.
 
     Args:
         grace: seconds that workers have to end after the first signal.
@@ -62,7 +62,7 @@ class SignalHandling:
         self._killing = False
 
     def came(self, signum: int) -> None:
-        """A signal has come."""
+        """Act on a signal."""
         if signum == signal.SIGTSTP:
             self._suspend()
         elif signum in (signal.SIGUSR1, signal.SIGUSR2):
@@ -97,6 +97,6 @@ class SignalHandling:
         previous = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
         signal.raise_signal(signal.SIGTSTP)
-        # At SIGCONT it continues here.
+        # Execution continues here at SIGCONT.
         signal.signal(signal.SIGTSTP, previous)
         self._job.tell_all(Suspend(False))

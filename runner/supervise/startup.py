@@ -1,4 +1,4 @@
-"""Getting an agent up on every host: which hosts to try now, which to try again and when, and when to give up.
+"""The start of an agent on every host: which hosts to try now, which to try again and when, and when to give up.
 
 Pure: it reads the hosts' states and decides; the supervisor owns commands and clock. The rules:
 
@@ -24,22 +24,22 @@ from hvdgloo.runner.transport.failures import Diagnosis, Retry
 
 AT_ONCE = 32
 ATTEMPTS = 8
-"""How often a host whose connection drops is tried."""
+"""Maximum number of attempts for a host whose connection drops."""
 
 SETTLE = 2.0
-"""Seconds that hosts on their way still have once another one has failed for good."""
+"""Seconds for hosts on their way once another one has failed permanently."""
 
 _FIRST_PAUSE = 0.25
 _LONGEST_PAUSE = 5.0
 
 
 class Startup:
-    """The start-up of all hosts' agents.
+    """The start of all hosts' agents.
 
     Args:
         hosts: in order; each name once.
         chance: random numbers for pauses.
-        patient: no failure ends it; what may be temporary gets a second attempt, and no more.
+        patient: no failure ends the start; temporary ones get a second attempt, and no more.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class Startup:
         self._settled = math.inf
 
     def due(self, now: float) -> list[HostState]:
-        """The hosts whose commands are to be started now."""
+        """Return the hosts whose commands are to be started now."""
         return [host for host in self._startable() if host.deadline <= now]
 
     @property
     def next(self) -> float:
-        """When something must be done next if nothing happens until then."""
+        """Time of the next action if nothing happens until then."""
         return min([self._settled, *(host.deadline for host in self._startable())])
 
     def _startable(self) -> list[HostState]:
-        """The hosts that wait for their turn, as many as there is room for; those that are due first come first."""
+        """Return the hosts that wait for their turn, as many as there is room for, the earliest due first."""
         if self._settled < math.inf:
             return []
         room = AT_ONCE - sum(host.phase in (Phase.CONNECTING, Phase.FALLEN) for host in self._hosts)
@@ -68,7 +68,7 @@ class Startup:
         return sorted(waiting, key=lambda host: host.deadline)[: max(0, room)]
 
     def judge(self, host: HostState, diagnosis: Diagnosis, now: float) -> TryAgain | GiveUp:
-        """What becomes of a host whose command has not led to a usable agent."""
+        """Decide about a host whose command has not led to a usable agent."""
         if self._may_try_again(host, diagnosis):
             pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(host.attempts - 1, 10))
             return TryAgain(diagnosis, now + pause * self._chance.uniform(0.5, 1.5))
@@ -84,7 +84,7 @@ class Startup:
         return diagnosis.retry is Retry.UNTIL_THE_DEADLINE or host.attempts < ATTEMPTS
 
     def over(self, now: float) -> bool:
-        """Whether all are ready, or some have failed and the others have had their time."""
+        """Tell whether all hosts are ready, or some have failed and the others have had their time."""
         if self._settled < math.inf:
             return now >= self._settled or not any(host.phase in UNDER_WAY for host in self._hosts)
         return not any(host.starting_up for host in self._hosts)
@@ -92,15 +92,15 @@ class Startup:
     # The result.
 
     def check(self, words: Mapping[str, str], timeout: float) -> None:
-        """Refuse a start-up that is not complete.
+        """Refuse an incomplete start.
 
         Args:
-            words: by name of host, the last line that its command wrote to its standard error.
+            words: the last line of each command's standard error, by name of host.
             timeout: the start timeout, in seconds.
 
         Raises:
             UnusableHostsError: hosts failed.
-            LaunchError: hosts did not come before the start timeout.
+            LaunchError: hosts missed the start timeout.
         """
         failed = {host.name: host.failure for host in self._hosts if host.phase is Phase.FAILED}
         late = [host for host in self._hosts if host.starting_up]
@@ -111,7 +111,7 @@ class Startup:
             raise LaunchError(describe_missing([_missing(host, words.get(host.name, "")) for host in late], timeout))
 
     def reasons(self) -> dict[HostEntry, str]:
-        """The hosts that failed, and why."""
+        """Return the hosts that failed, with the reasons."""
         return {host.host: host.failure for host in self._hosts if host.phase is Phase.FAILED}
 
 
@@ -135,11 +135,11 @@ def _describe(reasons: Mapping[str, str], waiting: Sequence[str], total: int) ->
 def check_machines(hosts: Sequence[HostEntry], hellos: Sequence[Hello], reach: Reach) -> None:
     """Refuse two names for one machine: they would mean two local ranks 0, which would take the same GPU.
 
-    This is allowed where a template leads to the hosts: it may well lead into several containers that look like one
-    machine, or be used to try out on one machine what is meant for many.
+    This is allowed if a template reaches the hosts: it may lead into several containers that look like one machine, or
+    be used to try out on one machine what is meant for many.
 
     Raises:
-        UnusableHostsError: there are such names; it has all of them.
+        UnusableHostsError: there are such names; the text has all of them.
     """
     if reach.agent_command:
         return

@@ -1,10 +1,10 @@
-"""Watching over a job: one connection to each host's agent, one loop, and one rule: the first failure stops the rest.
+"""Supervision of a job: one connection to each host's agent, one loop, and one rule: the first failure stops the rest.
 
 The loop never waits for output to be written, for a host, or for a worker. It ends when nothing of the job is left on
-any host: every agent has said good-bye, or was lost and then swept up after. ``Agents`` owns the connections, and each
-host's state says what is to be done with its own; this module has what concerns the job as a whole.
+any host: every agent has said goodbye, or was lost and then swept up after. ``Agents`` owns the connections, and each
+host's state decides about its own; this module handles the job as a whole.
 
-Signals only leave a note and wake the loop, where ``signal_handling`` decides what they mean.
+Signals only leave a note and wake the loop, where ``signal_handling`` handles them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from hvdgloo.runner.supervise.startup import Startup
 from hvdgloo.runner.transport.base import Spawner
 
 ANNOUNCE_AFTER = 1.0
-"""Seconds after which a user is told that a job which is over waits for workers to end."""
+"""Seconds after which the user is told that a finished job waits for workers to end."""
 
 FOREIGN_MPI = (
     "mpi4py sees each of the %d workers alone (MPI.COMM_WORLD has 1 rank): hvdgloo-run starts no MPI job, and the "
@@ -72,18 +72,18 @@ _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 
 
 def host_states(hosts: Sequence[HostEntry], spec: LaunchSpec) -> tuple[HostState, ...]:
-    """The states of a job's hosts before it begins."""
+    """Return the states of a job's hosts before it begins."""
     now = time.monotonic()
     return tuple(HostState(host, now, spec.grace_after_failure) for host in hosts)
 
 
 class Supervisor:
-    """Starts agents, has them start workers, and makes sure that all of them end.
+    """The supervisor of a job: it starts agents, has them start workers, and makes sure that all of them end.
 
     A context manager: leaving it, in whatever way, ends everything that it started.
 
     Attributes:
-        audience: is told what becomes of hosts and workers; to be set before the first of them comes.
+        audience: the observers of the job; must be set before the first host or worker appears.
     """
 
     def __init__(
@@ -138,28 +138,28 @@ class Supervisor:
         """Start an agent on every host, and wait until all have come up.
 
         Args:
-            required: what workers will need on a host.
+            required: returns a host's requirements.
 
         Raises:
-            LaunchError: one did not come up before the start timeout, or could not be used.
-            JobFailedError: a signal came first.
+            LaunchError: an agent did not come up before the start timeout, or could not be used.
+            JobFailedError: a signal interrupted the start.
         """
         startup = Startup(self._agents.hosts)
         self._bring_up(startup, required)
-        # Hosts that have not come up yet are not the reason if an agent that had come up was lost.
+        # If an agent that had come up was lost, hosts that have not come up yet are not the reason.
         self._check_agents()
         startup.check({link.host.name: link.last_words for link in self.links}, self._spec.start_timeout)
         return self._hellos()
 
     def gather_usable(self) -> Mapping[HostEntry, str]:
-        """Like ``gather``, but hosts that cannot be used, or are lost later, are left out instead of ending the job.
+        """Gather agents, but leave out hosts that cannot be used, or are lost later, instead of ending the job.
 
         Returns:
-            the hosts that are left out, and why. More may be added while the supervisor runs.
+            the hosts that are left out, with the reasons. More may be added while the supervisor runs.
 
         Raises:
-            LaunchError: a command that leads to a host could not be executed here.
-            JobFailedError: a signal came first.
+            LaunchError: a command could not be executed here.
+            JobFailedError: a signal interrupted the start.
         """
         self._left_out = left_out = dict[HostEntry, str]()
         startup = Startup(self._agents.hosts, patient=True)
@@ -183,24 +183,24 @@ class Supervisor:
         return tuple(link.hello for link in self.links if link.hello is not None)
 
     def probing(self) -> None:
-        """Addresses are tried."""
+        """Record that addresses are being probed."""
         self._agents.offer(host_state.Probe())
 
     def probed(self, details: Sequence[str]) -> None:
-        """Each host's address is known.
+        """Record that each host's address has been chosen.
 
         Args:
-            details: what to show about them, in order of hosts.
+            details: details to show, in order of hosts.
         """
         for link, detail in zip(self.links, details, strict=True):
             self._agents.happen(link.state, host_state.Probed(detail))
 
     def converse(self, done: Callable[[], bool], deadline: float) -> None:
-        """Continue until ``done`` or the deadline; what agents answer goes to ``handlers``.
+        """Continue until ``done`` or the deadline; agents' answers go to ``handlers``.
 
         Raises:
             LaunchError: an agent was lost in the meantime.
-            JobFailedError: a signal came first.
+            JobFailedError: a signal interrupted it.
         """
         self._run(lambda: self._verdict.settled or done(), deadline)
         self._check_agents()
@@ -212,7 +212,7 @@ class Supervisor:
             hosts: in the order in which they were gathered, with the numbers of workers that they will run.
 
         Returns:
-            the hosts, and what their agents said.
+            the hosts, and their agents' hellos.
         """
         names = {host.name for host in hosts}
         leaving = [link for link in self.links if link.host.name not in names]
@@ -231,7 +231,7 @@ class Supervisor:
         """Have each agent start its workers.
 
         Args:
-            env: for each host, what its workers find in their environment.
+            env: for each host, the environment that its workers share.
             workers: for each host, its workers.
         """
         for link, environ, spawns in zip(self.links, env, workers, strict=True):
@@ -242,7 +242,7 @@ class Supervisor:
                     self._stdin_link = link
 
     def _begin(self, link: Link, env: Mapping[str, str], *, elastic: bool = False, workers: int = 0) -> None:
-        """Tell an agent what all of its workers have in common."""
+        """Send an agent the common part of all its workers."""
         is_local = self._spawner.is_local(link.host)
         self._agents.happen(link.state, host_state.Start(self._spec.heartbeat_timeout))
         link.channel.send(
@@ -275,19 +275,19 @@ class Supervisor:
         """Watch until nothing of the job is left.
 
         Args:
-            init: knows which ranks the others wait for at start-up.
+            init: knows which ranks the others wait for at the start.
         """
         self._init = init
         self._run(self._nothing_left)
         return self.outcome
 
     def id_for(self, link: Link) -> str:
-        """What marks the processes that an agent starts for the job."""
+        """Return the mark of the processes that an agent starts for the job."""
         return self._agents.id_for(link.state)
 
     @property
     def links(self) -> Sequence[Link]:
-        """The agents' ends, in order of hosts."""
+        """The links to all agents, in order of hosts."""
         return self._agents.links
 
     @property
@@ -298,23 +298,23 @@ class Supervisor:
     # From other threads and from signal handlers.
 
     def interrupt(self, signum: int) -> None:
-        """Take note of a signal. Safe in a signal handler and in any thread."""
+        """Record a signal. Safe in a signal handler and in any thread."""
         self._loop.call_first(partial(self._signals.came, signum))
 
     def fail_soon(self, failure: Failure) -> None:
-        """Like ``fail``, from another thread."""
+        """Fail from another thread."""
         self._loop.call_soon(partial(self.fail, failure))
 
     def feed_stdin(self, rank: int, data: bytes) -> None:
-        """Give a worker input; empty at its end. The next piece may follow after ``on_stdin_taken``."""
+        """Send input to a worker; empty at its end. The next piece may follow after ``on_stdin_taken``."""
         self._loop.call_soon(partial(self._send_stdin, rank, data))
 
     def observe_soon(self, frame: Observe) -> None:
-        """Somebody has begun to look at the job: tell agents that have been started already."""
+        """Have agents that have already started report to the job's new observers."""
         self._loop.call_soon(partial(self._tell_at_work, frame))
 
     def trace_soon(self, frame: TraceSteps) -> None:
-        """Have all workers trace their next steps; the audience gets the answers."""
+        """Have all workers trace their next steps; the observers get the answers."""
         self._loop.call_soon(partial(self._tell_at_work, frame))
 
     # The loop.
@@ -332,10 +332,10 @@ class Supervisor:
             self._keep_time()
 
     def _turn(self, until: float) -> None:
-        """Serve what is ready, once.
+        """Serve the descriptors that are ready, once.
 
-        Where this process did not run for a while (Ctrl-Z, a debugger, a frozen machine), that makes no agent late:
-        what came in the meantime is read before anything is judged.
+        If this process did not run for a while (Ctrl-Z, a debugger, a frozen machine), no agent is late for that
+        reason: data that arrived in the meantime is read before anything is judged.
         """
         begin = time.monotonic()
         self._loop.turn(until)
@@ -345,12 +345,12 @@ class Supervisor:
             return
         self._slept += slept
         if self._hard_deadline is not None:
-            # The agents' own time went on, so that they have no more than this left to do.
+            # The agents' own time continued, so that they need no more than this.
             self._hard_deadline = max(self._hard_deadline, now + self._spec.end_timeout)
         self._loop.turn(now)
 
     def _next(self, now: float, deadline: float | None) -> float:
-        """When there is something to do at the latest."""
+        """Return the latest time at which there is something to do."""
         times = [self._last_beat + self._beat_interval, deadline, self._observer.tick(), self._hard_deadline]
         times += [self._agents.next(now), self._verdict.next]
         times.append(self._announcement[0] if self._announcement is not None else None)
@@ -385,44 +385,44 @@ class Supervisor:
         if not self._verdict.settled:
             self._agents.start_due(now)
 
-    # What ``Agents`` calls.
+    # Called by ``Agents``.
 
     @property
     def settled(self) -> bool:
-        """Whether everything that ends from now on ends because it was told to."""
+        """True if everything that ends from now on ends on request."""
         return self._verdict.settled
 
     def shown(self, host: HostState) -> None:
-        """A host has reached another step of its start."""
+        """Show that a host has reached another step of its start."""
         self._observer.step(host)
 
     def notice(self, text: str) -> None:
-        """Tell the user something."""
+        """Show a notice to the user."""
         self._observer.notice(text)
 
     def notice_unless_over(self, text: str) -> None:
-        """Tell the user what is being waited for, if the workers do not end within a moment: the summary says all that
-        matters of a job that ends at once.
+        """Tell the user what the job waits for, if the workers do not end within a moment: for a job that ends at once,
+        the summary suffices.
         """
         self._announcement = time.monotonic() + ANNOUNCE_AFTER, text
 
     def interrupted(self) -> None:
-        """The workers are about to be interrupted by Ctrl-C."""
+        """Prepare for the interruption of the workers by Ctrl-C."""
         self._observer.interrupted()
 
     def received(self, link: Link, frame: Frame) -> None:
-        """A frame that concerns its workers has come from an agent."""
+        """Process an agent's frame that concerns its workers."""
         if type(frame) in self.handlers:
             self.handlers[type(frame)](link, frame)
 
     def ended(self, link: Link) -> None:
-        """An agent has ended as it should."""
+        """Record that an agent has ended in order."""
         if link.workers:
             self._verdict.gone(link.workers)
             self._finish_if_over()
 
     def lost(self, host: HostState, link: Link | None, text: str) -> None:
-        """The job has lost a host; ``text`` continues ``the agent on host h1 ...``."""
+        """Record the loss of a host; ``text`` continues ``the agent on host h1 ...``."""
         if self._left_out is not None:
             self._left_out[host.host] = f"its agent {text}"
             return
@@ -432,13 +432,13 @@ class Supervisor:
         self._finish_if_over()
 
     def usable(self, link: Link) -> None:
-        """An agent has come up: ``gather`` waits for all of them."""
+        """Do nothing: ``gather`` waits for all agents."""
 
     def unusable(self, host: HostState) -> None:
-        """A host cannot be used: ``gather`` has a report of all of them."""
+        """Do nothing: ``gather`` reports all unusable hosts."""
 
     def _check_agents(self) -> None:
-        """Raise what has gone wrong before any worker is started."""
+        """Raise an error for a failure before any worker is started."""
         if self.outcome.interrupted is not None:
             raise JobFailedError("interrupted before the workers were started", exit_code=self.outcome.exit_code)
         if self.outcome.first is not None:
@@ -465,7 +465,7 @@ class Supervisor:
                 link.channel.send(frame)
 
     def _note_end(self, number: int, status: int, reason: str) -> None:
-        """A worker has ended, or could not be started. What ends after the job's end was decided has been told to."""
+        """Report that a worker has ended, or could not be started. Once the end is decided, workers end on request."""
         self.audience.ended(number, status, "" if self._verdict.settled else reason)
 
     def _on_spawned(self, link: Link, frame: Spawned) -> None:
@@ -495,7 +495,7 @@ class Supervisor:
             self.fail(Failure(None, link.host.name, 1, reason))
 
     def _give_credit(self) -> None:
-        # Once no worker runs, no more than the pipes' contents can come.
+        # Once no worker runs, only the pipes' contents can follow.
         if self._observer.congested and self._verdict.running:
             return
         for link in self.links:
@@ -511,14 +511,14 @@ class Supervisor:
     # The end.
 
     def fail(self, failure: Failure) -> None:
-        """The first failure stops the rest; what fails later fails because of it."""
+        """Stop the job at the first failure; later failures are consequences of it."""
         self._verdict.fail(failure)
 
     def _stop_after_failure(self) -> None:
         self.stop(signal.SIGTERM, self._spec.grace_after_failure)
 
     def stop(self, signum: int, grace: float) -> None:
-        """End the workers with a signal, and kill what is left after ``grace`` seconds."""
+        """End the workers with a signal, and kill the rest after ``grace`` seconds."""
         self._verdict.settled = True
         self._hard_deadline = time.monotonic() + grace + self._spec.end_timeout
         self.tell_all(Stop(signum, grace))
@@ -534,7 +534,7 @@ class Supervisor:
 
     @property
     def running(self) -> bool:
-        """Whether there are workers that have not ended."""
+        """True if there are workers that have not ended."""
         return bool(self._verdict.running)
 
     def tell_all(self, frame: Frame) -> None:
@@ -542,7 +542,7 @@ class Supervisor:
         self._agents.tell(frame)
 
     def flush(self, seconds: float) -> None:
-        """Wait until what was sent to agents has left, for at most this many seconds."""
+        """Wait until all frames to agents have been sent, for at most this many seconds."""
         self._run(
             lambda: not any(link.channel.pending for link in self.links if not link.gone), time.monotonic() + seconds
         )
@@ -551,10 +551,10 @@ class Supervisor:
         if self._verdict.over:
             self._agents.offer(host_state.Finish())
 
-    # Who is missing.
+    # Missing workers.
 
     def _watch_init(self, now: float) -> None:
-        """Say which workers the others wait for in ``hvd.init()``, and stop the job if they will never call it."""
+        """Report the workers that others wait for in ``hvd.init()``, and stop the job if they will never call it."""
         if self._init is None or self._verdict.settled:
             return
         text = self._init.report(now)

@@ -1,4 +1,4 @@
-"""The policy of elastic jobs: what ends does not end the rest. Who goes on is decided elsewhere, by the elastic job."""
+"""The policy of elastic jobs: the end of a worker does not end the rest. The elastic job decides who continues."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from hvdgloo.runner.protocol.frames import Exited, SpawnFailed
 
 
 class Survivors:
-    """Which workers run, until the elastic job is over.
+    """The running workers, until the elastic job is over.
 
     Args:
-        outcome: to be filled in.
+        outcome: filled in.
         stop: ends all workers.
 
     Attributes:
         running: numbers of workers that have not ended.
-        settled: whether everything that ends from now on ends because it was told to.
-        statuses: of each worker that has ended: exit status, or minus the signal; None if its host was lost.
+        settled: True if everything that ends from now on ends on request.
+        statuses: exit status of each worker that has ended, or minus the signal; None if its host was lost.
     """
 
     def __init__(self, outcome: JobOutcome, stop: Callable[[], None]) -> None:
@@ -30,39 +30,39 @@ class Survivors:
 
     @property
     def over(self) -> bool:
-        """Whether no worker runs, and none will be started: until the job is over, others may come."""
+        """True if no worker runs, and none will be started: until the job is over, others may follow."""
         return self.settled and not self.running
 
     @property
     def next(self) -> float | None:
-        """Nothing here depends on time."""
+        """None, because nothing here depends on time."""
         return None
 
     def started(self, number: int) -> None:
-        """A worker was told to start."""
+        """Record that a worker was told to start."""
         self.running.add(number)
 
     def exited(self, host: str, frame: Exited) -> None:
-        """A worker has ended."""
+        """Record that a worker has ended."""
         self.running.discard(frame.number)
         self.statuses[frame.number] = frame.status
 
     def not_started(self, host: str, frame: SpawnFailed) -> None:
-        """A worker could not be started."""
+        """Record that a worker could not be started."""
         self.running.discard(frame.number)
         self.statuses[frame.number] = frame.status
 
     def gone(self, numbers: Iterable[int]) -> None:
-        """Workers whose host was lost: nothing will report how they ended."""
+        """Record the loss of workers with their host: nothing will report their ends."""
         for number in numbers:
             self.running.discard(number)
             self.statuses.setdefault(number, None)
 
     def fail(self, failure: Failure) -> None:
-        """The job cannot go on, whoever is left."""
+        """End the job, whoever is left."""
         if not self.settled:
             self._outcome.first = failure
             self._stop()
 
     def keep_time(self, now: float) -> None:
-        """Nothing here depends on time."""
+        """Do nothing, because nothing here depends on time."""

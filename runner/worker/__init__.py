@@ -1,1 +1,1 @@
-"""In a worker: the program that runs the function given to ``hvdgloo.run.run``."""
+"""The program of a worker that runs the function given to ``hvdgloo.run.run``."""
