@@ -14,12 +14,16 @@ number of ranks. A bucket of several tensors is combined tensor by tensor.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from hvdgloo._backends import kernels
+from hvdgloo._backends.base import Backend, Work
+from hvdgloo.types import Buffer, DType, ReduceOp
 
 Floats = npt.NDArray[np.float64]
 
@@ -27,6 +31,35 @@ _SMALLEST = sys.float_info.min
 """A gradient with a smaller squared norm counts as zero: its direction means nothing."""
 
 _CHUNK = 1 << 16
+
+
+def adaptive_sum(backend: Backend, buffer: Buffer, counts: Sequence[int], rank: int, size: int) -> Iterator[Work]:
+    """Adasum in place.
+
+    Args:
+        buffer: one or several tensors, one after another.
+        counts: their numbers of elements.
+    """
+    if size == 1:
+        return
+    itemsize = buffer.dtype.itemsize
+    cuts = [buffer.count * index // size for index in range(size + 1)]
+    lengths = [end - begin for begin, end in pairwise(cuts)]
+    own = lengths[rank]
+    slices = np.empty((size, own), buffer.dtype.numpy_dtype)
+    flat = Buffer.of_array(slices.reshape(-1), buffer.dtype)
+    yield backend.alltoall(buffer, flat, [length * itemsize for length in lengths], [own * itemsize] * size)
+    vectors = kernels.widen_bfloat16(slices) if buffer.dtype is DType.BFLOAT16 else slices
+    edges = np.clip(np.cumsum([0, *counts]) - cuts[rank], 0, own)
+    bounds = [int(edge) for edge in edges]
+    products = inner_products(list(vectors), bounds)
+    yield backend.allreduce(Buffer.of_array(products.reshape(-1)), ReduceOp.SUM)
+    result = np.empty(own, vectors.dtype)
+    combine(list(vectors), bounds, products, result)
+    if buffer.dtype is DType.BFLOAT16:
+        result = kernels.narrow_bfloat16(result)
+    source = Buffer.of_array(result, buffer.dtype)
+    yield backend.allgather(source, buffer, [length * itemsize for length in lengths])
 
 
 def inner_products(vectors: Sequence[npt.NDArray[Any]], bounds: Sequence[int]) -> Floats:

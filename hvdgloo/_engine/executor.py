@@ -12,35 +12,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hvdgloo._backends.base import Done, Mark, Plane, Scattered, Several, Tunable, Work, has_ended
+from hvdgloo._backends.base import Mark, Plane, Several, Tunable, has_ended
 from hvdgloo._engine import fusion
-from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.fusion import Bucket, Part
-from hvdgloo._engine.messages import Request, Response, Tune
-from hvdgloo._engine.phases import Phases, adaptive_sum, exchange
+from hvdgloo._engine.messages import Response, Tune
 from hvdgloo._engine.planes import DEPTH, Group
 from hvdgloo._engine.submission import Submission
+from hvdgloo._engine.transfer import Batch, Phases, Transfer, begin, deliver
 from hvdgloo._observe.counters import AGREEMENT, Counters, Traffic
 from hvdgloo._platform.queues import take_within
 from hvdgloo.errors import BackendError, HorovodInternalError
-from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+from hvdgloo.types import Collective, ReduceOp
 
 if TYPE_CHECKING:
     from hvdgloo._engine.timeline import Timeline, Timelines
 
 logger = logging.getLogger(__name__)
-
-Batch = Sequence[tuple[Response, Submission]]
 
 QUICK_BYTES = 1 << 16
 LENT_BYTES = 1 << 22
@@ -77,49 +72,6 @@ _STUCK_SECONDS = 3.0
 _SLOWEST_NETWORK = 1 << 20
 """Bytes per second that any usable network moves; the operation timeout is extended by the transfer time at this rate.
 """
-
-
-@dataclass(slots=True, eq=False)
-class _UnderWay:
-    """A bucket whose transfer has begun.
-
-    Attributes:
-        buffer: what the plane works on; None if there is nothing.
-        packed: the results are in ``buffer``, not yet in their places.
-        in_order: a GPU's stream does the rest, and keeps the order with what it is given later.
-        ready: on a GPU, the place where its tensors are ready to be read; the program may have given the GPU much to do
-            before. None from then on.
-        deadline: when it counts as lost; it does not before it is ready.
-        begun: when a stream was given all of it.
-        counted: it does not keep later buckets waiting any more.
-        times: begun, fenced, sent; only while there is a timeline.
-        traffic: where its tensors are counted, if anywhere.
-        started, fenced, sent: when it was taken from the queue, when its tensors could be read, and when the plane had
-            been given it; where it is counted.
-    """
-
-    bucket: Bucket
-    batch: Batch
-    group: Group
-    plane: Plane
-    work: Work
-    buffer: Buffer | None
-    packed: bool
-    delivered: bool = False
-    in_order: bool = False
-    ready: Work | None = None
-    deadline: float = math.inf
-    begun: float = math.inf
-    counted: bool = False
-    times: Sequence[float] = ()
-    nbytes: int = 0
-    traffic: Traffic | None = None
-    started: float = 0.0
-    fenced: float = 0.0
-    sent: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.nbytes = self.buffer.nbytes if self.buffer is not None else 0
 
 
 class Executor:
@@ -164,10 +116,10 @@ class Executor:
         self._counters = counters
         self._on_room: Callable[[], None] = _nothing
         self._on_failure: Callable[[BaseException], None] = _nothing
-        self._queue: queue.SimpleQueue[tuple[Bucket, Batch] | _UnderWay | Exception | Callable[[], None] | None] = (
+        self._queue: queue.SimpleQueue[tuple[Bucket, Batch] | Transfer | Exception | Callable[[], None] | None] = (
             queue.SimpleQueue()
         )
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[Transfer] = deque()
         self._unresolved: dict[Submission, None] = {}  # in order
         self._plans: dict[tuple[int, ...], Sequence[Bucket]] = {}
         self._tuned: Tune | None = None  # as the data thread knows it
@@ -311,11 +263,11 @@ class Executor:
     def _execute_here(self, bucket: Bucket, batch: Batch) -> None:
         """Do the data thread's work while that is idle; it takes over if this bucket turns out to be slow, or fails."""
         try:
-            under_way = self._begin(bucket, batch)
-            if not under_way.work.completes_within(QUICK_SECONDS):
-                self._queue.put(under_way)
+            transfer = self._begin(bucket, batch)
+            if not transfer.work.completes_within(QUICK_SECONDS):
+                self._queue.put(transfer)
                 return
-            self._complete(under_way)
+            self._complete(transfer)
         except Exception as error:  # noqa: BLE001 - whatever broke, the data thread reports it
             self._queue.put(error)
 
@@ -414,7 +366,7 @@ class Executor:
                     self._drain()
                 self._pause = _SHORTEST_PAUSE
                 continue
-            if isinstance(item, _UnderWay):
+            if isinstance(item, Transfer):
                 self._under_way.append(item)
                 continue
             if isinstance(item, Exception):
@@ -429,7 +381,7 @@ class Executor:
         if bucket.collective.exclusive or _is_adasum(bucket, batch):
             self._drain()
             return
-        waited_for = [under_way for under_way in self._under_way if not under_way.in_order]
+        waited_for = [transfer for transfer in self._under_way if not transfer.in_order]
         if len(waited_for) == DEPTH and not self._is_in_order(bucket, batch):
             self._finish(waited_for[0])
 
@@ -437,9 +389,9 @@ class Executor:
         while self._under_way:
             self._finish(self._under_way[0])
 
-    def _first(self, *, in_order: bool) -> _UnderWay | None:
+    def _first(self, *, in_order: bool) -> Transfer | None:
         """The first bucket under way that a stream keeps in order, or that does not."""
-        return next((under_way for under_way in self._under_way if under_way.in_order is in_order), None)
+        return next((transfer for transfer in self._under_way if transfer.in_order is in_order), None)
 
     def _settle(self) -> None:
         """Fail what is left, once the backend has released its memory."""
@@ -454,7 +406,7 @@ class Executor:
         self._unresolved.clear()
         self._under_way.clear()
 
-    def _begin(self, bucket: Bucket, batch: Batch) -> _UnderWay:
+    def _begin(self, bucket: Bucket, batch: Batch) -> Transfer:
         group = self._groups[batch[bucket.parts[0].operation][0].request.process_set]
         plane = self._plane(bucket, batch, group)
         timeline, counters = self.timeline, self._counters
@@ -463,65 +415,68 @@ class Executor:
         fenced = timeline.now() if (waited := self._fence(bucket, batch)) and timeline is not None else begun
         readable = time.monotonic() if waited and counters is not None else started
         ready = plane.memory.mark() if plane.memory.in_order else None
-        under_way = self._dispatch(bucket, batch, group, plane)
+        if bucket.collective.changes_sets:
+            self._change_sets(batch[bucket.parts[0].operation][0])
+        transfer = Transfer(bucket, batch, group, plane, self._fusion_threshold)
+        begin(transfer)
         if counters is not None:
-            self._count_from(under_way, counters, started, readable)
+            self._count_from(transfer, counters, started, readable)
         if timeline is not None:
-            under_way.times = begun, fenced, timeline.now()
-        if plane.memory.in_order and not isinstance(under_way.work, Phases):
-            self._deliver(under_way)
+            transfer.times = begun, fenced, timeline.now()
+        if plane.memory.in_order and not isinstance(transfer.work, Phases):
+            deliver(transfer)
             mark = plane.memory.mark()
-            under_way.work = Several([under_way.work, mark])
-            under_way.in_order = True
-            self._begun_in_order(under_way, mark)
-        under_way.ready = ready
-        under_way.sent = time.monotonic()
-        under_way.deadline = self._due(under_way, under_way.sent)
-        return under_way
+            transfer.work = Several([transfer.work, mark])
+            transfer.in_order = True
+            self._begun_in_order(transfer, mark)
+        transfer.ready = ready
+        transfer.sent = time.monotonic()
+        transfer.deadline = self._due(transfer, transfer.sent)
+        return transfer
 
-    def _due(self, under_way: _UnderWay, now: float) -> float:
+    def _due(self, transfer: Transfer, now: float) -> float:
         """When a bucket that is ready now counts as lost."""
-        return now + self._operation_timeout + under_way.nbytes / _SLOWEST_NETWORK
+        return now + self._operation_timeout + transfer.nbytes / _SLOWEST_NETWORK
 
     @staticmethod
-    def _count_from(under_way: _UnderWay, counters: Counters, started: float, fenced: float) -> None:
+    def _count_from(transfer: Transfer, counters: Counters, started: float, fenced: float) -> None:
         """A bucket is on its way, and will be counted when it has arrived."""
-        part = under_way.bucket.parts[0]
-        plane = under_way.plane.label if part.tensor >= 0 else AGREEMENT
-        key = plane, under_way.batch[part.operation][0].request.process_set
-        traffic = under_way.traffic = counters.traffic.get(key) or counters.carried(*key)
+        part = transfer.bucket.parts[0]
+        plane = transfer.plane.label if part.tensor >= 0 else AGREEMENT
+        key = plane, transfer.batch[part.operation][0].request.process_set
+        traffic = transfer.traffic = counters.traffic.get(key) or counters.carried(*key)
         traffic.begun(fenced)
-        under_way.started, under_way.fenced = started, fenced
+        transfer.started, transfer.fenced = started, fenced
 
     @staticmethod
-    def _count(under_way: _UnderWay, counters: Counters, traffic: Traffic, done: float) -> None:
+    def _count(transfer: Transfer, counters: Counters, traffic: Traffic, done: float) -> None:
         """Count a bucket that has arrived, and whose results are in their places."""
-        parts, batch = under_way.bucket.parts, under_way.batch
+        parts, batch = transfer.bucket.parts, transfer.batch
         tensors = len(parts)
-        started, fenced, sent = under_way.started, under_way.fenced, under_way.sent
+        started, fenced, sent = transfer.started, transfer.fenced, transfer.sent
         ordered = batch[parts[0].operation][1].handle.ordered
         if ordered:
             counters.queue += (started - ordered) * tensors
         counters.data += (fenced - started) * tensors
-        if under_way.packed and not under_way.in_order:
+        if transfer.packed and not transfer.in_order:
             counters.copy += (sent - fenced + time.monotonic() - done) * tensors
             counters.wire += (done - sent) * tensors
         else:
             counters.wire += (done - fenced) * tensors
-        nbytes = under_way.bucket.nbytes
-        if under_way.bucket.collective is Collective.ALLGATHER:  # those are the bytes of all ranks
-            nbytes = sum([batch[part.operation][1].inputs[part.tensor].nbytes for part in parts])
+        nbytes = transfer.bucket.nbytes
+        if transfer.bucket.collective is Collective.ALLGATHER:  # those are the bytes of all ranks
+            nbytes = sum([source.nbytes for source in transfer.inputs])
         traffic.ended(done, tensors, nbytes)
 
-    def _begun_in_order(self, under_way: _UnderWay, mark: Mark) -> None:
+    def _begun_in_order(self, transfer: Transfer, mark: Mark) -> None:
         """A stream has been given all of a bucket."""
-        under_way.begun = time.monotonic()
-        if under_way.nbytes >= _NOT_WORTH_FUSING:
-            self._no_longer_counts(under_way)
+        transfer.begun = time.monotonic()
+        if transfer.nbytes >= _NOT_WORTH_FUSING:
+            self._no_longer_counts(transfer)
         if self._follow_streams:
-            for part in under_way.bucket.parts:
-                under_way.batch[part.operation][1].handle.follow = mark.order
-            self._resolve(under_way)
+            for part in transfer.bucket.parts:
+                transfer.batch[part.operation][1].handle.follow = mark.order
+            self._resolve(transfer)
 
     def _is_in_order(self, bucket: Bucket, batch: Batch) -> bool:
         part = bucket.parts[0]
@@ -553,23 +508,6 @@ class Executor:
                 waited = True
         return waited
 
-    def _dispatch(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
-        if bucket.collective is Collective.ALLREDUCE:
-            return self._begin_allreduce(bucket, batch, group, plane)
-        if bucket.collective is Collective.ALLGATHER:
-            return self._begin_allgather(bucket, batch, group, plane)
-        if bucket.collective is Collective.REDUCESCATTER:
-            return self._begin_reducescatter(bucket, batch, group, plane)
-        if bucket.collective is Collective.BROADCAST:
-            return self._begin_broadcast(bucket, batch, group, plane)
-        response, operation = batch[bucket.parts[0].operation]
-        if bucket.collective is Collective.ALLTOALL:
-            work = Phases(exchange(group.host.backend, plane, operation, len(group.ranks)))
-            return _UnderWay(bucket, batch, group, plane, work, operation.inputs[0], packed=False)
-        if bucket.collective.changes_sets:
-            self._change_sets(response)
-        return _UnderWay(bucket, batch, group, plane, Done(), None, packed=False)  # else agreement was all it took
-
     def _change_sets(self, response: Response) -> None:
         if response.request.collective is Collective.REMOVE_PROCESS_SET:
             group = self._groups.pop(response.value, None)
@@ -585,119 +523,14 @@ class Executor:
             if self._verdict is not None:
                 opened.host.backend.abort()  # the abort did not see it
 
-    def _begin_allreduce(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
-        first = bucket.parts[0]
-        request = batch[first.operation][0].request
-        in_place = _holds_all(plane, bucket, batch)
-        if in_place and plane.scattered is not None and request.op is not ReduceOp.ADASUM:
-            return self._begin_scattered_allreduce(bucket, batch, group, plane, plane.scattered)
-        packed = len(bucket.parts) > 1 or not in_place
-        if packed:
-            nbytes = bucket.nbytes
-            buffer = self._stage(group, plane, nbytes, request.tensors[first.tensor])
-            plane.memory.pack(buffer, [batch[part.operation][1].inputs[part.tensor] for part in bucket.parts])
-        else:
-            buffer = _place(plane, batch[first.operation][1], first.tensor)
-        work: Work = Done()
-        if buffer.nbytes:
-            if request.prescale != 1.0:
-                plane.backend.scale(buffer, request.prescale)
-            if request.op is ReduceOp.ADASUM:
-                counts = [part.nbytes // buffer.dtype.itemsize for part in bucket.parts]
-                work = Phases(adaptive_sum(plane.backend, buffer, counts, group.rank, len(group.ranks)))
-            else:
-                work = plane.backend.allreduce(buffer, _combining(request.op))
-        return _UnderWay(bucket, batch, group, plane, work, buffer, packed)
-
-    @staticmethod
-    def _begin_scattered_allreduce(
-        bucket: Bucket, batch: Batch, group: Group, plane: Plane, backend: Scattered
-    ) -> _UnderWay:
-        """Nothing is packed, copied or scaled here: the data plane does all of it."""
-        request = batch[bucket.parts[0].operation][0].request
-        operations = [batch[part.operation][1] for part in bucket.parts]
-        work = backend.allreduce_several(
-            [operation.inputs[part.tensor] for operation, part in zip(operations, bucket.parts, strict=True)],
-            [operation.outputs[part.tensor] for operation, part in zip(operations, bucket.parts, strict=True)],
-            _combining(request.op),
-            request.prescale,
-            _factor(request, len(group.ranks)),
-        )
-        under_way = _UnderWay(bucket, batch, group, plane, work, None, packed=False)
-        under_way.nbytes = bucket.nbytes
-        return under_way
-
-    def _begin_reducescatter(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
-        part = bucket.parts[0]
-        response, operation = batch[part.operation]
-        request = response.request
-        source, target = operation.inputs[part.tensor], operation.outputs[part.tensor]
-        packed = not _holds_all(plane, bucket, batch)
-        work: Work = Done()
-        if source.nbytes:
-            rows = divide_rows(source.shape[0], len(group.ranks))
-            row = source.nbytes // source.shape[0]
-            if packed or request.prescale != 1.0:
-                own = target.nbytes if packed else 0
-                staged = self._stage(group, plane, own + source.nbytes, source.spec)
-                if packed:
-                    target = staged.part(0, own)
-                whole = staged.part(own, source.nbytes)
-                plane.memory.pack(whole, [source])
-                source = whole
-            if request.prescale != 1.0:
-                plane.backend.scale(source, request.prescale)
-            work = plane.backend.reducescatter(source, target, [n * row for n in rows], _combining(request.op))
-        return _UnderWay(bucket, batch, group, plane, work, target, packed)
-
-    def _begin_broadcast(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
-        first = bucket.parts[0]
-        response, operation = batch[first.operation]
-        root = group.ranks.index(response.request.root)
-        packed = len(bucket.parts) > 1 or not _holds_all(plane, bucket, batch)
-        if packed:
-            nbytes = bucket.nbytes
-            buffer = self._stage(group, plane, nbytes, TensorSpec(DType.UINT8, ()))
-            if group.rank == root:
-                plane.memory.pack(buffer, [batch[part.operation][1].inputs[part.tensor] for part in bucket.parts])
-        else:
-            buffer = _place(plane, operation, first.tensor)
-        work: Work = plane.backend.broadcast(buffer, root) if buffer.nbytes else Done()
-        return _UnderWay(bucket, batch, group, plane, work, buffer, packed)
-
-    def _begin_allgather(self, bucket: Bucket, batch: Batch, group: Group, plane: Plane) -> _UnderWay:
-        for part in bucket.parts:
-            response, operation = batch[part.operation]
-            operation.outputs[part.tensor] = _allocate(response, operation, part.tensor)
-        sizes = [_block_sizes(batch[part.operation][0], part.tensor) for part in bucket.parts]
-        totals = [sum(column) for column in zip(*sizes, strict=True)]
-        packed = len(bucket.parts) > 1 or not _holds_all(plane, bucket, batch)
-        first = batch[bucket.parts[0].operation][1]
-        work: Work = Done()
-        target = first.outputs[bucket.parts[0].tensor] if not packed else None
-        if sum(totals):
-            if packed:
-                own = totals[group.rank]
-                staged = self._stage(group, plane, own + sum(totals), TensorSpec(DType.UINT8, ()))
-                source, target = staged.part(0, own), staged.part(own, sum(totals))
-                plane.memory.pack(source, [batch[part.operation][1].inputs[part.tensor] for part in bucket.parts])
-            else:
-                source = first.inputs[bucket.parts[0].tensor]
-                assert target is not None
-            work = plane.backend.allgather(source, target, totals)
-        return _UnderWay(bucket, batch, group, plane, work, target, packed)
-
-    def _stage(self, group: Group, plane: Plane, nbytes: int, like: TensorSpec) -> Buffer:
-        return group.stage(plane, nbytes, like, self._fusion_threshold)
-
-    def _finish(self, under_way: _UnderWay) -> None:
+    def _finish(self, transfer: Transfer) -> None:
         """Wait for a bucket; if it fails it stays under way, as some of it may still be on its way."""
-        while not under_way.work.completes_within(_LOOK_SECONDS):
-            self._check(under_way)
-        self._under_way.remove(under_way)
-        self._complete(under_way)
+        while not transfer.work.completes_within(_LOOK_SECONDS):
+            self._check(transfer)
+        self._under_way.remove(transfer)
+        self._complete(transfer)
 
-    def _look_at(self, first: _UnderWay, timeout: float) -> None:
+    def _look_at(self, first: Transfer, timeout: float) -> None:
         """See whether a bucket under way comes to its end within a time, in seconds."""
         if first.work.completes_within(timeout):
             self._under_way.remove(first)
@@ -706,75 +539,59 @@ class Executor:
             return
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._check(first)
-        for under_way in self._under_way:
-            if not under_way.counted and time.monotonic() - under_way.begun >= _FUSING_SECONDS:
-                self._no_longer_counts(under_way)
+        for transfer in self._under_way:
+            if not transfer.counted and time.monotonic() - transfer.begun >= _FUSING_SECONDS:
+                self._no_longer_counts(transfer)
 
-    def _check(self, under_way: _UnderWay) -> None:
+    def _check(self, transfer: Transfer) -> None:
         """Raise BackendError if a bucket that is under way is not worth waiting for."""
-        if under_way.ready is not None:
-            if under_way.ready.completes_within(0.0):
-                under_way.ready = None
-            under_way.deadline = self._due(under_way, time.monotonic())
-        if time.monotonic() >= under_way.deadline:
-            raise BackendError(f"{_describe(under_way)} has not completed within its time")
+        if transfer.ready is not None:
+            if transfer.ready.completes_within(0.0):
+                transfer.ready = None
+            transfer.deadline = self._due(transfer, time.monotonic())
+        if time.monotonic() >= transfer.deadline:
+            raise BackendError(f"{transfer} has not completed within its time")
         if self._aborted.is_set():
             raise BackendError("it did not end when it was aborted")
 
-    def _complete(self, under_way: _UnderWay) -> None:
+    def _complete(self, transfer: Transfer) -> None:
         """Put the results of a bucket whose transfer has ended in their places, and resolve its handles."""
         timeline = self.timeline
         done = timeline.now() if timeline is not None else 0.0
-        arrived = time.monotonic() if under_way.traffic is not None else 0.0
-        self._deliver(under_way)
-        if under_way.traffic is not None and self._counters is not None:
-            self._count(under_way, self._counters, under_way.traffic, arrived)
-        if timeline is not None and under_way.times:
-            name = f"{under_way.plane.backend.name}_{under_way.bucket.collective.value}".upper()
-            timeline.executed(under_way.bucket, under_way.batch, name, (*under_way.times, done), under_way.packed)
-        if not (under_way.in_order and self._follow_streams):
-            self._resolve(under_way)
-        self._no_longer_counts(under_way)
+        arrived = time.monotonic() if transfer.traffic is not None else 0.0
+        deliver(transfer)
+        if transfer.traffic is not None and self._counters is not None:
+            self._count(transfer, self._counters, transfer.traffic, arrived)
+        if timeline is not None and transfer.times:
+            name = f"{transfer.plane.backend.name}_{transfer.bucket.collective.value}".upper()
+            timeline.executed(transfer.bucket, transfer.batch, name, (*transfer.times, done), transfer.packed)
+        if not (transfer.in_order and self._follow_streams):
+            self._resolve(transfer)
+        self._no_longer_counts(transfer)
 
-    def _resolve(self, under_way: _UnderWay) -> None:
+    def _resolve(self, transfer: Transfer) -> None:
         """Resolve the handles whose last bucket this is."""
-        for part in under_way.bucket.parts:
-            response, operation = under_way.batch[part.operation]
+        for part in transfer.bucket.parts:
+            response, operation = transfer.batch[part.operation]
             operation.remaining -= 1
             if not operation.remaining:
                 del self._unresolved[operation]
                 operation.handle.resolve(operation.outputs, value=response.value)
         self._waiting_here = None  # it keeps tensors alive
 
-    def _no_longer_counts(self, under_way: _UnderWay) -> None:
+    def _no_longer_counts(self, transfer: Transfer) -> None:
         """Later buckets need not wait for this one."""
-        if not under_way.counted:
-            under_way.counted = True
+        if not transfer.counted:
+            transfer.counted = True
             self._completed += 1
             self._on_room()
 
-    def _deliver(self, under_way: _UnderWay) -> None:
-        """Finish a bucket's results and put them in their places, once."""
-        buffer = under_way.buffer
-        if under_way.delivered or buffer is None or not buffer.nbytes:
-            return
-        under_way.delivered = True
-        collective = under_way.bucket.collective
-        if collective.reduces:
-            request = under_way.batch[under_way.bucket.parts[0].operation][0].request
-            factor = _factor(request, len(under_way.group.ranks))
-            if factor != 1.0:
-                under_way.plane.backend.scale(buffer, factor)
-        if under_way.packed:
-            pieces = _gathered_pieces(under_way) if collective is Collective.ALLGATHER else _pieces(under_way)
-            under_way.plane.memory.unpack(buffer, pieces)
 
-
-_kept: list[_UnderWay] = []
+_kept: list[Transfer] = []
 """What had not ended when its engine did. Its memory may still be read and written."""
 
 
-def _let_go(under_way: Iterable[_UnderWay]) -> bool:
+def _let_go(transfers: Iterable[Transfer]) -> bool:
     """Give what was aborted a moment to end; what does not is kept until it has, if only a later engine notices.
 
     Returns:
@@ -783,7 +600,7 @@ def _let_go(under_way: Iterable[_UnderWay]) -> bool:
     until = time.monotonic() + _LET_GO_SECONDS
     earlier, _kept[:] = list(_kept), []
     _kept.extend(each for each in earlier if not has_ended(each.work, 0.0))
-    left = [each for each in under_way if not has_ended(each.work, max(0.0, until - time.monotonic()))]
+    left = [each for each in transfers if not has_ended(each.work, max(0.0, until - time.monotonic()))]
     _kept.extend(left)
     return not left
 
@@ -797,79 +614,9 @@ def _tune_plane(group: Group, settings: Tune) -> None:
         group.host.backend.tune(settings.hierarchical_threshold)
 
 
-def _combining(op: ReduceOp) -> ReduceOp:
-    """The part of a reduction that the data plane does; dividing comes after."""
-    return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
-
-
-def _factor(request: Request, size: int) -> float:
-    """The factor that a reduction's sums are multiplied by; averaging is part of it."""
-    return request.postscale / size if request.op is ReduceOp.AVERAGE else request.postscale
-
-
 def _is_adasum(bucket: Bucket, batch: Batch) -> bool:
     return batch[bucket.parts[0].operation][0].request.op is ReduceOp.ADASUM
 
 
 def _is_of_device(batch: Batch, part: Part) -> bool:
     return batch[part.operation][0].request.tensors[part.tensor].device != "cpu"
-
-
-def _describe(under_way: _UnderWay) -> str:
-    """A bucket as it appears in messages: ``allreduce of 12 tensors (first: allreduce.fc.weight)``."""
-    parts = under_way.bucket.parts
-    first = under_way.batch[parts[0].operation][1].request.name
-    tensors = f"{len(parts)} tensors (first: {first})" if len(parts) > 1 else first
-    return f"{under_way.bucket.collective.value} of {tensors}"
-
-
-def _holds_all(plane: Plane, bucket: Bucket, batch: Batch) -> bool:
-    """True if the plane can work on a bucket's tensors where they are."""
-    holds = plane.memory.holds
-    return all(
-        holds(batch[part.operation][1].inputs[part.tensor]) and holds(batch[part.operation][1].outputs[part.tensor])
-        for part in bucket.parts
-    )
-
-
-def _place(plane: Plane, operation: Submission, tensor: int) -> Buffer:
-    """The output buffer, filled with the input: backends work in place."""
-    source, output = operation.inputs[tensor], operation.outputs[tensor]
-    if source.address != output.address and output.nbytes:
-        plane.memory.pack(output, [source])
-    return output
-
-
-def _allocate(response: Response, operation: Submission, tensor: int) -> Buffer:
-    spec = response.request.tensors[tensor]
-    rows = sum(response.rows[tensor])
-    if operation.allocate is None:
-        raise BackendError(f"{operation.request.name} was submitted without a way to allocate its result")
-    return operation.allocate(tensor, TensorSpec(spec.dtype, (rows, *spec.shape[1:]), spec.device))
-
-
-def _block_sizes(response: Response, tensor: int) -> list[int]:
-    """Bytes that each rank contributes to the gathered tensor."""
-    rows = response.rows[tensor]
-    total = sum(rows)
-    row_bytes = response.sizes[tensor] // total if total else 0
-    return [row_bytes * count for count in rows]
-
-
-def _pieces(under_way: _UnderWay) -> Iterator[tuple[Buffer, int, int]]:
-    """Where a bucket's results belong, one after another."""
-    for part in under_way.bucket.parts:
-        output = under_way.batch[part.operation][1].outputs[part.tensor]
-        yield output, 0, output.nbytes
-
-
-def _gathered_pieces(under_way: _UnderWay) -> Iterator[tuple[Buffer, int, int]]:
-    """The same for gathered tensors: they come rank by rank, all tensors of a rank one after another."""
-    parts: Sequence[Part] = under_way.bucket.parts
-    sizes = [_block_sizes(under_way.batch[part.operation][0], part.tensor) for part in parts]
-    targets = [under_way.batch[part.operation][1].outputs[part.tensor] for part in parts]
-    at = [0] * len(parts)
-    for rank in range(len(under_way.group.ranks)):
-        for index, blocks in enumerate(sizes):
-            yield targets[index], at[index], blocks[rank]
-            at[index] += blocks[rank]

@@ -49,9 +49,9 @@ def combine(request: Request, payloads: Sequence[bytes], size: int, *, prescale:
     total = _total(request, payloads, prescale=prescale)
     if total is None:
         return b""
-    postscale = request.postscale / size if request.op is ReduceOp.AVERAGE else request.postscale
-    if postscale != 1.0:
-        kernels.scale(Buffer.of_array(total, request.tensors[0].dtype), postscale)
+    factor = request.factor_after(size)
+    if factor != 1.0:
+        kernels.scale(Buffer.of_array(total, request.tensors[0].dtype), factor)
     return total.tobytes()
 
 
@@ -67,13 +67,12 @@ def _total(request: Request, payloads: Sequence[bytes], *, prescale: bool) -> np
     for data in payloads:
         if len(data) != spec.nbytes:
             return None
-    op = ReduceOp.SUM if request.op is ReduceOp.AVERAGE else request.op
     arrays = [np.frombuffer(data, spec.dtype.numpy_dtype) for data in payloads]
     if prescale and request.prescale != 1.0:
         arrays = [array.copy() for array in arrays]
         for array in arrays:
             kernels.scale(Buffer.of_array(array, spec.dtype), request.prescale)
-    return kernels.reduce(arrays, spec.dtype, op)
+    return kernels.reduce(arrays, spec.dtype, request.combining)
 
 
 def deliver(result: bytes, output: Buffer) -> None:

@@ -81,6 +81,15 @@ class Request(codec.Message, frozen=True, dict=True):
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.tensors)
 
+    @property
+    def combining(self) -> ReduceOp:
+        """The part of a reduction that combines elements: an average is a sum, divided afterwards."""
+        return ReduceOp.SUM if self.op is ReduceOp.AVERAGE else self.op
+
+    def factor_after(self, size: int) -> float:
+        """Return the factor of what ``size`` ranks have combined; an average's division is part of it."""
+        return self.postscale / size if self.op is ReduceOp.AVERAGE else self.postscale
+
 
 class Response(codec.Message, frozen=True, dict=True):
     """What all members of a process set agreed upon.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.messages import Request, Response
+from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, TensorSpec
 
 
@@ -92,3 +93,14 @@ class Submission:
         self.submitted = 0.0
         self.remaining = len(request.tensors) or 1
         self.times: Sequence[float] = ()  # submitted, ordered; only while there is a timeline
+
+    def allocated(self, tensor: int, rows: int) -> Buffer:
+        """Allocate a tensor's result, now that its number of rows is known.
+
+        Raises:
+            BackendError: nothing was given to allocate it with.
+        """
+        if self.allocate is None:
+            raise BackendError(f"{self.request.name} was submitted without a way to allocate its result")
+        spec = self.request.tensors[tensor]
+        return self.allocate(tensor, TensorSpec(spec.dtype, (rows, *spec.shape[1:]), spec.device))

@@ -26,7 +26,7 @@ ORDERS = {
 
 CONDITIONS = {
     "hvdgloo/_backends/nccl.py": {"gpu.has_happened": "True"},
-    "hvdgloo/_engine/executor.py": {"Several": "under_way.work", "plane.memory.mark": "Done()"},
+    "hvdgloo/_engine/executor.py": {"Several": "transfer.work", "plane.memory.mark": "Done()"},
 }
 """Calls whose answer is an order, and the answer that forgets it."""
 
