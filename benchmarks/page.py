@@ -19,8 +19,9 @@ import time
 from multiprocessing.synchronize import Event
 from urllib.parse import urlsplit
 
+from hvdgloo._observe.page.page import Page
 from hvdgloo.rendezvous import _auth as auth
-from hvdgloo.rendezvous._page.server import PageServer
+from hvdgloo.rendezvous._page_server.server import PageServer
 from tests.support.observed import SimulatedJob
 
 _SECRET = bytes(range(32))
@@ -60,7 +61,7 @@ def ask(host: str, port: int) -> float:
 def measure(ranks: int, readers: int, seconds: int) -> str:
     job = SimulatedJob(ranks=ranks, hosts=max(1, ranks // 8), slow=min(3, ranks - 1))
     job.advance(_PAST)
-    with PageServer(job.observatory, secret=_SECRET) as server:
+    with PageServer(Page(job.observatory), secret=_SECRET) as server:
         host, port = urlsplit(server.address).hostname or "", urlsplit(server.address).port or 0
         answer = min(ask(host, port) for _ in range(10))
         context = multiprocessing.get_context("spawn")

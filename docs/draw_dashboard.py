@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import generate_dashboard  # noqa: E402
 
-from hvdgloo.rendezvous._observatory import metrics, words  # noqa: E402
+from hvdgloo._observe import metrics, words  # noqa: E402
 from tests.support.observed import SimulatedJob  # noqa: E402
 
 TARGET = ROOT / "docs/images/grafana.png"

@@ -11,10 +11,11 @@ from types import TracebackType
 from typing import Any
 
 from hvdgloo._net.tls import Tls
+from hvdgloo._observe.observatory import Observatory
+from hvdgloo._observe.page.page import Page
 from hvdgloo._observe.samples import HostSample, Observation
 from hvdgloo.rendezvous._elastic.events import Rules
-from hvdgloo.rendezvous._observatory.observatory import Observatory
-from hvdgloo.rendezvous._page.server import PageServer
+from hvdgloo.rendezvous._page_server.server import PageServer
 from hvdgloo.version import __version__
 
 
@@ -45,7 +46,7 @@ class Shown:
             least=None if rules is None else rules.smallest,
             most=None if rules is None else rules.largest,
         )
-        self._server = PageServer(self._observatory, secret=secret, addresses=(address,), port=port, tls=tls)
+        self._server = PageServer(Page(self._observatory), secret=secret, addresses=(address,), port=port, tls=tls)
         self._stack = ExitStack()
         self._places: dict[int, str] = {}
         self._seats: Sequence[tuple[int, str, int, int]] = ()

@@ -29,7 +29,7 @@ def with_files(report: Report, spec: LaunchSpec, console: Console, *, elsewhere:
     if spec.timeline and spec.timeline.upper() != "DYNAMIC":
         path = os.path.join(spec.cwd, spec.timeline)
         if found := _traces(path, console.opened):
-            from hvdgloo.runner.show.merging import incomplete
+            from hvdgloo._observe.merging import incomplete
 
             files.append(_opened(found, path))
             unwritten += [f"the timeline {each}: {reason}" for each in found if (reason := incomplete(each))]

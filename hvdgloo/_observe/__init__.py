@@ -1,1 +1,1 @@
-"""What a rank measures about itself, and how that is handed on once a second."""
+"""Observation of a job: what ranks measure and report once a second, and what the page, top and reports make of it."""

@@ -93,7 +93,7 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
 
         return _print(trace_merge.main(argv[1:]) + "\n", stdout, stderr)
     if argv[:1] == ["top"]:
-        from hvdgloo.runner.top import command as top
+        from hvdgloo._observe.top import command as top
 
         interrupts.raise_again()
         try:

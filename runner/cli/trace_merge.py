@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvdgloo._observe.merging import merge, origin
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.show.merging import merge, origin
 
 USAGE = "hvdgloo-run timeline merge OUT FILE FILE ..."
 

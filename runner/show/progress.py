@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from hvdgloo.rendezvous._observatory import words
-from hvdgloo.rendezvous._observatory.view import Job, Snapshot, Straggler, Update
+from hvdgloo._observe import words
+from hvdgloo._observe.view import Job, Snapshot, Straggler, Update
 from hvdgloo.runner.console.progress import cut, seconds
 
 WAITING_AFTER = 5.0
@@ -20,7 +20,7 @@ _LONGEST = 40  # characters of an operation's name
 
 
 class Reader(Protocol):
-    """Where news of the job comes from: ``hvdgloo.rendezvous._observatory.observatory.Subscription``."""
+    """Where news of the job comes from: ``hvdgloo._observe.observatory.Subscription``."""
 
     def next(self, timeout: float = 0.0) -> Update | Snapshot | None: ...
     def waiting(self, least: float) -> dict[int, str]: ...

@@ -33,14 +33,17 @@ from hvdgloo.runner.supervise.audience import Seat
 from hvdgloo.version import __version__
 
 if TYPE_CHECKING:  # what a job that nobody looks at does without
-    from hvdgloo.rendezvous._observatory.observatory import Observatory, Subscription
-    from hvdgloo.rendezvous._page.server import PageServer
+    from hvdgloo._observe.observatory import Observatory, Subscription
+    from hvdgloo.rendezvous._page_server.server import PageServer
     from hvdgloo.runner.console.console import Console
     from hvdgloo.runner.show.traces import Traces
     from hvdgloo.runner.supervise.supervisor import Supervisor
 
 _GATHER = 0.2  # seconds in which process numbers are collected: those of a thousand workers come one by one
-_NEEDED = tuple(f"hvdgloo.rendezvous.{name}" for name in ("_observatory.observatory", "_page.jobs", "_page.server"))
+_NEEDED = tuple(
+    f"hvdgloo.{name}"
+    for name in ("_observe.observatory", "_observe.jobs", "_observe.page.page", "rendezvous._page_server.server")
+)
 _PACKAGES = ("torch", "tensorflow", "keras", "jax", "mxnet", "numpy")
 
 
@@ -237,7 +240,7 @@ class Showing:
             if self._observatory is not None:
                 return self._observatory
         # Without the lock: imports and a look at what is installed take long, and the supervisor has agents to hear.
-        from hvdgloo.rendezvous._observatory.observatory import Observatory
+        from hvdgloo._observe.observatory import Observatory
 
         versions = _versions() if self._public else {"hvdgloo": __version__}
         with self._lock:
@@ -283,9 +286,10 @@ class Showing:
 
     def _listen(self) -> None:
         """Have a socket for ``hvdgloo-run top``, and with ``--page`` an address for browsers."""
+        from hvdgloo._observe import jobs
+        from hvdgloo._observe.page.page import Page
         from hvdgloo.rendezvous._auth import control_token, status_token
-        from hvdgloo.rendezvous._page import jobs
-        from hvdgloo.rendezvous._page.server import PageServer
+        from hvdgloo.rendezvous._page_server.server import PageServer
 
         page = self._views.page
         try:
@@ -305,12 +309,11 @@ class Showing:
         if tls is not None:
             from hvdgloo._net.tls import Tls
         server = PageServer(
-            self._observatory or self._looked_at,
+            Page(self._observatory or self._looked_at, self._traces),
             secret=self._spec.secret,
             addresses=() if page is None else (address,),
             port=port,
             unix=path,
-            control=self._traces,
             tls=None if page is None or tls is None else Tls(*tls),
         )
         server.listen()
@@ -394,7 +397,7 @@ class Showing:
         self._observatory.ended(exit_code, message, stopped=stopped, causes=causes)
         if self._views.report is not None:
             try:
-                from hvdgloo.rendezvous._page import report
+                from hvdgloo._observe.page import report
 
                 os.makedirs(os.path.dirname(os.path.abspath(self._views.report)), exist_ok=True)
                 self.written = report.write(self._observatory, self._views.report)
@@ -414,7 +417,7 @@ def _check_report(path: str) -> None:
     Raises:
         ConfigError: there cannot.
     """
-    from hvdgloo.rendezvous._page import report
+    from hvdgloo._observe.page import report
 
     # A path that names no file counts as it is: a/ does not mean a/.html.
     for name in (path,) if os.path.basename(path) in ("", ".", "..") else report.paths(path):

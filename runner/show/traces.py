@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO
 
+from hvdgloo._observe.merging import merge
+from hvdgloo._observe.trace_control import BusyError, Trace
 from hvdgloo._platform.files import PRIVATE, create
 from hvdgloo.errors import ConfigError
-from hvdgloo.rendezvous._page.control import BusyError, Trace
 from hvdgloo.runner.protocol.frames import Traced, TraceSteps, Tracing
-from hvdgloo.runner.show.merging import merge
 
 PATIENCE = 120.0
 """Seconds after which ranks that have not handed in their traces are left out."""
@@ -45,7 +45,7 @@ class _Order:
 
 
 class Traces:
-    """All traces of a job; see ``hvdgloo.rendezvous._page.control``.
+    """All traces of a job; see ``hvdgloo._observe.trace_control``.
 
     Requests come on any thread; what agents hand in, and the time, on the supervisor's.
 

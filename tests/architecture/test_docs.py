@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from hvdgloo._observe.top.command import build_parser as build_top_parser
 from hvdgloo.config import environment_names, settings
 from hvdgloo.rendezvous import _cli as rendezvous_cli
 from hvdgloo.runner.cli.main import build_parser, config_file
@@ -20,7 +21,6 @@ from hvdgloo.runner.cli.setting_flags import IGNORED_FLAGS, REFUSED_FLAGS
 from hvdgloo.runner.job.command import interface_variables, worker_environment
 from hvdgloo.runner.job.spec import HostEntry, assign
 from hvdgloo.runner.network.interfaces import Address
-from hvdgloo.runner.top.command import build_parser as build_top_parser
 from tests.clients.table import CLIENTS
 from tests.support.frameworks import need
 from tests.support.pages import ROOT, generated

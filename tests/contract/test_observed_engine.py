@@ -10,10 +10,10 @@ import pytest
 
 from hvdgloo._job.context import Context
 from hvdgloo._job.observing import _Rank
+from hvdgloo._observe import view
+from hvdgloo._observe.observatory import Observatory
 from hvdgloo._observe.reporter import Sampler
 from hvdgloo._observe.samples import CODEC, Sample
-from hvdgloo.rendezvous._observatory import view
-from hvdgloo.rendezvous._observatory.observatory import Observatory
 from tests.contract.test_engine import allreduce
 from tests.support.world import World
 

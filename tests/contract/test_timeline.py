@@ -20,11 +20,11 @@ from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet
 from hvdgloo._engine.timeline import Timeline
 from hvdgloo._job.context import Context
+from hvdgloo._observe.merging import incomplete
 from hvdgloo.errors import ConfigError, MismatchError
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.runner.cli import trace_merge as merging
 from hvdgloo.runner.cli.main import main
-from hvdgloo.runner.show.merging import incomplete
 from hvdgloo.types import ReduceOp
 from tests.support.world import World
 

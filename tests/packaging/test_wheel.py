@@ -33,10 +33,10 @@ from tests.packaging.building import (
 from tests.support.launching import wait_for
 
 LINKS = {"hvdgloo/rendezvous", "hvdgloo/runner"}
-PAGE = ROOT / "rendezvous/_page/static"
+PAGE = ROOT / "hvdgloo/_observe/page/static"
 DATA = {
     "hvdgloo/py.typed",
-    *(f"hvdgloo/rendezvous/_page/static/{file.relative_to(PAGE)}" for file in PAGE.rglob("*.*")),
+    *(f"hvdgloo/_observe/page/static/{file.relative_to(PAGE)}" for file in PAGE.rglob("*.*")),
 }
 WORKER = """
 import numpy as np

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hvdgloo.rendezvous._page.server import PageServer
+from hvdgloo._observe.page.page import Page
+from hvdgloo.rendezvous._page_server.server import PageServer
 from tests.support.observed import SimulatedJob
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class Shown:
     ) -> None:
         self.browser = browser
         self.job = job
-        self.server = PageServer(job.observatory, secret=SECRET, control=control)
+        self.server = PageServer(Page(job.observatory, control), secret=SECRET)
         self._size = (width, height)
         self._fragment = fragment
 

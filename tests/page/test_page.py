@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from selenium.webdriver.common.keys import Keys
 
+from hvdgloo._observe import view
 from hvdgloo._observe.samples import Sample, Steps
-from hvdgloo.rendezvous._observatory import view
-from hvdgloo.rendezvous._page.control import BusyError, Trace
+from hvdgloo._observe.trace_control import BusyError, Trace
 from tests.page.support import NARROW, USUAL, WIDE, Chromium, Shown, axe, drag, stays, until, words
 from tests.support.observed import EVIL, SimulatedJob
 
@@ -211,7 +211,7 @@ def test_an_elastic_job_goes_on_with_fewer_ranks(show: Show, browser: Chromium) 
 
 def test_updates_make_of_a_snapshot_what_a_later_snapshot_is(browser: Chromium) -> None:
     job = SimulatedJob(ranks=6, hosts=3)
-    static = Path(__file__).parents[2] / "rendezvous/_page/static/store.js"
+    static = Path(__file__).parents[2] / "hvdgloo/_observe/page/static/store.js"
     browser.run(f"{static.read_text()}; Object.assign(window, {{STATES, store: new Store()}});")
     read = (
         "const {job, hosts, planes, stragglers, waits, events, series, heat, settings, output} = store;"
@@ -265,7 +265,7 @@ FORMATTED = {
 
 
 def test_numbers_times_and_sizes_are_written_for_people(browser: Chromium) -> None:
-    static = Path(__file__).parents[2] / "rendezvous/_page/static/format.js"
+    static = Path(__file__).parents[2] / "hvdgloo/_observe/page/static/format.js"
     browser.run(f"{static.read_text()}; window.format = format;")
     for function, cases in FORMATTED.items():
         found = [browser.run("return format[arguments[0]](arguments[1])", function, value) for value in cases]
@@ -288,7 +288,7 @@ def test_a_chosen_rank_has_its_details_its_curves_and_its_output(show: Show, bro
     until(lambda: set(browser.texts(".line .source")) == {"2"}, "only lines of rank 2")
     browser.click("#rank .buttons button:last-child")
     browser.wait_for("#scope", "all ranks")
-    assert browser.shown("#rank") == 0
+    until(lambda: browser.shown("#rank") == 0, "no details of a rank")
 
 
 def test_ranks_are_chosen_by_keys(show: Show, browser: Chromium) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hvdgloo.rendezvous._page import report
+from hvdgloo._observe.page import report
 from tests.page.support import Chromium, axe, stays, until, words
 from tests.support.observed import SimulatedJob
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import hvdgloo.run
+from hvdgloo._observe import jobs
+from hvdgloo._observe.top import command as top
+from hvdgloo._observe.top.source import UnixConnection
+from hvdgloo._observe.view import STATES
 from hvdgloo.errors import ConfigError, JobFailedError
-from hvdgloo.rendezvous._observatory.view import STATES
-from hvdgloo.rendezvous._page import jobs
-from hvdgloo.runner.top import command as top
-from hvdgloo.runner.top.source import UnixConnection
 from tests.support import warm
 from tests.support.elastic_launch import Job
 from tests.support.launching import Launcher, clean_environment, launcher_in, wait_for

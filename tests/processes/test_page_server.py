@@ -20,14 +20,15 @@ from urllib.parse import urlsplit
 import pytest
 
 from hvdgloo._net.tls import Tls
+from hvdgloo._observe.observatory import Observatory
+from hvdgloo._observe.page import application, feed
+from hvdgloo._observe.page.files import File
+from hvdgloo._observe.page.page import Page
+from hvdgloo._observe.top.source import UnixConnection
+from hvdgloo._observe.trace_control import BusyError, Trace
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous import _auth as auth
-from hvdgloo.rendezvous._observatory.observatory import Observatory
-from hvdgloo.rendezvous._page import application, feed
-from hvdgloo.rendezvous._page.control import BusyError, Trace
-from hvdgloo.rendezvous._page.files import File
-from hvdgloo.rendezvous._page.server import PageServer
-from hvdgloo.runner.top.source import UnixConnection
+from hvdgloo.rendezvous._page_server.server import PageServer
 from tests.support.observed import SimulatedJob
 from tests.support.page import PATIENCE, Answer, Caller, browser, script
 from tests.support.rendezvous import until
@@ -70,13 +71,13 @@ def job() -> SimulatedJob:
 
 @pytest.fixture
 def server(job: SimulatedJob) -> Iterator[PageServer]:
-    with PageServer(job.observatory, secret=SECRET) as server:
+    with PageServer(Page(job.observatory), secret=SECRET) as server:
         yield server
 
 
 @pytest.fixture
 def controlled(job: SimulatedJob, tmp_path: Path) -> Iterator[PageServer]:
-    with PageServer(job.observatory, secret=SECRET, control=Tracing(tmp_path / "trace.json")) as server:
+    with PageServer(Page(job.observatory, Tracing(tmp_path / "trace.json")), secret=SECRET) as server:
         yield server
 
 
@@ -157,7 +158,7 @@ def test_the_cookie_counts_at_its_place_alone(server: PageServer) -> None:
 def test_with_tls_the_cookie_is_for_tls(job: SimulatedJob) -> None:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with PageServer(job.observatory, secret=SECRET, tls=Tls()) as server:
+    with PageServer(Page(job.observatory), secret=SECRET, tls=Tls()) as server:
         assert server.link().startswith("https://127.0.0.1:")
         with urllib.request.urlopen(server.link(), context=context, timeout=PATIENCE) as opened:
             header = opened.headers["Set-Cookie"]
@@ -198,7 +199,7 @@ def test_another_site_s_name_that_leads_here_is_refused(server: PageServer) -> N
 
 
 def test_names_that_were_given_lead_here(job: SimulatedJob) -> None:
-    with PageServer(job.observatory, secret=SECRET, names=["gate.example"]) as server:
+    with PageServer(Page(job.observatory), secret=SECRET, names=["gate.example"]) as server:
         assert script(server, STATUS).get("/v1/job", Host="gate.example:443").status == 200
 
 
@@ -376,7 +377,7 @@ def test_bodies_are_small(controlled: PageServer) -> None:
 
 
 def test_events_arrive_as_things_happen(job: SimulatedJob) -> None:
-    with PageServer(job.observatory, secret=SECRET) as server, browser(server).watch() as events:
+    with PageServer(Page(job.observatory), secret=SECRET) as server, browser(server).watch() as events:
         assert events.headers["Content-Type"].startswith("text/event-stream")
         assert events.next()[0] == "snapshot"
         last = events.id
@@ -422,11 +423,11 @@ def test_who_watches_takes_no_thread(server: PageServer) -> None:
 
 def test_the_port_is_taken(job: SimulatedJob) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match=r"cannot listen on port"):
-        PageServer(job.observatory, secret=SECRET, port=other.getsockname()[1]).listen()
+        PageServer(Page(job.observatory), secret=SECRET, port=other.getsockname()[1]).listen()
 
 
 def test_the_link_is_known_before_anything_is_served(job: SimulatedJob) -> None:
-    server = PageServer(job.observatory, secret=SECRET).listen()
+    server = PageServer(Page(job.observatory), secret=SECRET).listen()
     try:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{32}", server.link())
         assert server.descriptors
@@ -438,13 +439,13 @@ def test_the_link_is_known_before_anything_is_served(job: SimulatedJob) -> None:
 
 
 def test_an_address_for_all_is_shown_by_the_host_s_name(job: SimulatedJob) -> None:
-    server = PageServer(job.observatory, secret=SECRET, addresses=["0.0.0.0"]).listen()
+    server = PageServer(Page(job.observatory), secret=SECRET, addresses=["0.0.0.0"]).listen()
     assert server.address.startswith(f"http://{socket.gethostname()}:")
     server.stop()
 
 
 def test_it_stops_quickly_and_may_be_stopped_again(job: SimulatedJob) -> None:
-    server = PageServer(job.observatory, secret=SECRET).start().start()
+    server = PageServer(Page(job.observatory), secret=SECRET).start().start()
     address = urlsplit(server.address)
     with browser(server).watch() as events:
         events.next()
@@ -465,7 +466,7 @@ def ask(path: str, target: str, **headers: str) -> tuple[int, Any]:
 
 def test_a_unix_socket_asks_for_the_token_too(job: SimulatedJob, tmp_path: Path) -> None:
     path = str(tmp_path / "s")
-    with PageServer(job.observatory, secret=SECRET, addresses=(), unix=path) as server:
+    with PageServer(Page(job.observatory), secret=SECRET, addresses=(), unix=path) as server:
         assert ask(path, "/v1/job")[0] == 401
         assert ask(path, "/v1/job", Authorization=f"Bearer {STATUS}")[1]["job"]["size"] == 4
         assert server.address == ""
@@ -480,14 +481,14 @@ def test_a_socket_that_was_left_behind_is_replaced(job: SimulatedJob, tmp_path: 
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(path)
-    with PageServer(job.observatory, secret=SECRET, addresses=(), unix=path):
+    with PageServer(Page(job.observatory), secret=SECRET, addresses=(), unix=path):
         assert ask(path, "/v1/job")[0] == 401
 
 
 def test_a_file_is_not_replaced_by_a_socket(job: SimulatedJob, tmp_path: Path) -> None:
     (tmp_path / "s").write_text("mine")
     with pytest.raises(ConfigError, match="cannot listen on"):
-        PageServer(job.observatory, secret=SECRET, unix=str(tmp_path / "s")).listen()
+        PageServer(Page(job.observatory), secret=SECRET, unix=str(tmp_path / "s")).listen()
     assert (tmp_path / "s").read_text() == "mine"
 
 
@@ -499,7 +500,7 @@ def test_nothing_is_made_before_somebody_asks(job: SimulatedJob, tmp_path: Path)
         return job.observatory
 
     path = str(tmp_path / "s")
-    server = PageServer(make, secret=SECRET, addresses=(), unix=path).start_on_demand()
+    server = PageServer(Page(make), secret=SECRET, addresses=(), unix=path).start_on_demand()
     assert not made.is_set()
     assert ask(path, "/v1/job", Authorization=f"Bearer {STATUS}")[1]["job"]["size"] == 4
     assert made.is_set()
@@ -510,7 +511,7 @@ def test_nothing_is_made_if_nobody_asks(tmp_path: Path) -> None:
     def make() -> Observatory:
         raise AssertionError("nobody has asked")
 
-    server = PageServer(make, secret=SECRET, addresses=(), unix=str(tmp_path / "s")).start_on_demand()
+    server = PageServer(Page(make), secret=SECRET, addresses=(), unix=str(tmp_path / "s")).start_on_demand()
     server.stop()
     assert not (tmp_path / "s").exists()
 
@@ -518,8 +519,10 @@ def test_nothing_is_made_if_nobody_asks(tmp_path: Path) -> None:
 def test_what_is_heavy_is_not_imported_before_somebody_asks(tmp_path: Path) -> None:
     program = f"""if True:
         import sys
-        from hvdgloo.rendezvous._page.server import PageServer
-        server = PageServer(lambda: None, secret=bytes(32), unix={str(tmp_path / "s")!r}).start_on_demand()
+        from hvdgloo._observe.page.page import Page
+        from hvdgloo._observe.page.page import Page
+        from hvdgloo.rendezvous._page_server.server import PageServer
+        server = PageServer(Page(lambda: None), secret=bytes(32), unix={str(tmp_path / "s")!r}).start_on_demand()
         print(server.link())
         server.stop()
         print(*sorted({{"flask", "cheroot", "prometheus_client", "msgspec", "ssl"}} & set(sys.modules)))

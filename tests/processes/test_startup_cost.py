@@ -18,7 +18,7 @@ from tests.support.launching import Launcher, clean_environment, launcher_in
 WEB = {"cheroot", "flask", "jinja2", "prometheus_client", "requests", "werkzeug"}
 MAIL_AND_TLS = {"email", "http.client", "ssl"}
 FRAMEWORKS = {"jax", "tensorflow", "torch"}
-LOOKING = {"hvdgloo._observe.samples", "hvdgloo.rendezvous._observatory.observatory", "hvdgloo.rendezvous._page.gate"}
+LOOKING = {"hvdgloo._observe.samples", "hvdgloo._observe.observatory", "hvdgloo.rendezvous._page_server.gate"}
 """What is needed only once somebody looks at the job."""
 RARELY = {"asyncio", "cloudpickle", "multiprocessing", "psutil", "yaml"}
 

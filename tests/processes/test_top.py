@@ -20,13 +20,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from hvdgloo._observe.page.page import Page
+from hvdgloo._observe.top import command, source
+from hvdgloo._observe.top.source import GoneError, decoded, of_link
+from hvdgloo._observe.trace_control import BusyError, Trace
 from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.rendezvous import _auth as auth
-from hvdgloo.rendezvous._page.control import BusyError, Trace
-from hvdgloo.rendezvous._page.server import PageServer
+from hvdgloo.rendezvous._page_server.server import PageServer
 from hvdgloo.runner.cli.main import main
-from hvdgloo.runner.top import command, source
-from hvdgloo.runner.top.source import GoneError, decoded, of_link
 from tests.support.observed import SimulatedJob
 from tests.support.page import script
 from tests.support.terminal import Terminal, terminal
@@ -39,7 +40,7 @@ JOB.advance(5)
 
 PUBLISHER = """if True:
     import os, sys
-    from hvdgloo.rendezvous._page.jobs import JobFile, published
+    from hvdgloo._observe.jobs import JobFile, published
     folder, id, unix, token, control = sys.argv[1:]
     with published(JobFile(id, os.getpid(), "hvdgloo-run\\tx", 1e9, unix, token, "", control), folder):
         print(os.getpid(), flush=True)
@@ -59,7 +60,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[PageServer]:
-    with PageServer(JOB.observatory, secret=SECRET, unix=str(folder / "s")) as server:
+    with PageServer(Page(JOB.observatory), secret=SECRET, unix=str(folder / "s")) as server:
         yield server
 
 
@@ -118,7 +119,7 @@ def test_who_looks_first_waits_for_the_ranks_to_answer(folder: Path, monkeypatch
             job.advance(3)
 
     monkeypatch.setattr(command, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
-    with PageServer(job.observatory, secret=SECRET, unix=str(folder / "s")):
+    with PageServer(Page(job.observatory), secret=SECRET, unix=str(folder / "s")):
         published = Published(folder)
         assert "computing" in top("--once")[1].splitlines()[-1]
         assert json.loads(top("--once", "--json")[1])["job"]["state"] == "running"
@@ -184,7 +185,7 @@ class Tracing:
 def test_steps_are_traced(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     control = Tracing(tmp_path)
-    with PageServer(JOB.observatory, secret=SECRET, unix=str(folder / "s"), control=control):
+    with PageServer(Page(JOB.observatory, control), secret=SECRET, unix=str(folder / "s")):
         job = Published(folder, control=auth.control_token(SECRET))
         assert top("--trace", "5") == (0, "hvdgloo-trace-1.json: 2 ranks of 2; open it in ui.perfetto.dev\n")
         assert (tmp_path / "hvdgloo-trace-1.json").read_bytes() == b"[]"
@@ -200,7 +201,7 @@ def test_a_trace_that_fails_and_one_that_would_overwrite_another(
     (tmp_path / "hvdgloo-trace-1.json").write_text("mine")
     for state, message in (("ready", "cannot be written: File exists"), ("failed", "has failed: 2 ranks of 2")):
         control = Tracing(tmp_path, state)
-        with PageServer(JOB.observatory, secret=SECRET, unix=str(folder / "s"), control=control):
+        with PageServer(Page(JOB.observatory, control), secret=SECRET, unix=str(folder / "s")):
             job = Published(folder, control=auth.control_token(SECRET))
             with pytest.raises(ConfigError, match=message):
                 top("--trace", "5")

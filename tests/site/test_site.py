@@ -154,9 +154,11 @@ def test_source_files_that_pages_link_to_are_there_to_be_read(site: Path) -> Non
 
 
 def test_folders_that_pages_link_to_are_lists_of_their_files(site: Path) -> None:
-    assert "(../rendezvous/_page/)" in (ROOT / "docs/security.md").read_text(encoding="utf-8")
-    assert "source/rendezvous/_page.html" in read(site / "security.html").links
-    assert {"_page/access.py.html", "_page/server.py.html"} <= set(read(site / "source/rendezvous/_page.html").links)
+    assert "(../rendezvous/_page_server/)" in (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    assert "source/rendezvous/_page_server.html" in read(site / "security.html").links
+    assert {"_page_server/access.py.html", "_page_server/server.py.html"} <= set(
+        read(site / "source/rendezvous/_page_server.html").links
+    )
 
 
 def test_every_page_can_be_reached_from_the_side_bar(site: Path) -> None:

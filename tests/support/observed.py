@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import msgspec
 
+from hvdgloo._observe.observatory import Observatory
 from hvdgloo._observe.samples import (
     Causes,
     Flow,
@@ -30,7 +31,6 @@ from hvdgloo._observe.samples import (
     Sample,
     Steps,
 )
-from hvdgloo.rendezvous._observatory.observatory import Observatory
 
 MIB = 2**20
 GIB = 2**30

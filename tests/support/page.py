@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from hvdgloo.rendezvous._page.server import PageServer
+from hvdgloo.rendezvous._page_server.server import PageServer
 
 PATIENCE = 30.0
 

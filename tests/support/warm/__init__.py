@@ -58,8 +58,9 @@ LAUNCHER = (
     "hvdgloo.runner.agent.agent",
     # A job whose workers call init() needs its server.
     "hvdgloo.rendezvous._server.http_front",
-    "hvdgloo.rendezvous._page.jobs",
-    "hvdgloo.rendezvous._page.server",
+    "hvdgloo._observe.jobs",
+    "hvdgloo._observe.page.page",
+    "hvdgloo.rendezvous._page_server.server",
     "hvdgloo.rendezvous._server.routes",
     "encodings.idna",
 )

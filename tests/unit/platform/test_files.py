@@ -12,13 +12,13 @@ import pytest
 
 from hvdgloo._engine.timeline import Timeline
 from hvdgloo._engine.tuning import _Log
+from hvdgloo._observe.merging import merge
+from hvdgloo._observe.observatory import Observatory
+from hvdgloo._observe.page import report
 from hvdgloo._platform import files
 from hvdgloo.errors import ConfigError
-from hvdgloo.rendezvous._observatory.observatory import Observatory
-from hvdgloo.rendezvous._page import report
 from hvdgloo.runner.console.console import make_directory
 from hvdgloo.runner.console.writer import FileTarget
-from hvdgloo.runner.show.merging import merge
 
 ANOTHER = 65534
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from hvdgloo._observe.samples import CODEC, LIMIT, HostSample, Observation, Sample, Steps
+from hvdgloo._observe.view import STATES, Snapshot
 from hvdgloo.errors import RendezvousError
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
 from hvdgloo.rendezvous._elastic.events import Rules
-from hvdgloo.rendezvous._observatory.view import STATES, Snapshot
 from hvdgloo.rendezvous._shown import Shown
 from tests.support.rendezvous import SECRET
 

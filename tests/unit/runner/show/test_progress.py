@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdgloo.rendezvous._observatory.view import Job, Snapshot, Straggler, Update
+from hvdgloo._observe.view import Job, Snapshot, Straggler, Update
 from hvdgloo.runner.console.console import Window
 from hvdgloo.runner.console.progress import Backoff
 from hvdgloo.runner.console.startup_view import SHOW_AFTER, LiveDisplay

@@ -17,10 +17,10 @@ from typing import Any, cast
 
 import pytest
 
+from hvdgloo._observe import jobs
 from hvdgloo._observe.samples import CODEC, Note, Sample, Steps
+from hvdgloo._observe.view import STATES, Snapshot
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
-from hvdgloo.rendezvous._observatory.view import STATES, Snapshot
-from hvdgloo.rendezvous._page import jobs
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Views
 from hvdgloo.runner.protocol.frames import Observe, Observed, TraceSteps, Tracing
@@ -441,7 +441,7 @@ def test_a_report_that_fails_in_any_way_is_said_and_the_job_has_ended_well(
     def fails(*arguments: object) -> list[str]:
         raise ValueError("what nobody\nthought of")
 
-    monkeypatch.setattr("hvdgloo.rendezvous._page.report.write", fails)
+    monkeypatch.setattr("hvdgloo._observe.page.report.write", fails)
     path = str(tmp_path / "job.html")
     said: list[str] = []
     spec = LaunchSpec(("true",), [HostEntry("h1", 1)], np=1, cwd="/", secret=b"", environ={}, views=Views(report=path))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdgloo._engine.timeline import Timeline
-from hvdgloo.rendezvous._page.control import BusyError, Trace
+from hvdgloo._observe.trace_control import BusyError, Trace
 from hvdgloo.runner.protocol.frames import Traced, TraceSteps, Tracing
 from hvdgloo.runner.show import traces as module
 from hvdgloo.runner.show.traces import Traces

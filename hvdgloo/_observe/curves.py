@@ -1,0 +1,57 @@
+"""Which curves are drawn of a job and of each rank, and how they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hvdgloo._observe import view
+from hvdgloo._observe.rates import Rates
+from hvdgloo._observe.series import Recording
+
+_NAMES = ("steps_per_second", "step_seconds", "computing", "waiting", "communicating", "cpu", "memory")
+_BYTES = "bytes per second by "
+
+
+def point(rates: Rates, cpu: float | None, memory: float, planes: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """A point of each curve; of those about a step none where none is made now.
+
+    Args:
+        rates: of steps.
+        cpu: cores in use; None if that is not known yet.
+        memory: bytes.
+        planes: (plane, bytes per second); what is of the same plane is added up.
+    """
+    values = {"memory": memory}
+    if cpu is not None:
+        values["cpu"] = cpu
+    if rates.steps_per_second:
+        values |= {
+            "steps_per_second": rates.steps_per_second,
+            "step_seconds": rates.step_seconds,
+            "computing": rates.computing,
+            "waiting": rates.waiting,
+            "communicating": rates.communicating,
+        }
+    elif rates.step_seconds:
+        values["steps_per_second"] = 0.0
+    for plane, rate in planes:
+        values[_BYTES + plane] = values.get(_BYTES + plane, 0.0) + rate
+    return values
+
+
+def series(recording: Recording[str], begin: int = 0) -> view.Series:
+    """A recording of such points, from item ``begin`` on."""
+    planes = [key.removeprefix(_BYTES) for key in recording if key.startswith(_BYTES)]
+    return view.Series(
+        at=recording.at(begin),
+        width=recording.width,
+        bytes_per_second={plane: recording.curve(_BYTES + plane, begin) for plane in planes},
+        **{name: recording.curve(name, begin) for name in _NAMES},
+    )
+
+
+def heat(recording: Recording[int], begin: int = 0) -> view.Heat:
+    """A recording of how long each rank made others wait, from item ``begin`` on."""
+    rows = {rank: recording.totals(rank, begin) for rank in sorted(recording)}
+    rows = {rank: row for rank, row in rows.items() if any(row)}
+    return view.Heat(recording.at(begin), recording.width, list(rows), list(rows.values()))

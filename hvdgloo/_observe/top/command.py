@@ -1,0 +1,293 @@
+"""The subcommand: which job, and in what form."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TextIO
+
+from hvdgloo._observe.jobs import JobFile, jobs
+from hvdgloo._observe.top.source import OTHER_VERSION, GoneError, Source, decoded, of_job, of_link
+from hvdgloo._observe.trace_control import MOST_STEPS
+from hvdgloo._observe.view import STATES, Snapshot
+from hvdgloo._observe.words import duration
+from hvdgloo._platform.files import create
+from hvdgloo._platform.runtime import runtime_folder
+from hvdgloo._platform.spelling import in_one_line, suggestions
+from hvdgloo.errors import ConfigError, MissingDependencyError
+
+_DESCRIPTION = """\
+Show a running job: what its ranks do, who makes the others wait, and what has
+happened. On the screen, arrows scroll through the ranks, and q ends it.
+"""
+_EPILOG = """\
+JOB is the beginning of a job's id, or its launcher's process id; it can be left
+out where you run one job on this host. A job elsewhere is named by the link
+that its launcher printed (--page), in quotes; it is used up like in a browser.
+
+Exit status: 0, also when the job ends meanwhile; 1 if it does not answer; 2 if
+there is no such job, or it cannot be shown.
+"""
+_KEYS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10, " ": 10}
+"""Keys, and by how many ranks they scroll."""
+_SETTLING = 4.0  # seconds within which ranks that are asked have answered; each does so once a second
+_LOOK_AGAIN = 0.5  # seconds
+_QUIT = frozenset("q\x04")
+
+
+class _Parser(argparse.ArgumentParser):
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = [name for action in self._actions for name in action.option_strings]
+            close = suggestions(unknown[0].partition("=")[0], known, limit=1)
+            self.error(f"unknown argument {unknown[0]}{f'; did you mean {close[0]}?' if close else ''}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"top: {message}")
+
+
+def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -> int:
+    """Carry out the subcommand; returns the exit status.
+
+    Args:
+        arguments: after ``top``.
+        environ: this process's.
+
+    Raises:
+        ConfigError: an argument cannot be used, there is no such job, or it cannot be shown.
+        MissingDependencyError: what draws it on a terminal is not installed.
+        GoneError: the job does not answer.
+    """
+    options = build_parser().parse_args(arguments)
+    if options.token:
+        stdout.write(f"{find(options.job, environ).token}\n")
+        return 0
+    elsewhere = options.job is not None and "://" in options.job
+    if not (options.trace or options.link or options.json):
+        _need_rich()
+    source = of_link(options.job) if elsewhere else of_job(find(options.job, environ))
+    try:
+        if options.trace:
+            _trace(source, options.trace, stdout)
+        elif options.link:
+            stdout.write(f"{source.link()}\n")
+        elif options.json:
+            _print_json(source, stdout, options.interval, once=options.once)
+        elif options.once or not stdout.isatty():
+            _print_once(source, stdout)
+        else:
+            _watch(source, stdout, options.interval)
+    except KeyboardInterrupt:
+        pass  # is how one ends looking
+    finally:
+        source.close()
+    stdout.flush()
+    return 0
+
+
+def _need_rich() -> None:
+    """Find out, before a link is used up, whether there is what draws tables."""
+    if importlib.util.find_spec("rich") is None:
+        raise MissingDependencyError(
+            "top needs the package rich to draw on a terminal: pip install 'hvdgloo[top]', or use --json"
+        )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of what comes after ``top``."""
+    parser = _Parser(
+        prog="hvdgloo-run top",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("job", nargs="?", metavar="JOB", help="which job (default: the only one)")
+    parser.add_argument(
+        "--trace",
+        type=_steps,
+        metavar="STEPS",
+        help="have the next steps traced, write the merged trace into this folder, and end (needs --page-control)",
+    )
+    parser.add_argument("--once", action="store_true", help="show it once, and end")
+    parser.add_argument("--json", action="store_true", help="as JSON, a line for each time (docs/observing.md)")
+    parser.add_argument("--link", action="store_true", help="print a new link to the job's page, and end")
+    parser.add_argument("--token", action="store_true", help="print the token for scripts and Prometheus, and end")
+    parser.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two looks (default: 1)"
+    )
+    return parser
+
+
+def find(which: str | None, environ: Mapping[str, str]) -> JobFile:
+    """The job on this host that is meant by an argument.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    running = jobs(runtime_folder(environ))
+    found = [job for job in running if which is None or job.id.startswith(which) or str(job.pid) == which]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError("top: which job? These run:\n" + _listed(found))
+    if running:
+        raise ConfigError(f"top: there is no job {which}; these run:\n" + _listed(running))
+    raise ConfigError("top: you run no job on this host; a job elsewhere is named by the link to its page")
+
+
+def _listed(found: Sequence[JobFile]) -> str:
+    now = time.time()
+    return "\n".join(
+        f"  {job.id[:12]}  for {duration(round(max(0.0, now - job.started)))}  {in_one_line(job.command)}"
+        for job in found
+    )
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_STEPS:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of steps from 1 to {MOST_STEPS:,}")
+    return int(text)
+
+
+def _interval(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0.1 to 3600")
+    return value
+
+
+def _print_json(source: Source, stdout: TextIO, interval: float, *, once: bool) -> None:
+    if once:
+        _settled(source)
+    stdout.write(f"{_plain(source.snapshot(curves=True))}\n")
+    try:
+        while not once:
+            stdout.flush()
+            time.sleep(interval)
+            stdout.write(f"{_plain(source.snapshot())}\n")
+    except GoneError:
+        pass  # the job is over
+
+
+def _plain(data: bytes) -> str:
+    """JSON as a line that does nothing to a terminal, whatever server it is from."""
+    text = data.decode("utf-8", "replace")
+    if text.isprintable():
+        return text
+    try:
+        return json.dumps(json.loads(text))
+    except (ValueError, RecursionError):
+        raise ConfigError(OTHER_VERSION) from None
+
+
+def _print_once(source: Source, stdout: TextIO) -> None:
+    from rich.console import Console  # which --json and --link do without
+
+    from hvdgloo._observe.top.screen import ENDLESS, Screen
+
+    endless = not stdout.isatty()  # whoever reads a pipe or a file gets all that there is
+    console = Console(file=stdout, highlight=False, width=ENDLESS if endless else None)
+    console.print(Screen(_settled(source), whole=True, endless=endless), end="")
+
+
+def _trace(source: Source, steps: int, stdout: TextIO) -> None:
+    """Have steps traced, and write the merged trace to a new file.
+
+    Raises:
+        ConfigError: it is refused, has failed, or cannot be written.
+    """
+    trace = source.trace(steps)
+    while trace.state == "tracing":
+        time.sleep(_LOOK_AGAIN)
+        trace = source.state_of(trace.number)
+    if trace.state != "ready":
+        raise ConfigError(f"top: trace {trace.number} has failed: {trace.text}")
+    path = f"hvdgloo-trace-{trace.number}.json"
+    try:
+        with os.fdopen(create(path), "wb") as file:
+            file.write(source.traced(trace.number))
+    except OSError as error:
+        raise ConfigError(f"top: {path} cannot be written: {error.strerror or error}") from None
+    stdout.write(f"{path}: {trace.text}; open it in ui.perfetto.dev\n")
+
+
+def _settled(source: Source) -> Snapshot:
+    """The job, once its ranks have said something: where nobody has looked before, they begin to just now."""
+    deadline = time.monotonic() + _SETTLING
+    while True:
+        snapshot = decoded(source.snapshot())
+        if any(STATES[state] != "starting" for state in snapshot.ranks.state) or time.monotonic() >= deadline:
+            return snapshot
+        time.sleep(_SETTLING / 20)
+
+
+def _watch(source: Source, stdout: TextIO, interval: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from hvdgloo._observe.top.screen import Screen
+
+    console = Console(file=stdout, highlight=False)
+    snapshot, first = decoded(source.snapshot()), 0
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(Screen(snapshot, first=first), refresh=True)
+            deadline = time.monotonic() + interval
+            keys = ""
+            while not keys and (left := deadline - time.monotonic()) > 0:
+                keys = pressed(left)
+            if not _QUIT.isdisjoint(keys):
+                return
+            if keys:
+                moved = sum(keys.count(key) * by for key, by in _KEYS.items())
+                first = max(0, min(first + moved, len(snapshot.ranks.rank) - 1))
+                continue
+            try:
+                snapshot = decoded(source.snapshot())
+            except GoneError:
+                break
+    # What was seen last stays readable when the screen is gone.
+    console.print(Screen(snapshot), end="")
+    console.print("The job is over.")
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Lets keys be read as they are pressed: a function that waits for some, for so many seconds at most."""
+    if not sys.stdin.isatty():
+        yield _rest
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def pressed(seconds: float) -> str:
+        if not select.select([descriptor], [], [], seconds)[0]:
+            return ""
+        return os.read(descriptor, 64).decode("ascii", "ignore") or "q"  # the terminal has gone
+
+    tty.setcbreak(descriptor)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _rest(seconds: float) -> str:
+    """Instead of waiting for keys where there are none."""
+    time.sleep(seconds)
+    return ""
