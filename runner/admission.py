@@ -1,12 +1,13 @@
-"""At which addresses the hosts of an elastic job are reached: found out for each one that comes, while the others work.
+"""Addresses of an elastic job's hosts: chosen for each host that joins, while the others work.
 
-It is done as for the hosts of a fixed job (``hvdgloo.runner.discovery``), with two differences. Addresses that are in
-use stay as they are: a newcomer must reach them, and is chosen an address that those who are there reach. And nothing
-here waits: hosts that come at about the same time are tried together, in rounds, between which the supervisor does its
-work. If a round fails, its hosts are tried one by one, so that one that nobody reaches does not keep out the others.
+The choice is made as for the hosts of a fixed job (``hvdgloo.runner.discovery``), with two differences. Addresses in
+use never change: a new host must reach them, and is given an address that the present hosts reach. And nothing here
+blocks: hosts that join at about the same time are tried together, in rounds, between which the supervisor does its
+work. If a round fails, its hosts are tried one by one, so that an unreachable host does not keep out the others.
 
-Workers that do not reach the launcher find each other by way of their agent (``hvdgloo.runner.protocol.relay``). A
-fixed job has its rendezvous server beside the first host's agent instead; an elastic one may lose any host.
+Workers that cannot reach the launcher reach the rendezvous server through their agent
+(``hvdgloo.runner.protocol.relay``). A fixed job has its rendezvous server next to the first host's agent instead; an
+elastic one may lose any host.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.relayed import RelayedConnections
 
 TOGETHER = 1.0
-"""Seconds for which a host that has come waits for others that are on their way, to be tried together with them."""
+"""Seconds for which a host waits for others that are on their way, to be tried together with them."""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """How a host is reached, and what it reaches.
+    """The addresses that a host is reached at and reaches.
 
     Attributes:
-        address: of its workers.
+        address: the address of its workers.
         rendezvous: the launcher's address, or loopback if the agent relays.
-        port: at which the agent relays; None if its workers reach the server itself.
+        port: port at which the agent relays; None if its workers reach the server themselves.
     """
 
     address: Address
@@ -49,15 +50,15 @@ class Reached:
 
 @dataclass(eq=False)
 class _Guest:
-    """A host that is to be let in, or was.
+    """A host that is to be admitted, or was.
 
     Attributes:
-        number: by which probes name it.
+        number: identifies it in probes.
         surveyed: its addresses, once it has reported them.
-        until: by when it must have done so.
-        alone: the round that it was in has failed, so that it gets one of its own.
-        relayed: it is reached at this address, and its agent is to relay its workers' connections.
-        reached: once it was let in.
+        until: deadline for its report.
+        alone: True once a round with it has failed, so that it gets a round of its own.
+        relayed: its address, if its agent is to relay its workers' connections.
+        reached: set once it was admitted.
     """
 
     visit: Visit
@@ -74,12 +75,12 @@ class _Guest:
 
 @dataclass(eq=False)
 class _Round:
-    """Hosts that are being tried, with those that are there.
+    """Hosts that are being tried, with the present ones.
 
     Attributes:
-        members: in the order of ``reports``; those that are there first.
-        guests: those that are not there yet.
-        expected: how many answers there will be.
+        members: in the order of ``reports``; present hosts come first.
+        guests: the new hosts.
+        expected: number of answers.
     """
 
     members: list[_Guest]
@@ -93,12 +94,12 @@ class _Round:
 
 
 class Admission:
-    """Lets hosts in, or not.
+    """The admission of hosts.
 
     Args:
-        launcher: its addresses, at which the rendezvous server listens.
+        launcher: the launcher's addresses, at which the rendezvous server listens.
         server: address and port of the rendezvous server on this host, for connections that agents relay.
-        loopback: all hosts are this machine, and no others will come: they need no other address.
+        loopback: True if all hosts are this machine, and no others can join: then they need no other address.
     """
 
     def __init__(
@@ -126,21 +127,21 @@ class Admission:
         supervisor.handlers |= self._relayed.handlers
 
     def close(self) -> None:
-        """Answer no more probes, and relay nothing."""
+        """Stop answering probes and relaying."""
         self._relayed.close()
         if self._listener is not None:
             self._listener.close()
 
     def reached(self, visit: Visit) -> Reached:
-        """What was found out about a host that was let in."""
+        """Return the addresses of a host that was admitted."""
         reached = self._guests[visit].reached
         assert reached is not None
         return reached
 
-    # What the supervisor calls.
+    # Called by the supervisor.
 
     def request(self, visit: Visit) -> None:
-        """A host has come."""
+        """Begin to choose an address for a host."""
         assert visit.link is not None
         now = time.monotonic()
         guest = _Guest(visit, visit.link, self._numbers, now + self._network.connect_timeout)
@@ -154,12 +155,12 @@ class Admission:
         guest.link.channel.send(Survey(guest.number, self._key, rules.items, True, self._network.port_range))
 
     def withdraw(self, visit: Visit) -> None:
-        """A host has gone."""
+        """Forget a host that has gone."""
         guest = self._guests.pop(visit, None)
         if guest is not None:
             self._relayed.forget(guest.link)
         if guest is not None and self._round is not None and guest in self._round.members:
-            # What it was to answer will not come. The others begin again, without it.
+            # Its answers will not come. The others begin again without it.
             self._round = None
 
     def keep_time(self, now: float) -> None:
@@ -188,17 +189,17 @@ class Admission:
 
     @staticmethod
     def _is_awaited(guest: _Guest) -> bool:
-        """Whether its agent is to answer."""
+        """Tell whether its agent is to answer."""
         return guest.reached is None and (guest.surveyed is None or guest.relayed is not None)
 
     # Rounds.
 
     def _waiting(self) -> list[_Guest]:
-        """Those that have reported their addresses, and were not tried yet."""
+        """Return the hosts that have reported their addresses, and were not tried yet."""
         return [guest for guest in self._guests.values() if guest.reached is None and not self._is_awaited(guest)]
 
     def _begin(self, now: float) -> None:
-        """Begin a round, if there is anybody to try, and nobody else to wait for."""
+        """Begin a round, if there are hosts to try, and no others to wait for."""
         waiting = self._waiting()
         if not waiting:
             return
@@ -220,7 +221,7 @@ class Admission:
             self._listener = ProbeListener(self._supervisor.selector, self._key, LAUNCHER, addresses, port_range)
 
     def _round_of(self, there: list[_Guest], guests: list[_Guest], now: float) -> _Round:
-        """Have all that are needed for these guests try what they have to."""
+        """Send the members of a round the probes that these guests need."""
         assert self._listener is not None
         members = [*there, *guests]
         unheard = {(LAUNCHER, address): reason for address, reason in self._listener.failures.items()}
@@ -228,7 +229,7 @@ class Admission:
             if guest.surveyed is not None:
                 unheard |= {(index, address): reason for address, reason in guest.surveyed.failures.items()}
                 if guest.reached is not None and guest.reached.address.address not in guest.surveyed.ports:
-                    # It was let in at loopback, as the only host, and without a network.
+                    # It was admitted at loopback, as the only host, and without a network.
                     unheard.setdefault((index, guest.reached.address.address), "its agent does not listen there")
         answers = self._known(there)
         reports = Reports(
@@ -251,12 +252,12 @@ class Admission:
             members[source].link.channel.send(Probe(targets, self._timeout))
         expected = len(answers) + sum(map(len, tries.values()))
         indices = {LAUNCHER: LAUNCHER, **{guest.number: index for index, guest in enumerate(members)}}
-        # The agents end their probes in time; only an overloaded one takes longer to say so.
+        # The agents end their probes in time; only an overloaded one takes longer to report.
         until = now + self._timeout + self._network.connect_timeout
         return _Round(members, guests, reports, answers, expected, until, indices=indices)
 
     def _known(self, there: Sequence[_Guest]) -> dict[tuple[int, int, str], Answer]:
-        """What need not be tried: those that are there reach each other, and the launcher."""
+        """Return the answers that are known: present hosts reach each other, and the launcher."""
         answers = {}
         for source, guest in enumerate(there):
             assert guest.reached is not None
@@ -298,7 +299,7 @@ class Admission:
             self._refuse(round.guests[0], addressing.describe_unreached(round.reports))
 
     def _way_to_the_launcher(self, round: _Round, index: int) -> str:
-        """The launcher's address at which this host reaches it; empty if it does not."""
+        """Return the launcher's address that this host reaches; empty if it reaches none."""
         for address in self._launcher:
             answer = round.answers.get((index, LAUNCHER, address.address))
             if answer is not None and answer.outcome is ProbeResult.REACHED:
@@ -336,7 +337,7 @@ class Admission:
             self._refuse(guest, interfaces.explain_none(guest.visit.name, addresses, rules))
 
     def _others(self, guest: _Guest) -> bool:
-        """Whether any other host is there that is not reached at loopback."""
+        """Tell whether any other present host is reached at an address other than loopback."""
         there = [other.reached for other in self._guests.values() if other is not guest and other.reached is not None]
         return any(not reached.address.loopback for reached in there)
 
@@ -362,10 +363,10 @@ class Admission:
 
 
 def launcher_addresses(spec: LaunchSpec) -> tuple[Address, ...]:
-    """The launcher's own addresses, at which workers on other hosts may reach it.
+    """Return the launcher's own addresses, at which workers on other hosts may reach it.
 
     Raises:
-        ConfigError: ``--nics`` leaves out all that there are.
+        ConfigError: ``--nics`` excludes all existing addresses.
     """
     rules = interfaces.InterfaceFilter(spec.nics.general)
     own = interfaces.own_addresses()

@@ -1,4 +1,4 @@
-"""What functions that start jobs check about their arguments in the same way, whatever they start them on."""
+"""Checks of arguments that functions which start jobs share, whatever they start them on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ T = TypeVar("T")
 def judge_controllers(
     call: str, use_gloo: bool | None, use_mpi: bool | None, mpi_name: str, mpi_value: str | None
 ) -> None:
-    """What a call says about MPI, which is not here. To be called by the function that the user calls.
+    """Check a call's arguments about MPI, which does not exist here. Call this from the function that the user calls.
 
     Args:
         call: the name of that function.
-        mpi_name, mpi_value: an argument that is for MPI only; a warning says that it has no effect.
+        mpi_name, mpi_value: an argument that is for MPI only; a warning reports that it has no effect.
 
     Raises:
-        ConfigError: MPI is asked for.
+        ConfigError: MPI is requested.
     """
     if use_gloo and use_mpi:
         raise ConfigError(f"{call}(): use_gloo and use_mpi exclude each other, and there is only Gloo here")
@@ -34,12 +34,12 @@ def judge_controllers(
 def renamed(
     call: str, name: str, value: T, old_name: str, old: T | None, *, default: T | None = None, stacklevel: int = 3
 ) -> T:
-    """The value of an argument that is given under either of two names; the older one gives a warning.
+    """Return the value of an argument that has two names; the older one gives a warning.
 
     Args:
         call: the name of the function that the user calls.
-        default: what ``value`` is where nothing was given.
-        stacklevel: of the warning; by default for a caller that the user calls.
+        default: the value if nothing was given.
+        stacklevel: the warning's stack level; by default for a caller that the user calls.
 
     Raises:
         ConfigError: both were given, and differ.
@@ -53,14 +53,14 @@ def renamed(
 
 
 def check_call(call: str, function: object, args: object, kwargs: object) -> None:
-    """Whether this is a function and what it can be called with, before anything is started.
+    """Check that a function can be called with these arguments, before anything is started.
 
     Args:
         call: the name of the function that the user calls.
         args, kwargs: may be None.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the first argument is not a function, or the others are not its arguments.
     """
     if not callable(function):
         raise ConfigError(
@@ -70,7 +70,7 @@ def check_call(call: str, function: object, args: object, kwargs: object) -> Non
 
 
 def check_arguments(call: str, args: object, kwargs: object) -> None:
-    """Whether a function can be called with these; see ``check_call``."""
+    """Check that a function can be called with these arguments; see ``check_call``."""
     if args is not None and (isinstance(args, (str, bytes)) or not isinstance(args, Iterable)):
         raise ConfigError(f"{call}(args={args!r}): give a tuple of arguments, even of one: args=({args!r},)")
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
@@ -78,7 +78,7 @@ def check_arguments(call: str, args: object, kwargs: object) -> None:
 
 
 def names(given: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Names of network interfaces: one, several or none."""
+    """Return names of network interfaces: one, several or none."""
     if given is None:
         return ()
     return (given,) if isinstance(given, str) else tuple(given)

@@ -1,4 +1,4 @@
-"""What a function has returned or raised on all ranks: for ``hvdgloo.run.run``, and for jobs on other systems."""
+"""Results and errors of a function on all ranks: for ``hvdgloo.run.run``, and for jobs on other systems."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hvdgloo.runner.worker import function_task
 
 
 class ResultFiles:
-    """What each worker leaves behind, by its number: in a job of a fixed size, that is its rank.
+    """Results of the workers, by their number: in a job of a fixed size, the number is the rank.
 
-    It is kept in files until the job is over: results may be too large for pipes.
+    They are kept in files until the job is over: results may be too large for pipes.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -29,7 +29,7 @@ class ResultFiles:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was left so far: those who left it are started again."""
+        """Drop all results so far, because the workers are restarted."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -40,7 +40,7 @@ class ResultFiles:
         self._files[number].write(data)
 
     def outcome(self, report: Report, rank: int) -> function_task.TaskResult | None:
-        """What the worker that had this rank in the end has left; None if it ended before it could leave anything."""
+        """Return the result of the worker that had this rank in the end; None if it ended before it could write one."""
         name = function_task.name_of(rank, report.workers[rank] if report.workers else None)
         file = self._files.pop(report.numbers[rank], None)
         if file is None:
@@ -51,12 +51,12 @@ class ResultFiles:
 
 
 def conclude(report: Report, results: ResultFiles) -> list[Any]:
-    """What the function returned, in the order of ranks.
+    """Return the function's results, in the order of ranks.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C has ended the job.
+        KeyboardInterrupt: Ctrl-C ended the job.
         JobFailedError: a worker was killed, exited, or left no result.
-        Exception: the one that the function raised; its cause is a ``RemoteTraceback``.
+        Exception: the exception that the function raised; its cause is a ``RemoteTraceback``.
     """
     if report.outcome.interrupted == signal.SIGINT:
         raise KeyboardInterrupt
@@ -77,7 +77,7 @@ def conclude(report: Report, results: ResultFiles) -> list[Any]:
 
 
 def _failure(report: Report, results: ResultFiles) -> BaseException:
-    """The exception that represents the job's failure: the first failed worker's own, if it left one."""
+    """Return the exception that represents the job's failure: the first failed worker's own, if it left one."""
     first = report.outcome.first
     if first is None or first.rank is None:
         return report.error()
@@ -89,7 +89,7 @@ def _failure(report: Report, results: ResultFiles) -> BaseException:
     chosen = left.get(first.rank)
     rank = first.rank
     if chosen is not None and chosen.secondary:
-        # This rank only noticed the failure of another, before that one had ended.
+        # This rank only noticed the failure of another rank that had not ended yet.
         causes = [other for other, outcome in left.items() if outcome.traceback and not outcome.secondary]
         rank = causes[0] if causes else rank
         chosen = left[rank]
@@ -107,10 +107,10 @@ def exception_of(
     exit_code: int = 1,
     last_lines: tuple[str, ...] = (),
 ) -> BaseException:
-    """What a function has raised on a rank, with a ``RemoteTraceback`` as its cause.
+    """Return the exception that a function raised on a rank, with a ``RemoteTraceback`` as its cause.
 
     Args:
-        outcome: what the rank has left.
+        outcome: the rank's outcome.
         exit_code, last_lines: for a JobFailedError in place of an exception that did not survive pickling.
     """
     error = _unpickled(outcome)

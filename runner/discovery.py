@@ -1,8 +1,8 @@
-"""The launcher's part in finding out which hosts reach which: every host reports its addresses and tries the others'
-and the launcher's, and ``network.addressing`` chooses from the results.
+"""The launcher's part in probing the network: every host reports its addresses and tries the others' and the
+launcher's, and ``network.addressing`` chooses from the results.
 
-A job on this machine alone needs none of this and stays on loopback; one on a single other machine stays on that
-machine's loopback, with the rendezvous server beside its agent.
+A job on this machine alone needs none of this and stays on loopback; a job on a single other machine stays on that
+machine's loopback, with the rendezvous server next to its agent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvdgloo.runner.supervise.supervisor import Supervisor
 
 
 def loopback_of(hello: Hello) -> Address:
-    """The address at which an agent's host reaches itself."""
+    """Return the address at which an agent's host reaches itself."""
     return Address("", hello.loopback, 128 if ":" in hello.loopback else 8)
 
 
@@ -38,11 +38,11 @@ _LEAST, _MOST = 0.5, 3.0
 
 @dataclass(frozen=True)
 class DiscoveredNetwork:
-    """What was found out.
+    """The chosen addresses.
 
     Attributes:
-        placement: where each host is reached, and where the rendezvous server runs.
-        master_port: held on the first host for ``MASTER_PORT``.
+        placement: the address of each host, and the place of the rendezvous server.
+        master_port: port held on the first host for ``MASTER_PORT``.
     """
 
     placement: Placement
@@ -50,24 +50,25 @@ class DiscoveredNetwork:
 
 
 def probe_timeout(connect_timeout: float) -> float:
-    """Seconds for one probe: enough to survive a lost packet, yet so short that all of them end within 10 s."""
+    """Return the seconds for one probe: enough to survive a lost packet, yet so short that all probes end within 10
+    s."""
     return min(_MOST, max(_LEAST, connect_timeout / 10))
 
 
 def discover(supervisor: Supervisor, spec: LaunchSpec) -> DiscoveredNetwork:
-    """Find out at which address each host is reached.
+    """Choose the address at which each host is reached.
 
     Raises:
-        LaunchError: some host has no usable address, or does not report.
+        LaunchError: a host has no usable address, or does not report.
         HostsUnreachableError: two hosts do not reach each other.
         ConfigError: no port of the range is free.
-        JobFailedError: a signal came first.
+        JobFailedError: a signal interrupted it.
     """
     links = supervisor.links
     first: dict[str, Link] = {}
     for link in links:
         first.setdefault(link.host.machine, link)
-    # Of several agents on one machine, one speaks for all.
+    # Of several agents on one machine, one reports for all.
     spokesmen = list(first.values())
     alone = len(spokesmen) == 1 or all(is_here(_hello(link)) for link in spokesmen)
     if alone:
@@ -83,26 +84,27 @@ def discover(supervisor: Supervisor, spec: LaunchSpec) -> DiscoveredNetwork:
 
 
 def explore(supervisor: Supervisor, spec: LaunchSpec) -> Reports:
-    """Everything that can be found out about which hosts reach which, for ``hvdgloo-run doctor``.
+    """Collect all answers about which hosts reach which, for ``hvdgloo-run doctor``.
 
     Raises:
-        LaunchError: some host has no address that could be used, or does not report.
-        JobFailedError: a signal came first.
+        LaunchError: a host has no usable address, or does not report.
+        JobFailedError: a signal interrupted it.
     """
     supervisor.probing()
     return _Discovery(supervisor, spec, supervisor.links).collect(everything=True)
 
 
 def is_here(hello: Hello) -> bool:
-    """Whether an agent shares this process's network.
+    """Tell whether an agent shares this process's network.
 
-    Two clones of one virtual machine may have the same identity; but the port of an agent that is here is in use here.
+    Two clones of one virtual machine may have the same identity; but the port of an agent on this machine is in use
+    here.
     """
     return hello.identity == host_identity() and ports.is_held(hello.port)
 
 
 def _alone(supervisor: Supervisor, spec: LaunchSpec, links: Sequence[Link]) -> DiscoveredNetwork:
-    """A job on one host, or on several names of this one."""
+    """Choose the address for a job on one host, or on several names of this one."""
     first = _hello(links[0])
     server = Server.LAUNCHER if is_here(first) else Server.FIRST_HOST
     address, port = loopback_of(first), first.port
@@ -121,10 +123,10 @@ def _hello(link: Link) -> Hello:
 
 
 class _Discovery:
-    """One job's discovery.
+    """The discovery of one job's network.
 
     Args:
-        links: of the agents that report and try.
+        links: links to the agents that report and probe.
     """
 
     def __init__(self, supervisor: Supervisor, spec: LaunchSpec, links: Sequence[Link]) -> None:
@@ -150,7 +152,7 @@ class _Discovery:
         return DiscoveredNetwork(chosen, self.master_port)
 
     def collect(self, *, everything: bool = False) -> Reports:
-        """Have all hosts report and try.
+        """Have all hosts report and probe.
 
         Args:
             everything: wait for all answers, even those that can change nothing.
@@ -177,7 +179,7 @@ class _Discovery:
         """Have all hosts report their addresses.
 
         Raises:
-            LaunchError: one does not, or has no usable address.
+            LaunchError: a host does not report, or has no usable address.
             ConfigError: the first host has no port for ``MASTER_PORT``.
         """
         for number, (link, rules) in enumerate(zip(self._links, self._rules, strict=True)):
@@ -199,10 +201,10 @@ class _Discovery:
         return self._surveyed[0].port
 
     def wanted_alone(self) -> Address:
-        """The address that ``--nics`` chooses for a job on one host, which may be loopback.
+        """Return the address that ``--nics`` chooses for a job on one host, which may be loopback.
 
         Raises:
-            LaunchError: there is none.
+            LaunchError: there is no such address.
         """
         addresses = self._addresses(0)
         fitting = [a for a in addresses if not interfaces.why_not(a, self._rules[0], alone=True)]
@@ -227,7 +229,7 @@ class _Discovery:
         return Reports(self._names, candidates, launcher, self._answers, unheard)
 
     def _probe(self, reports: Reports, listener: ProbeListener, everything: bool) -> None:
-        """Have all hosts try, until everything is answered or the missing answers can change nothing."""
+        """Have all hosts probe, until everything is answered or the missing answers can change nothing."""
         timeout = probe_timeout(self._network.connect_timeout)
         tries: list[list[ProbeTarget]] = [[] for _ in self._names]
         for source, target, address in addressing.tried(reports):
@@ -236,7 +238,7 @@ class _Discovery:
         for link, targets in zip(self._links, tries, strict=True):
             link.channel.send(Probe([(t.host, t.address, t.port) for t in targets], timeout))
         expected = sum(len(targets) for targets in tries)
-        # The agents end their probes in time; only an overloaded one takes longer to say so.
+        # The agents end their probes in time; only an overloaded one takes longer to report.
         deadline = time.monotonic() + timeout + self._network.connect_timeout
         chosen_at: float | None = None
         while len(self._answers) < expected and time.monotonic() < deadline:

@@ -1,8 +1,9 @@
-"""From a LaunchSpec to the end of an elastic job: as ``launch``, for a job whose workers and hosts come and go.
+"""From a LaunchSpec to the end of an elastic job: the equivalent of ``launch`` for a job whose workers and hosts
+change.
 
-Three threads share the work. The supervisor's is this one: it talks to agents. The driver's does what the elastic job
-decides, and the discovery's asks for hosts; both leave their requests in the supervisor's loop. What the supervisor
-learns it tells the driver, whose methods return at once.
+Three threads share the work. The supervisor's is this one: it exchanges frames with agents. The driver's carries out
+the decisions of the elastic job, and the discovery's lists hosts; both leave their requests in the supervisor's loop.
+The supervisor reports events to the driver, whose methods return at once.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings)
     """Run an elastic job; see ``launch``.
 
     Raises:
-        ConfigError, LaunchError: it could not be started: hosts cannot be discovered, say. Nothing is left running.
-        MissingDependencyError: certificates are to be made, and the package for that is not installed here.
-        JobFailedError, KeyboardInterrupt: a signal came before hosts were known.
+        ConfigError, LaunchError: the job could not be started, because hosts cannot be discovered, for example. Nothing
+            is left running.
+        MissingDependencyError: certificates are to be made, but the package for that is not installed here.
+        JobFailedError, KeyboardInterrupt: a signal arrived before hosts were known.
     """
     chosen = around.spawner or AnyHostSpawner(spec.reach, fork=around.fork)
     if spec.output_directory is not None:
@@ -103,16 +105,17 @@ def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings)
 
 
 def _machine(host: HostEntry) -> str:
-    """The machine that an agent which has come by itself shares with others; empty for a host that was named."""
+    """Return the machine that an agent which connected by itself shares with others; empty for a host that was
+    named."""
     return "" if host.premises is None else host.premises.hostname
 
 
 def _asked(discovery: Discovery, signals: Sequence[signal.Signals]) -> HostManager:
-    """A manager of a discovery that has answered once. That may take long, so signals end it at once.
+    """Return a manager of a discovery that has answered once. That may take long, so signals end it at once.
 
     Raises:
         DiscoveryError: hosts cannot be determined.
-        JobFailedError, KeyboardInterrupt: a signal came.
+        JobFailedError, KeyboardInterrupt: a signal arrived.
     """
     manager = HostManager(discovery)
     came: list[int] = []
@@ -132,7 +135,7 @@ def _asked(discovery: Discovery, signals: Sequence[signal.Signals]) -> HostManag
 
 
 class _Starter:
-    """What the driver asks of the supervisor."""
+    """The driver's access to the supervisor."""
 
     def __init__(self, supervisor: ElasticSupervisor, spawner: Spawner) -> None:
         self._supervisor = supervisor
@@ -155,7 +158,7 @@ class _Course:
     """The driver at work, on a thread of its own.
 
     Attributes:
-        outcome: how the elastic job has ended; None if something else has ended it.
+        outcome: the end of the elastic job; None if something else ended it.
     """
 
     def __init__(self, supervisor: ElasticSupervisor, driver: ElasticDriver) -> None:
@@ -196,7 +199,7 @@ def _course(
     driver: ElasticDriver,
     spawner: Spawner,
 ) -> Iterator[_Course]:
-    """The rendezvous server and the driver, for as long as the job lasts.
+    """Run the rendezvous server and the driver for as long as the job lasts.
 
     Raises:
         DiscoveryError: hosts cannot be determined.
@@ -232,10 +235,10 @@ def _all_here(spec: LaunchSpec, spawner: Spawner) -> bool:
 
 
 class _Giver:
-    """What workers are given.
+    """The environments and commands of workers.
 
     Args:
-        port: of the rendezvous server.
+        port: the rendezvous server's port.
     """
 
     def __init__(
@@ -258,14 +261,14 @@ class _Giver:
         self._slots: tuple[Slot, ...] = ()
 
     def environment(self, visit: Visit) -> Mapping[str, str]:
-        """What all workers of a host find in their environment."""
+        """Return the environment that all workers of a host share."""
         host = self._host(visit)
         chosen = bool(self._spec.nics.rules(host.name).items)
         own = interface_variables(self._admission.reached(visit).address, chosen=chosen)
         return {**own, **base_environment(self._spec, self._spawner, host)}
 
     def frame(self, visit: Visit, order: SpawnOrder, number: int) -> Spawn:
-        """What starts a worker. Its place is the one that it will probably get."""
+        """Return the frame that starts a worker, with the place that it will probably get."""
         reached = self._admission.reached(visit)
         host, hello = self._host(visit), visit.hello
         if order.plan is not self._plan:  # workers that are started together have one, and there may be thousands
@@ -299,8 +302,8 @@ class _Giver:
         return visit.link.host
 
     def _master(self, plan: Roster) -> tuple[str, int] | None:
-        """An address and a free port of rank 0's host, if that host has come already; once all are together it will be
-        known in any case."""
+        """Return an address and a free port of rank 0's host, if that host has been admitted; once all workers are
+        together, they are known in any case."""
         visit = self._supervisor.visit(plan.seats[0].host)
         if visit is None or not visit.admitted:
             return None
@@ -308,7 +311,7 @@ class _Giver:
 
 
 def _slots(roster: Roster) -> tuple[Slot, ...]:
-    """The places of an epoch's members, by rank."""
+    """Return the places of an epoch's members, by rank."""
     numbers = {name: number for number, (name, _) in enumerate(roster.slots)}
     found = places([(numbers[seat.home], seat.local_rank) for seat in roster.seats])
     return tuple(
@@ -340,7 +343,7 @@ def _report(
 ) -> Report:
     # Workers that do not call hvd.init() come to no epoch, and yet end well.
     last = driver.changes[-1][1].roster if driver.changes else driver.epochs.roster
-    # Those that the job had no time to ask the supervisor for have no number.
+    # Workers that the job had no time to request from the supervisor have no number.
     workers = [supervisor.workers.get(seat.worker, -1) for seat in last.seats]
     statuses = supervisor.survivors.statuses
     supervisor.outcome.statuses = {rank: statuses.get(number) for rank, number in enumerate(workers)}

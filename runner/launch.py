@@ -59,20 +59,19 @@ def launch(
     """Run the job that ``spec`` describes, and return when nothing of it is left.
 
     Args:
-        stdout, stderr: for the workers' output.
-        quiet: print no notices of the launcher's own,
-        news: but those about workers that were lost, came, or are started again.
-        signals: to pass on to the workers, if this is the main thread.
-        results: receives those of tasks.
-        spawner: how agents are started; by default chosen from the hosts. One that is given here may start several on
-            one machine.
+        stdout, stderr: receive the workers' output.
+        quiet: suppress the launcher's own notices,
+        news: except for those about workers that were lost, have joined, or are restarted.
+        signals: signals to pass on to the workers, if this is the main thread.
+        results: receives the results of tasks.
+        spawner: starts agents; by default chosen from the hosts. A given one may start several on one machine.
         fork: this process exists for this job alone, and has loaded nothing that a fork might break.
-        outside: given something to call when another system, in which agents live, says that the job cannot go on.
+        outside: watches another system in which agents live, and calls its argument if the job cannot go on.
 
     Raises:
-        ConfigError, LaunchError: it could not be started. Nothing is left running.
-        MissingDependencyError: certificates are to be made, and the package for that is not installed here.
-        JobFailedError: a signal came before any worker was started.
+        ConfigError, LaunchError: the job could not be started. Nothing is left running.
+        MissingDependencyError: certificates are to be made, but the package for that is not installed here.
+        JobFailedError: a signal arrived before any worker was started.
     """
 
     def say(text: str) -> None:
@@ -99,7 +98,7 @@ def launch(
 
 
 def _launch_fixed(spec: LaunchSpec, around: Surroundings) -> Report:
-    """Run a job of a fixed size, and start it again after failures, as often as that may be; see ``launch``."""
+    """Run a job of a fixed size, and restart it after failures, as often as allowed; see ``launch``."""
     restarts: list[Restart] = []
     failed = ""
     interrupts = Interrupts()
@@ -133,13 +132,13 @@ def _attempt(
     interrupts: Interrupts,
     signal_came: Callable[[], bool],
 ) -> Report:
-    """Start all workers, and wait for their end. What is not described here is as for ``launch``.
+    """Start all workers, and wait for their end. Arguments that are not described here are as for ``launch``.
 
     Args:
-        failed: how the attempt before has failed; empty for the first.
-        number: of restarts so far.
+        failed: the failure of the previous attempt; empty for the first.
+        number: number of restarts so far.
         interrupts: passes signals on.
-        signal_came: whether one has come since its first call.
+        signal_came: tells whether a signal has arrived since its first call.
     """
     if number:  # a host that has failed may be on its way back
         spec = replace(spec, reach=replace(spec.reach, wait_for_hosts=spec.reach.wait_for_hosts is not False))
@@ -227,7 +226,7 @@ def _report(
 
 
 def _hosts_in_use(hosts: Sequence[HostEntry], slots: Sequence[Slot]) -> tuple[HostEntry, ...]:
-    """The hosts that have ranks, with as many slots as are used."""
+    """Return the hosts that have ranks, with the used number of slots."""
     used = Counter(slot.agent for slot in slots)
     return tuple(replace(host, slots=used[host.name]) for host in hosts if used[host.name])
 
@@ -314,7 +313,7 @@ def _init_display(spec: LaunchSpec, init: InitWatch, console: Console) -> LiveDi
 
 
 def _feed_stdin(supervisor: Supervisor, rank: int) -> None:
-    """Pass the launcher's standard input to a worker, a piece whenever the last one has been taken."""
+    """Pass the launcher's standard input to a worker, the next piece whenever the last one has been accepted."""
     taken = threading.Semaphore(1)
     supervisor.on_stdin_taken = taken.release
 
@@ -329,5 +328,6 @@ def _feed_stdin(supervisor: Supervisor, rank: int) -> None:
             if not data:
                 return
 
-    # It cannot be joined: only the user's next keystroke would end its wait. As a daemon it ends with the launcher.
+    # The thread cannot be joined: only the user's next keystroke would end its wait. As a daemon it ends with the
+    # launcher.
     threading.Thread(target=read, name="hvdgloo-stdin", daemon=True).start()

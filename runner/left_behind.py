@@ -1,4 +1,4 @@
-"""Files that a job has left, for the end of its summary: where they are, how to open them, and what they lack."""
+"""Files that a job has left, for the end of its summary: their paths, how to open them, and what they lack."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CLOCKS = 5.0  # seconds by which a file server's clock may differ from ours
 
 
 def with_files(report: Report, spec: LaunchSpec, console: Console, *, elsewhere: str) -> Report:
-    """The same with what is in files beside the page's.
+    """Add the files other than the page's to a report.
 
     Args:
-        elsewhere: the host of rank 0, unless that is this machine.
+        elsewhere: the host of rank 0, unless it is this machine.
     """
     files, unwritten = [], list(console.unwritten)
     first = report.outcome.first
@@ -39,14 +39,14 @@ def with_files(report: Report, spec: LaunchSpec, console: Console, *, elsewhere:
 
 
 def _traces(path: str, began: float) -> list[str]:
-    """The job's traces on this machine, in the order of ranks."""
+    """Return the job's traces on this machine, in the order of ranks."""
     names = glob.glob(glob.escape(path).replace(glob.escape("{rank}"), "*"))
     fresh = [name for name in names if os.path.isfile(name) and os.path.getmtime(name) >= began - _CLOCKS]
     return sorted(fresh, key=lambda name: (len(name), name))
 
 
 def _opened(found: list[str], path: str) -> str:
-    """Say where traces are and how to open them."""
+    """Describe where traces are and how to open them."""
     if len(found) == 1:
         return f"the timeline is in {found[0]}; open it in ui.perfetto.dev"
     names = "*".join(shlex.quote(part) if part else "" for part in path.split("{rank}"))

@@ -1,4 +1,4 @@
-"""What workers on a host are given, and what must be there for them."""
+"""The environment, command and requirements of the workers on a host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdgloo.runner.transport.base import Spawner
 
 
 def required_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Require:
-    """What must be on a host before workers start."""
+    """Return a host's requirements, which are checked before workers start."""
     if spawner.is_local(host):
         return Require(spec.cwd)  # the rest has been checked here
     if host.premises is not None:
@@ -28,7 +28,7 @@ def required_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Require:
 
 
 def check_outputs(spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry]) -> None:
-    """Refuse files that ranks cannot write on this host; others check theirs before workers start."""
+    """Refuse files that ranks cannot write on this host; other hosts check theirs before workers start."""
     for host in hosts:
         if spawner.is_local(host):
             for problem in unwritable(_traces(spec, host), spec.cwd):
@@ -42,12 +42,12 @@ def _outputs(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
 
 
 def _log(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
-    """The file that rank 0 writes what ``--autotune`` tries to, if it is on this host."""
+    """Return the log file of ``--autotune``, which rank 0 writes, if rank 0 is on this host."""
     return (spec.autotune_log,) if spec.autotune_log and _begins(spec, host) else ()
 
 
 def _traces(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
-    """The file that ranks on this host write their trace to, ``{rank}`` and all, if they write any from the start."""
+    """Return the trace file of ranks on this host, including ``{rank}``, if they write any from the start."""
     name = spec.timeline
     if not name or name.upper() == "DYNAMIC":
         return ()
@@ -55,19 +55,19 @@ def _traces(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
 
 
 def _begins(spec: LaunchSpec, host: HostEntry) -> bool:
-    """Rank 0 will be on this host."""
+    """Tell whether rank 0 will be on this host."""
     return bool(spec.hosts) and host.name == spec.hosts[0].name
 
 
 def command_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> tuple[str, ...]:
-    """What workers on a host execute."""
+    """Return the command of workers on a host."""
     if host.premises is not None:
         return host.premises.command
     return spec.command if spec.remote_command is None or spawner.is_local(host) else spec.remote_command
 
 
 def advice_for(spec: LaunchSpec, spawner: Spawner, host: HostEntry, cause: str) -> str:
-    """What to do about a worker that failed on a host, in a line; empty if that is not known."""
+    """Return one line of advice about a worker that failed on a host; empty if there is none."""
     if spec.function is not None:
         return ""  # its program and its interpreter are the caller's
     here = spawner.is_local(host)
@@ -76,7 +76,7 @@ def advice_for(spec: LaunchSpec, spawner: Spawner, host: HostEntry, cause: str) 
 
 
 def base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Mapping[str, str]:
-    """Those of the user's variables that are sent to a host."""
+    """Return the user's variables that are sent to a host."""
     if spawner.is_local(host):
         return spec.environ
     sent = for_other_hosts(spec.environ, spec.exported, export_all=spec.export_all)
@@ -89,5 +89,5 @@ def base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Map
 
 
 def limits_there(host: HostEntry, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """An environment that is sent to a host, and in it what limits threads there in any case: by name only."""
+    """Return the environment for a host, extended by the names of variables there that limit threads."""
     return environ if host.premises is None else {**environ, **dict.fromkeys(host.premises.limits, "")}

@@ -1,4 +1,4 @@
-"""Where a job's workers meet: the rendezvous server, in the launcher or beside the first host's agent."""
+"""The rendezvous server of a job, in the launcher or next to the first host's agent."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ from hvdgloo.runner.supervise.supervisor import Supervisor
 _START_SECONDS = 10.0
 HEAD_START = 0.1
 """Seconds that a job's workers get before the web server is imported, unless one of them connects earlier: a job that
-does not live longer than this (a command without hvdgloo, a mistake in the script's first line) never needs it."""
+ends within this time (a command without hvdgloo, a mistake in the script's first line) never needs it."""
 
 
 class RendezvousHost(Protocol):
-    """A server that listens."""
+    """A listening server."""
 
     @property
     def endpoint(self) -> tuple[str, int]:
         """Address and port at which workers reach it."""
 
     def serve(self) -> None:
-        """Answer workers, which may be connecting already; to be called once they have been started."""
+        """Answer workers, which may be connecting already. Called once they have been started."""
 
     def arrivals(self) -> Arrivals:
-        """What it knows about the workers' start."""
+        """Return what the server knows about the workers' start."""
 
     def ask(self) -> int:
-        """Request an update: what ``arrivals`` says as of the returned number or later was true after the call."""
+        """Request an update, and return its number: ``arrivals`` as of this number or later are newer than this
+        call."""
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def open_rendezvous(
     *,
     head_start: float = HEAD_START,
 ) -> Iterator[RendezvousHost]:
-    """A server for this job's workers, for as long as the job lasts.
+    """Run a server for this job's workers, for as long as the job lasts.
 
     Args:
         head_start: in seconds; see ``HEAD_START``.
@@ -66,7 +67,7 @@ def open_rendezvous(
     Raises:
         ConfigError: the launcher's server cannot listen, or its certificate cannot be used.
         MissingDependencyError: the launcher's server cannot make a certificate.
-        LaunchError: the server beside the agent cannot be started.
+        LaunchError: the server next to the agent cannot be started.
     """
     slots = Counter[tuple[str, str]]()
     for host in hosts:
@@ -91,13 +92,13 @@ def open_rendezvous(
 
 
 class InLauncher:
-    """Serves on threads of this process.
+    """A server on threads of this process.
 
     The web server is imported on one of them, when workers may soon need it: on a busy machine that takes seconds,
-    during which the supervisor has to show its agents that it is alive.
+    during which the supervisor must send heartbeats to its agents.
 
     Args:
-        server: which listens already.
+        server: the server, which listens already.
         head_start: in seconds; see ``HEAD_START``.
     """
 
@@ -131,7 +132,8 @@ class InLauncher:
         self._closed.close()
 
     def _wanted(self) -> bool:
-        """Whether there is a client to serve: waits until one connects, for a moment at most, or for the end."""
+        """Wait until a client connects, but not longer than the head start; return False if the server was closed
+        meanwhile."""
         poller = select.poll()  # select() cannot watch descriptors above 1023
         for descriptor in (self._closed.fileno(), *self._server.descriptors()):
             poller.register(descriptor, select.POLLIN)
@@ -149,7 +151,7 @@ class InLauncher:
 
 
 class _Beside:
-    """Known through the agent, which reports every change; it ends with the agent."""
+    """A server next to the agent, which reports every change; it ends with the agent."""
 
     def __init__(
         self,
@@ -181,7 +183,7 @@ class _Beside:
         return self._endpoint
 
     def serve(self) -> None:
-        """It has done so since it was started."""
+        """Do nothing: the server has answered since it was started."""
 
     def arrivals(self) -> Arrivals:
         return _as_of(self._said, self._answered)

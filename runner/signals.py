@@ -1,4 +1,4 @@
-"""Which signals a launcher takes over while its job runs, and for how long."""
+"""The signals that a launcher handles while its job runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ COMMAND_LINE_SIGNALS = (
     signal.SIGUSR2,
 )
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-"""Those of them that end a job."""
+"""Signals that end a job."""
 LIBRARY_SIGNALS = (signal.SIGINT, signal.SIGTSTP)
-"""What ``hvdgloo.run.run`` takes over while it runs: the others are up to the calling program."""
+"""Signals that ``hvdgloo.run.run`` handles while it runs: the others are up to the calling program."""
 
 
 @contextmanager
 def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) -> Iterator[Callable[[], bool]]:
-    """Take over signals for a while, passing them to ``note``.
+    """Handle signals for a while, passing them to ``note``.
 
     Signals that are ignored (nohup, a shell's background job) stay so, and so do handlers that the calling program has
     installed. Only a main thread can do this; elsewhere nothing changes. Afterwards everything is as before, except
@@ -35,7 +35,7 @@ def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) ->
     the corresponding exit status.
 
     Yields:
-        a function that says whether a signal has come since its first call.
+        a function that tells whether a signal has arrived since its first call.
     """
     came: list[int] = []
 
@@ -64,18 +64,18 @@ def passed_on(signals: Sequence[signal.Signals], note: Callable[[int], None]) ->
 
 
 Outside: TypeAlias = Callable[[Callable[[Failure], None]], AbstractContextManager[None]]
-"""Given what is to be called, from any thread, when another system in which agents live says that the job cannot go on;
-it is as long as the context lasts.
+"""A context that watches another system in which agents live. It calls its argument, from any thread, if that system
+reports that the job cannot go on.
 """
 
 
 def nobody(note: Callable[[Failure], None]) -> AbstractContextManager[None]:
-    """Agents live in no other system."""
+    """Return a context that watches nothing, because agents live in no other system."""
     return nullcontext()
 
 
 class Interrupts:
-    """Passes signals on to the attempt that is being made.
+    """A switch that passes signals on to the current attempt.
 
     Attributes:
         ending: the last signal that was to end the job; None if there was none.
@@ -86,7 +86,7 @@ class Interrupts:
         self._to: Callable[[int], None] | None = None
 
     def came(self, signum: int) -> None:
-        """A signal has come."""
+        """Record a signal, and pass it on."""
         if signum in ENDING:
             self.ending = signum
         if self._to is not None:
@@ -94,7 +94,7 @@ class Interrupts:
 
     @contextmanager
     def passed_to(self, note: Callable[[int], None]) -> Iterator[None]:
-        """Pass them to ``note`` for a while, and also one that came between this attempt and the last."""
+        """Pass signals to ``note`` for a while, including one that arrived between this attempt and the last."""
         self._to = note
         if self.ending is not None:
             note(self.ending)

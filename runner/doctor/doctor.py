@@ -1,7 +1,7 @@
-"""``hvdgloo-run doctor``: what a job would meet on its hosts, without starting one.
+"""``hvdgloo-run doctor``: the problems that a job would meet on its hosts, found without starting one.
 
-Agents are started in the same way as for a job, look around (``agent.facts``), try each other's addresses, and end.
-What they found is judged by ``rules`` and shown by ``report``.
+Agents are started in the same way as for a job, examine their hosts (``agent.facts``), probe each other's addresses,
+and end. ``rules`` judges the facts, and ``report`` shows the findings.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from hvdgloo.runner.transport.select import choose_spawner
 def run(
     spec: LaunchSpec, *, stderr: TextIO, width: int = 100, json: bool = False, spawner: Spawner | None = None
 ) -> tuple[str, bool]:
-    """Look at all hosts of a job.
+    """Examine all hosts of a job.
 
     Args:
         spec: the job; its command may be empty.
-        stderr: for messages in the meantime.
-        width: of the report's lines, in characters.
+        stderr: receives messages in the meantime.
+        width: maximum width of the report's lines, in characters.
         json: report as JSON.
-        spawner: how agents are started; by default chosen from the hosts.
+        spawner: starts agents; by default chosen from the hosts.
 
     Returns:
         the report, and whether a job can start.
 
     Raises:
-        JobFailedError: a signal came first.
+        JobFailedError: a signal interrupted it.
     """
     spawner = spawner or choose_spawner(spec.hosts, spec.reach)
     with _agents(spec, spawner, stderr) as supervisor:
@@ -80,7 +80,7 @@ def run(
 
 @dataclass
 class _Answer:
-    """What one agent found, and this machine's clock when it was asked and when it had answered."""
+    """One agent's facts, and this machine's clock at the request and at the answer."""
 
     hello: Hello
     sent: float
@@ -90,7 +90,7 @@ class _Answer:
 
 @dataclass
 class _Round:
-    """What has been learned so far."""
+    """The results so far."""
 
     problems: Mapping[HostEntry, str]
     answers: dict[HostEntry, _Answer] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class _Round:
 
 @contextmanager
 def _agents(spec: LaunchSpec, spawner: Spawner, stderr: TextIO) -> Iterator[Supervisor]:
-    """What starts agents, with what a user sees of it."""
+    """Provide a supervisor that starts agents, and show their progress."""
     console = Console(stdout=stderr, stderr=stderr)
     try:
         states = host_states(spec.hosts, spec)
@@ -115,7 +115,7 @@ def _agents(spec: LaunchSpec, spawner: Spawner, stderr: TextIO) -> Iterator[Supe
 
 
 class _Observer:
-    """Shows how far hosts have come. There are no workers."""
+    """An observer that shows the hosts' progress. There are no workers."""
 
     congested = False
 
@@ -172,7 +172,7 @@ def _try_addresses(supervisor: Supervisor, spec: LaunchSpec, round_: _Round) -> 
 
 
 def _without_launcher(reports: Reports) -> Reports:
-    """The launcher is one of the hosts, and is shown as such."""
+    """Leave out the launcher, which is one of the hosts and is shown as such."""
     return Reports(reports.names, reports.candidates, (), reports.answers, reports.unheard)
 
 

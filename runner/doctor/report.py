@@ -1,4 +1,4 @@
-"""What ``hvdgloo-run doctor`` shows: tables for people, JSON for programs. Pure."""
+"""The output of ``hvdgloo-run doctor``: tables for people, JSON for programs. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS = {Severity.STOP: "STOP", Severity.WARNING: "warning", None: "ok"}
 
 
 def as_text(visits: Sequence[Visit], findings: Sequence[Finding], width: int = 80) -> str:
-    """Tables of all hosts, then what is wrong and what to do about it, then the conclusion."""
+    """Format tables of all hosts, the problems with their remedies, and the conclusion."""
     blocks = [
         _table(("host", "verdict", "python", "cores", "memory", "/dev/shm", "files", "clock"),
                [_machine(visit, findings) for visit in visits]),
@@ -30,7 +30,7 @@ def as_text(visits: Sequence[Visit], findings: Sequence[Finding], width: int = 8
 
 
 def as_json(visits: Sequence[Visit], findings: Sequence[Finding]) -> str:
-    """The same, and everything that was found out about each host."""
+    """Format the findings and all facts about each host."""
     return json.dumps(
         {
             "version": __version__,
@@ -46,7 +46,7 @@ def as_json(visits: Sequence[Visit], findings: Sequence[Finding]) -> str:
 
 
 def all_well(findings: Sequence[Finding]) -> bool:
-    """Whether nothing was found that will stop a job."""
+    """Tell whether nothing was found that will stop a job."""
     return not any(finding.severity is Severity.STOP for finding in findings)
 
 
@@ -102,7 +102,7 @@ def _clock(clock: Clock | None) -> str:
 
 
 def _packages(visits: Sequence[Visit]) -> str:
-    """Versions of the packages that are installed on any host."""
+    """Format the versions of the packages that are installed on any host."""
     seen = [(visit, visit.facts) for visit in visits if visit.facts is not None]
     names = list(dict.fromkeys(name for _, facts in seen for name in facts.packages))
     rows = [(visit.host, *(_version(facts, name) for name in names)) for visit, facts in seen]
@@ -160,7 +160,7 @@ def _finding(finding: Finding, width: int) -> str:
 
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:
-    """Lines of at most ``width`` characters; existing line breaks are kept."""
+    """Wrap a text to lines of at most ``width`` characters; existing line breaks are kept."""
     first, *others = text.split("\n")
     lines = _fill(first, width, "", indent)
     for line in others:

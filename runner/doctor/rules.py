@@ -1,7 +1,7 @@
-"""From what is known of a job's hosts to what is wrong with them, and what to do about it. Pure.
+"""Diagnosis of a job's hosts: from facts to problems and remedies. Pure.
 
-``diagnose`` is a list of rules. Each looks at all visits and yields findings; a new rule is one more function. What
-stops a job is distinguished from what is merely likely to disappoint.
+``diagnose`` is a list of rules. Each looks at all visits and yields findings; a new rule is one more function. Findings
+that stop a job are distinguished from warnings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvdgloo.version import __version__
 
 _GIB = 1024**3
 SMALL_SHM = 1 * _GIB
-"""Below this, DataLoader workers are known to fail: Docker's default is 64 MiB."""
+"""Size below which DataLoader workers are known to fail: Docker's default is 64 MiB."""
 
 CLOCK_TOLERANCE = 1.0
 """Seconds; nothing here depends on clocks, but logs and traces are compared by them."""
@@ -32,7 +32,7 @@ _DESCRIPTORS = 256  # that a worker needs in addition to four for each rank
 
 
 class Severity(enum.Enum):
-    """What a finding means for a job; the first is the worst."""
+    """The effect of a finding on a job; the first is the worst."""
 
     STOP = "stop"
     WARNING = "warning"
@@ -47,20 +47,21 @@ class Clock:
 
 
 def compare_clocks(sent: float, asked: float, answered: float, received: float) -> Clock:
-    """From the times of a question and its answer, the middle two of which are on the other clock."""
+    """Return the offset of the other clock, from the times of a request and its answer; the other clock gave the middle
+    two."""
     return Clock(((asked - sent) + (answered - received)) / 2, max(0.0, (received - sent) - (answered - asked)) / 2)
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A host, and what was learned of it.
+    """A host, and the facts about it.
 
     Attributes:
         host: its name as the user gave it.
-        slots: how many workers it would run.
-        problem: why its agent could not be started; then all the rest is empty.
-        remedy: what to do about it.
-        identity: equal where two names lead to one machine.
+        slots: number of workers that it would run.
+        problem: the reason why its agent could not be started; then all other attributes are empty.
+        remedy: the remedy for the problem.
+        identity: equal if two names lead to one machine.
         addresses: each with a remark: ``10.0.0.5 (eth0)``, ``reached by all``.
     """
 
@@ -76,12 +77,12 @@ class Visit:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong.
+    """A problem.
 
     Attributes:
-        hosts: where.
-        text: what it is.
-        remedy: what to do.
+        hosts: the hosts that have it.
+        text: the description of the problem.
+        remedy: the remedy for the problem.
     """
 
     severity: Severity
@@ -99,13 +100,13 @@ def diagnose(
     one_machine: Severity = Severity.STOP,
     config: Config | None = None,
 ) -> list[Finding]:
-    """All findings, the worst first.
+    """Return all findings, the worst first.
 
     Args:
         launcher: the machine that ``hvdgloo-run doctor`` runs on.
-        cwd: where workers would run.
-        connections: what was found between the hosts.
-        one_machine: what it means for the job if hosts are the same machine.
+        cwd: the working directory of the workers.
+        connections: findings about the network between the hosts.
+        one_machine: severity of several names for one machine.
         config: the job's settings; by default, the defaults.
     """
     settings = config or Config()
@@ -132,12 +133,12 @@ def diagnose(
 
 
 def verdict(host: str, findings: Sequence[Finding]) -> Severity | None:
-    """The worst that was found about a host; None if nothing was found."""
+    """Return the worst severity found for a host; None if there are no findings."""
     found = {finding.severity for finding in findings if host in finding.hosts}
     return next((severity for severity in Severity if severity in found), None)
 
 
-# Rules. Each gets all visits; ``_seen`` gives those that have facts.
+# Rules. Each gets all visits; ``_seen`` returns those that have facts.
 
 
 def _seen(visits: Sequence[Visit]) -> Iterator[tuple[Visit, Facts]]:
@@ -153,7 +154,7 @@ def _names(found: Iterable[tuple[Visit, Facts]]) -> tuple[str, ...]:
 
 
 def _grouped(seen: Iterable[tuple[Visit, Facts]], key: Callable[[Facts], str | None]) -> dict[str, list[str]]:
-    """Host names grouped by ``key``; those for which it gives nothing are left out."""
+    """Group host names by ``key``, leaving out hosts for which it returns nothing."""
     groups: dict[str, list[str]] = defaultdict(list)
     for visit, facts in seen:
         if name := key(facts):
@@ -162,7 +163,7 @@ def _grouped(seen: Iterable[tuple[Visit, Facts]], key: Callable[[Facts], str | N
 
 
 def _difference(what: str, groups: Mapping[str, list[str]], remedy: str) -> Iterator[Finding]:
-    """A finding about the hosts that differ from the majority."""
+    """Yield a finding about the hosts that differ from the majority."""
     if len(groups) > 1:
         usual = max(groups, key=lambda name: len(groups[name]))
         parts = "; ".join(f"{name} on {listed(hosts)}" for name, hosts in groups.items())
@@ -177,7 +178,7 @@ def _unreachable(visits: Sequence[Visit]) -> Iterator[Finding]:
 
 
 def _required(visits: Sequence[Visit], cwd: str) -> Iterator[Finding]:
-    """In the words with which a job would refuse to start."""
+    """Yield missing requirements, in the words with which a job would refuse to start."""
 
     def reason(facts: Facts) -> str | None:
         diagnosis = preflight_failure(Lacking(facts.directory, facts.missing, machine=facts.machine), cwd)
@@ -201,9 +202,9 @@ def _requirements(visits: Sequence[Visit]) -> Iterator[Finding]:
 
 
 def _gloo(visits: Sequence[Visit], config: Config) -> Iterator[Finding]:
-    """All ranks take Gloo from the package that rank 0 has, which is on the first host.
+    """Yield findings about Gloo: all ranks use the package that rank 0 has, which is on the first host.
 
-    Ranks on a single host need none, unless it is asked for.
+    Ranks on a single host need none, unless it is requested.
     """
     seen = list(_seen(visits))
     if not seen:
@@ -249,7 +250,7 @@ def _gloo(visits: Sequence[Visit], config: Config) -> Iterator[Finding]:
 
 
 def _certificates(visits: Sequence[Visit], launcher: Facts, config: Config) -> Iterator[Finding]:
-    """The launcher and rank 0, which is on the first host, listen with a certificate: the user's, or one they make."""
+    """Yield listeners without a certificate: the launcher and rank 0, on the first host, use the user's or make one."""
     if config.tls_files is None or config.tls_cert:
         return
     listeners = {(launcher.hostname, launcher.executable): ("launcher", launcher)}
@@ -267,14 +268,14 @@ def _certificates(visits: Sequence[Visit], launcher: Facts, config: Config) -> I
 
 
 def _providers(facts: Facts) -> list[str]:
-    """The packages there that carry Gloo, the preferred one first."""
+    """Return the packages there that carry Gloo, the preferred one first."""
     return [package for package in GLOO_PROVIDERS if package in facts.packages]
 
 
 def _frameworks(visits: Sequence[Visit]) -> Iterator[Finding]:
     seen = list(_seen(visits))
     for package in dict.fromkeys(name for _, facts in seen for name in facts.packages):
-        # What hvdgloo itself needs is reported by other rules.
+        # Requirements of hvdgloo itself are reported by other rules.
         lacking = [(visit, facts) for visit, facts in seen if package not in {*facts.packages, *facts.lacking}]
         if lacking and package not in GLOO_PROVIDERS:
             yield Finding(
@@ -445,7 +446,7 @@ def _clocks(visits: Sequence[Visit]) -> Iterator[Finding]:
 
 
 def addresses_reached(reports: Reports) -> tuple[dict[str, list[tuple[str, str]]], list[Finding]]:
-    """Each host's addresses with who reaches them, and what is wrong with that."""
+    """Return each host's addresses with the hosts that reach them, and the problems."""
     tried: dict[tuple[int, str], list[tuple[int, Answer | None]]] = defaultdict(list)
     for source, target, address in addressing.tried(reports):
         key = (target, address.address)
@@ -462,7 +463,7 @@ def addresses_reached(reports: Reports) -> tuple[dict[str, list[tuple[str, str]]
 
 
 def _who_reaches(reports: Reports, answers: Sequence[tuple[int, Answer | None]]) -> str:
-    """``all``, ``none (...)``, or ``all but h2 (timed out after 3 s)``."""
+    """Describe who reaches an address: ``all``, ``none (...)``, or ``all but h2 (timed out after 3 s)``."""
     if not answers:
         return "nobody has tried: nothing listens there"
     failed = [(reports.names[source], answer) for source, answer in answers if not _reached(answer)]
@@ -482,7 +483,7 @@ def _reached(answer: Answer | None) -> bool:
 
 
 def unconnected(error: HvdglooError, hosts: Sequence[str]) -> Finding:
-    """Why hosts cannot be connected: a finding about those that it names, else about all."""
+    """Return a finding about the hosts that an error names, otherwise about all."""
     text, newline, remedy = str(error).rpartition("\n")
     if not newline:
         text, _, remedy = str(error).partition("; ")
@@ -491,11 +492,11 @@ def unconnected(error: HvdglooError, hosts: Sequence[str]) -> Finding:
     return Finding(Severity.STOP, concerned, text, remedy)
 
 
-# Words.
+# Formatting.
 
 
 def size(amount: int | None) -> str:
-    """``23.5 GiB``; empty if it is not known."""
+    """Format a size: ``23.5 GiB``; empty if not known."""
     if amount is None:
         return ""
     value = float(amount)
@@ -511,7 +512,7 @@ def _count(number: int, thing: str) -> str:
 
 
 def listed(hosts: Sequence[str], shown: int = 4) -> str:
-    """The first few names, and how many more there are."""
+    """List the first few names, and the number of further ones."""
     return ", ".join(hosts[:shown]) + (f" and {len(hosts) - shown} more" if len(hosts) > shown else "")
 
 

@@ -1,5 +1,5 @@
-"""The jobs of a measurement, one after another: first settings are tried on the planes that the job would use, then
-other planes with what was found."""
+"""The jobs of a measurement, one after another: first settings are tried on the job's own data planes, then other
+planes with the best settings."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from hvdgloo.runner.tuning.workload import Workload, resnet50
 from hvdgloo.runner.worker import function_task
 
 _SEARCHING = 0.65
-"""The share of the time in which settings are tried; the rest is for other planes, and for starting jobs."""
+"""Share of the time in which settings are tried; the rest is for other planes, and for starting jobs."""
 
 _STARTING = 4.0
-"""Seconds that a job needs to start and to end, about."""
+"""Approximate seconds that a job needs to start and to end."""
 
 _SHORTEST = 2.0
-"""Seconds that another plane is measured for at least."""
+"""Minimum seconds for which another plane is measured."""
 
 OTHER_PLANE = 1.05
-"""How many times as fast another data plane must be: it is measured in another job, at another time."""
+"""Factor by which another data plane must be faster: it is measured in another job, at another time."""
 
 _LARGE_SEGMENT = 16 << 20
 
@@ -40,7 +40,7 @@ _ALONE = "tune: a job of one process sends nothing, so there is nothing to tune;
 
 @dataclass(frozen=True)
 class Variant:
-    """Data planes that a job can have, and the settings that choose them: by field of Config, with the variable's
+    """Data planes that a job can have, and the settings that select them: by field of Config, with the variable's
     text."""
 
     name: str
@@ -52,8 +52,9 @@ class Again:
     """Other data planes that seemed to be the fastest, and were measured once more.
 
     Attributes:
-        variant: what they are.
-        own_seconds, seconds: a step's time with the job's own planes and with these, one right after the other.
+        variant: the data planes.
+        own_seconds, seconds: time of a step with the job's own planes and with these, measured one right after the
+            other.
     """
 
     variant: Variant
@@ -63,15 +64,15 @@ class Again:
 
 @dataclass(frozen=True)
 class Campaign:
-    """All that was found.
+    """All results.
 
     Attributes:
-        workload: a line about what was sent.
-        main: with the data planes that the job has by itself.
-        others: with others: what each is, and what was found.
-        again: the one of these that was measured once more; None if none was fast enough.
-        chosen: the one that is to be used; None for the job's own.
-        settings: by field of Config, what differs from the defaults.
+        workload: a line about the tensors that were sent.
+        main: results with the data planes that the job has by default.
+        others: other planes, each with its results.
+        again: the plane that was measured once more; None if none was fast enough.
+        chosen: the plane to use; None for the job's own.
+        settings: by field of Config, the settings that differ from the defaults.
     """
 
     workload: str
@@ -86,7 +87,7 @@ def check_size(spec: LaunchSpec) -> None:
     """Refuse a job of one rank, as far as its size is known before it starts.
 
     Raises:
-        ConfigError: it has one.
+        ConfigError: the job has one rank.
     """
     slots = [host.slots for host in spec.hosts]
     if spec.np == 1 or (spec.np is None and slots == [1]):
@@ -100,15 +101,16 @@ def run(
 
     Args:
         spec: the job, without its command.
-        program: a Python program whose gradients count, with its arguments; else those of a well-known network.
-        seconds: that all of it may take, roughly.
-        stderr: receives what workers print.
-        say: shows what is being done.
+        program: a Python program whose gradients are measured, with its arguments; otherwise a well-known network's
+            are.
+        seconds: approximate duration of all measurements.
+        stderr: receives the workers' output.
+        say: shows the progress.
 
     Raises:
-        ConfigError: the program is none of Python's, or there is only one rank.
+        ConfigError: the program is not a Python program, or there is only one rank.
         LaunchError: see ``launch``; or the program has no training steps.
-        JobFailedError: a job was ended by a signal, or a rank has failed; what it has raised was shown.
+        JobFailedError: a signal ended a job, or a rank failed; its error has been shown.
     """
     if Config.from_env(spec.environ).autotune:
         say("--autotune tries nothing while settings are measured")
@@ -137,11 +139,11 @@ def run(
     best = main.found[0].best.gradient_bucket
     texts = {name: str(value) for name, value in settings.items()}
     variants = _variants(main, spec)
-    # What seems faster is measured once more, as is the job's own plane.
+    # The plane that seems faster is measured once more, and so is the job's own.
     left = max(_SHORTEST, (1 - _SEARCHING) * seconds / (len(variants) + 2) - _STARTING)
 
-    # Times can be compared only if all these jobs send what the first one did: which part of the gradients, and when,
-    # would otherwise depend on how fast each is.
+    # Times can be compared only if all these jobs send what the first one did: otherwise the part of the gradients, and
+    # its timing, would depend on each job's speed.
     sent = [main.found[0].sent]
 
     def measured(given: Mapping[str, str]) -> Measured:
@@ -164,7 +166,7 @@ def run(
 
 
 def _python_program(command: Sequence[str]) -> tuple[list[str], bool]:
-    """Its file or module and its arguments, and whether it is a module."""
+    """Return the program's file or module with its arguments, and whether it is a module."""
     words = list(command)
     if words[0].rpartition("/")[2].startswith("python"):
         words = words[1:]
@@ -176,7 +178,7 @@ def _python_program(command: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _variants(main: Measured, spec: LaunchSpec) -> list[Variant]:
-    """Other planes that are worth a try; what the user has set stays."""
+    """Return other planes that are worth a try; the user's settings are kept."""
     given, default = Config.from_env(spec.environ), Config()
     variants = []
     if main.plane == "shm":
@@ -195,7 +197,7 @@ def _variants(main: Measured, spec: LaunchSpec) -> list[Variant]:
 
 
 def _faster(seconds: float, others: Sequence[tuple[Variant, Measured]]) -> Variant | None:
-    """The fastest of other planes, if steps take clearly less than some seconds there."""
+    """Return the fastest of other planes, if its steps take clearly less than ``seconds``."""
     fastest = min(others, key=lambda other: other[1].found[0].start_seconds, default=None)
     if fastest is None or fastest[1].found[0].start_seconds * OTHER_PLANE > seconds:
         return None
@@ -203,7 +205,7 @@ def _faster(seconds: float, others: Sequence[tuple[Variant, Measured]]) -> Varia
 
 
 def _settings(spec: LaunchSpec, found: Sequence[Found]) -> dict[str, int | float | str]:
-    """What is to be set, by field of Config: where workloads differ, the first one that wants something else."""
+    """Return the settings to change, by field of Config; if workloads differ, the first one with a change counts."""
     given = Config.from_env(spec.environ)
     chosen: dict[str, int | float | str] = {}
     for each in reversed(found):
@@ -241,14 +243,14 @@ def _function(
     kwargs: Mapping[str, Any],
     **settings: str,
 ) -> list[Any]:
-    """Call a function on all ranks of the job; whatever it asks for, nothing is tuned meanwhile.
+    """Call a function on all ranks of the job, with autotuning off.
 
     Args:
         settings: fields of Config, with the texts of their variables.
 
     Raises:
         LaunchError: see ``launch``.
-        JobFailedError: it was ended by a signal, or a rank has failed.
+        JobFailedError: a signal ended the job, or a rank failed.
     """
     declared = declarations()
     environ = {**spec.environ, **{declared[name].env: text for name, text in {**settings, "autotune": "0"}.items()}}
@@ -260,7 +262,7 @@ def _function(
         remote_command=function_task.command(spec.reach.python),
         function=function_task.pack_function(function, args, kwargs, spec.secret),
     )
-    # While only ours is measured, a Ctrl-C would show tracebacks of our own from all ranks.
+    # While only our own code is measured, Ctrl-C would show tracebacks of ours from all ranks.
     shown = io.StringIO()
     screen = stderr if function is record else shown
     interrupted = None
@@ -272,7 +274,7 @@ def _function(
             if interrupted != signal.SIGINT:
                 stderr.write(shown.getvalue())
         if report.outcome.exit_code:
-            # What a rank has raised is on the screen, as with any program; for whoever has typed this command, the
-            # exception itself would be the launcher's.
+            # A rank's error is on the screen already, as with any program; the user of this command would take the
+            # exception itself for the launcher's.
             raise JobFailedError(report.summary(whole=False), exit_code=report.outcome.exit_code)
         return conclude(report, results)

@@ -1,7 +1,7 @@
-"""What runs on the hosts: steps of a workload with one setting after another, and a program that is recorded.
+"""Code that runs on the hosts: steps of a workload with one setting after another, and the recording of a program.
 
-Gradients are made up and no time is spent computing: a rank sleeps where the program would compute, as it does where a
-GPU computes.
+Gradients are made up and no time is spent computing: a rank sleeps where the program would compute, as it does if a GPU
+computes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _RECORDED, _WARM_UP = 6, 2  # steps of a program
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings that can be tried within one job: sizes in bytes, times in seconds."""
+    """Settings that can be tried within one job: sizes in bytes, times in seconds."""
 
     gradient_bucket: int
     fusion_threshold: int
@@ -59,13 +59,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Found:
-    """What suits one workload.
+    """The best settings for one workload.
 
     Attributes:
-        sent: what was sent in each step: the workload, or the first part of it where a whole step takes too long.
-        part: the share of its bytes that this is.
+        sent: the tensors of each step: the workload, or its first part if a whole step takes too long.
+        part: the share of the workload's bytes that was sent.
         start, start_seconds: settings of the beginning, and a step's median time with them.
-        best, best_seconds: those that are to be used, and the time with them.
+        best, best_seconds: settings to use, and a step's median time with them.
         tried: every setup with its median time, in the order of the first measurement.
     """
 
@@ -80,14 +80,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a job has found.
+    """The results of a job.
 
     Attributes:
         plane: the data plane of the set of all ranks.
-        ranks, hosts: how many there are.
-        direct: it is shared memory in which large tensors are read in place.
+        ranks, hosts: their numbers.
+        direct: True if large tensors are read in place in shared memory.
         sweep: seconds of an allreduce by its size in bytes.
-        found: for each workload.
+        found: the results for each workload.
     """
 
     plane: str
@@ -99,11 +99,11 @@ class Measured:
 
 
 def measure(workloads: Sequence[Workload], seconds: float, bucket: int, *, searching: bool) -> Measured | None:
-    """Measure a data plane on all ranks. Collective; rank 0's result counts, and the others return None.
+    """Measure a data plane on all ranks. Collective; rank 0 returns the result, and the others None.
 
     Args:
-        seconds: that it may take, roughly.
-        bucket: the gradients' buckets to begin with, in bytes.
+        seconds: approximate duration.
+        bucket: initial size of the gradients' buckets, in bytes.
         searching: also try settings.
     """
     import hvdgloo.numpy as hvd
@@ -137,7 +137,7 @@ def measure(workloads: Sequence[Workload], seconds: float, bucket: int, *, searc
 
 
 def _sweep(hvd: Any, seconds: float) -> dict[int, float]:
-    """Seconds of a blocking allreduce for each size; the sizes that are left when the time is over are left out."""
+    """Measure the seconds of a blocking allreduce for each size; sizes for which there is no time are left out."""
     found = {}
     end = time.monotonic() + seconds
     for size in SWEEP:
@@ -145,7 +145,7 @@ def _sweep(hvd: Any, seconds: float) -> dict[int, float]:
         times: list[float] = []
         begun = time.monotonic()
         while True:
-            # Rank 0 says whether to go on, a few steps before it counts.
+            # Rank 0 decides whether to continue, a few steps in advance.
             for _ in range(4):
                 at = time.perf_counter()
                 hvd.allreduce(array, op=hvd.Sum, name="tune.sweep")
@@ -161,7 +161,8 @@ def _sweep(hvd: Any, seconds: float) -> dict[int, float]:
 
 
 def _samples(axes: Sequence[Axis]) -> int:
-    """How many samples a search takes: each candidate about three, and the comparisons, if all of them are needed."""
+    """Return the number of samples that a search takes: about three per candidate, and the comparisons if all are
+    needed."""
     return sum(3 * len(values) for _, values in axes) + 2 * _PAIRS * _LOOKS
 
 
@@ -169,7 +170,7 @@ class _Bench:
     """Steps of a workload. All ranks call the same methods; rank 0 decides.
 
     Args:
-        label: begins the tensors' names.
+        label: the beginning of the tensors' names.
     """
 
     def __init__(self, hvd: Any, engine: Engine, workload: Workload, label: str) -> None:
@@ -181,18 +182,19 @@ class _Bench:
 
     @property
     def sent(self) -> Workload:
-        """What a step sends."""
+        """The tensors of a step."""
         return self._workload
 
     def settle(self, start: Setup, seconds: float) -> None:
-        """See how long steps take. Where it is not known when gradients become ready, they do evenly, in as much time
-        as it takes to send them; and if there are too many to try all settings in some seconds, the last are left out.
+        """Measure how long steps take. If the times at which gradients become ready are unknown, they are spread evenly
+        over the time that it takes to send them; if there are too many gradients to try all settings within
+        ``seconds``, the last ones are left out.
         """
         if not self._workload.delays:
             self._workload = replace(self._workload, delays=(0.0,) * len(self._workload.sizes))
             self._step(start)
             pace = float(self._agreed(self._step(start), "pace"))
-            # A sample has two steps at least, of which each takes up to twice as long as if all were sent at once.
+            # A sample has at least two steps, each of which takes up to twice as long as if all were sent at once.
             share = seconds / (4 * _samples(self._axes(start)) * max(pace, _SHORTEST))
             self._workload = self._workload.first(round(share * self._workload.nbytes))
             every = min(1.0, share) * pace / len(self._workload.sizes)
@@ -202,12 +204,13 @@ class _Bench:
             self._step(start)
 
     def steps_for(self, start: Setup, seconds: float) -> None:
-        """Have samples of as many steps as there is time for: of one more, the first does not count."""
+        """Choose the number of steps per sample for the available time; the first step of each sample does not
+        count."""
         wanted = round(seconds / max(self.sample(start), _SHORTEST)) - 1
         self._steps = int(self._agreed(max(1, min(_MOST_STEPS, wanted)), "steps"))
 
     def search(self, start: Setup, seconds: float) -> tuple[Setup, float]:
-        """Look for a better setup than ``start`` for about so many seconds; returns it and its gain."""
+        """Search for a better setup than ``start`` for about ``seconds``; return it and its gain."""
         axes = self._axes(start)
         self.steps_for(start, seconds / _samples(axes))
         running = search(start, axes, most=sum(len(values) for _, values in axes), pairs=_PAIRS, looks=_LOOKS)
@@ -221,7 +224,7 @@ class _Bench:
             score = 1 / self.sample(setup)
 
     def sample(self, setup: Setup) -> float:
-        """The median time of some steps with a setup, in seconds; rank 0's on all ranks."""
+        """Return the median time of some steps with a setup, in seconds; all ranks return rank 0's."""
         if self._hvd.rank() == 0:
             self._engine.tune(setup.choice)
         self._hvd.barrier()
@@ -265,11 +268,11 @@ class _Bench:
         return time.perf_counter() - begun
 
 
-# A program of the user's.
+# Recording of a user's program.
 
 
 class _Enough(BaseException):
-    """So many steps were recorded. Not an Exception: the program must not take it for one of its own."""
+    """Enough steps were recorded. Not an Exception, so that the program does not handle it."""
 
 
 @dataclass
@@ -278,7 +281,7 @@ class _Recorder:
     done: bool = False
 
     def note(self, request: Request) -> None:
-        """An operation is submitted."""
+        """Record a submitted operation."""
         if self.done:
             raise _Enough
         if request.collective is not Collective.ALLREDUCE or ".noname." in request.name:
@@ -292,7 +295,7 @@ class _Recorder:
         self.steps[-1].append((request.name, request.nbytes, time.perf_counter()))
 
     def workload(self) -> Workload | None:
-        """What was seen; None if nothing came again."""
+        """Return the recorded workload; None if no operation was repeated."""
         complete = self.steps[min(_WARM_UP, len(self.steps) - 2) : -1] if len(self.steps) > 1 else []
         if not complete or not complete[-1]:
             return None
@@ -300,13 +303,13 @@ class _Recorder:
 
 
 def record(argv: Sequence[str], *, module: bool) -> Workload | None:
-    """Run a program until some steps have been seen; None if it has ended without any.
+    """Run a program until some steps have been recorded; return None if it ends before that.
 
     Args:
         argv: file, or name of the module, and its arguments.
 
     Raises:
-        SystemExit: it has failed before that. What it has raised is shown, as where Python runs it itself.
+        SystemExit: the program failed before that. Its error is shown, as if Python ran it itself.
     """
     recorder = _Recorder()
     sys.argv[:] = list(argv)
@@ -335,7 +338,7 @@ def record(argv: Sequence[str], *, module: bool) -> Workload | None:
 
 
 def _of_program(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames that have started the program."""
+    """Remove the frames that started the program from a traceback."""
     while trace is not None and trace.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
         trace = trace.tb_next
     return trace

@@ -1,5 +1,5 @@
-"""What ``hvdgloo-run tune`` shows: tables and bars for people, JSON for programs, a picture, and a configuration file.
-Pure."""
+"""The output of ``hvdgloo-run tune``: tables and bars for people, JSON for programs, a picture, and a configuration
+file. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdgloo.version import __version__
 
 _BAR = 40
 _ENOUGH = 0.2
-"""The part of a step's gradients with which all of their buckets are as they will be."""
+"""Share of a step's gradients above which the results hold for all of their buckets."""
 _PLANES = {
     "shm": "shared memory",
     "hierarchical": "shared memory in each host, Gloo between hosts",
@@ -29,7 +29,7 @@ _COLOURS = ("#1769aa", "#c2410c", "#15803d", "#7e22ce")
 
 
 def as_text(campaign: Campaign) -> str:
-    """Tables of data planes and settings, bars of what was tried, and what to do."""
+    """Format tables of data planes and settings, bars of the tried values, and the settings to use."""
     main = campaign.main
     blocks = [
         f"{_count(main.ranks, 'rank')} on {_count(main.hosts, 'host')}, {_PLANES.get(main.plane, main.plane)}; "
@@ -43,7 +43,7 @@ def as_text(campaign: Campaign) -> str:
 
 
 def as_yaml(campaign: Campaign) -> str:
-    """A file for ``--config-file``; without settings, if the defaults are best."""
+    """Format a file for ``--config-file``; without settings, if the defaults are best."""
     main = campaign.main
     where = f"{_count(main.ranks, 'rank')} on {_count(main.hosts, 'host')}"
     lines = [f"# Measured by hvdgloo-run tune (hvdgloo {__version__}): {where}, {campaign.workload}"]
@@ -60,7 +60,7 @@ def as_yaml(campaign: Campaign) -> str:
 
 
 def as_json(campaign: Campaign) -> str:
-    """Everything that was found."""
+    """Format all results."""
     return json.dumps(
         {
             "version": __version__,
@@ -78,7 +78,7 @@ def as_json(campaign: Campaign) -> str:
 
 
 def as_svg(campaign: Campaign) -> str:
-    """A picture: the speed of each data plane by size, and of steps by what was tried."""
+    """Draw the speed of each data plane by size, and the speed of steps by the tried values."""
     lines = [
         (name, [(str(_size(size)), size / seconds / 1e6) for size, seconds in measured.sweep.items()])
         for name, measured in _planes(campaign)
@@ -156,7 +156,7 @@ def _other(campaign: Campaign, name: str, measured: Measured) -> str:
 
 
 def _compared(seconds: float, own: float) -> str:
-    """A time, and what it is compared with the job's own."""
+    """Format a time, compared with the job's own."""
     ratio = max(seconds, own) / min(seconds, own)
     return f"{_time(seconds)}, {_percent(ratio)} % {'slower' if seconds > own else 'faster'}"
 
@@ -174,7 +174,7 @@ def _conclusion(campaign: Campaign) -> str:
 
 
 def _reservation(campaign: Campaign) -> list[str]:
-    """A sentence if so little could be sent that the conclusion may not hold for a whole step."""
+    """Return a caveat if so few gradients could be sent that the conclusion may not hold for a whole step."""
     least = min(found.part for found in campaign.main.found)
     if least >= _ENOUGH:
         return []
@@ -185,7 +185,7 @@ def _reservation(campaign: Campaign) -> list[str]:
 
 
 def _share(part: float) -> str:
-    """The first part of something, in percent."""
+    """Describe the first part of something, in percent."""
     return "less than the first 1 %" if part < 0.01 else f"the first {100 * part:.0f} %"
 
 
@@ -203,12 +203,13 @@ def _planes(campaign: Campaign) -> list[tuple[str, Measured]]:
 
 
 def _first_axis(found: Found) -> tuple[str, list[tuple[Any, float]]]:
-    """The setting that was varied first, and the times with its values; that of the best is the choice's."""
+    """Return the setting that was varied first, and the times with its values; for the best value, that of the final
+    choice."""
     name = "gradient_bucket" if found.sent.in_buckets else "fusion_threshold"
     values: dict[Any, float] = {}
     for setup, seconds in found.tried:
         values.setdefault(getattr(setup, name), seconds)
-    # These two were compared in turns; the best may differ in other settings, too.
+    # These two were compared alternately; the best may differ in other settings, too.
     values[getattr(found.best, name)] = found.best_seconds
     if found.best == found.start or getattr(found.best, name) != getattr(found.start, name):
         values[getattr(found.start, name)] = found.start_seconds
@@ -232,7 +233,7 @@ def _again_values(again: Again) -> dict[str, Any]:
 
 
 def _file_settings(settings: Mapping[str, int | float | str]) -> dict[str, str]:
-    """By key of the configuration file, with values in its units."""
+    """Return settings by key of the configuration file, with values in its units."""
     declared = declarations()
     found = {}
     for name, value in settings.items():
@@ -279,7 +280,7 @@ def _time(seconds: float) -> str:
 
 
 def _line_plot(title: str, lines: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
-    """Points of several lines over places that have names; the vertical axis begins at 0."""
+    """Draw the points of several lines over named places; the vertical axis begins at 0."""
     places = max((points for _, points in lines), key=len)
     highest = max(value for _, points in lines for _, value in points) * 1.1
     step = _WIDTH / max(1, len(places) - 1)

@@ -1,4 +1,4 @@
-"""What is sent in a training step, and when."""
+"""The tensors of a training step, and the times at which they are sent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 FIRST_BYTES = 1 << 20
-"""The first bucket of PyTorch's DistributedOptimizer is small; see ``torch._buckets``."""
+"""Size of the first bucket of PyTorch's DistributedOptimizer, which is small; see ``torch._buckets``."""
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,10 @@ class Workload:
     """The gradients of one step, in the order in which they become ready.
 
     Attributes:
-        sizes: of each, in bytes.
-        delays: when each is ready, in seconds since the first of them; empty where that is not known. They are then
-            spread over as much time as it takes to send them.
-        in_buckets: they are sent in buckets as PyTorch's DistributedOptimizer has them, and not one by one.
+        sizes: size of each gradient, in bytes.
+        delays: time at which each gradient is ready, in seconds since the first one; empty if not known. They are then
+            spread over the time that it takes to send them.
+        in_buckets: gradients are sent in buckets, as by PyTorch's DistributedOptimizer, rather than one by one.
     """
 
     sizes: tuple[int, ...]
@@ -29,17 +29,17 @@ class Workload:
         return sum(self.sizes)
 
     def first(self, nbytes: int) -> Workload:
-        """The first gradients of so many bytes in all, or a single one."""
+        """Return a workload of the first gradients, up to ``nbytes`` in all but at least one."""
         kept = 1
         while kept < len(self.sizes) and sum(self.sizes[: kept + 1]) <= nbytes:
             kept += 1
         return replace(self, sizes=self.sizes[:kept], delays=self.delays[:kept])
 
     def sent(self, bucket: int) -> list[tuple[int, int]]:
-        """What is submitted: for each tensor its bytes, and the number of the gradient with which it is complete.
+        """Return the tensors that are submitted: for each its bytes, and the number of the gradient that completes it.
 
         Args:
-            bucket: bytes of a bucket at most, unless a single gradient is larger; 0 for none.
+            bucket: maximum size of a bucket in bytes, unless a single gradient is larger; 0 for no buckets.
         """
         if not (self.in_buckets and bucket):
             return [(nbytes, number) for number, nbytes in enumerate(self.sizes)]
@@ -55,7 +55,7 @@ class Workload:
 
 
 def resnet50() -> tuple[int, ...]:
-    """The sizes of ResNet-50's gradients in bytes, in the order of a backward pass: 161 of them, 97.5 MiB."""
+    """Return the sizes of ResNet-50's gradients in bytes, in the order of a backward pass: 161 of them, 97.5 MiB."""
     counts = [64 * 3 * 49, 64, 64]
     into = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -70,10 +70,10 @@ def resnet50() -> tuple[int, ...]:
 
 
 def of_steps(steps: Sequence[Sequence[tuple[str, int, float]]], *, in_buckets: bool) -> Workload:
-    """What a program does in each step.
+    """Return the workload of a program.
 
     Args:
-        steps: for each step its gradients: name, bytes, and the time at which they were submitted, in seconds.
+        steps: the gradients of each step: name, bytes, and the time at which they were submitted, in seconds.
     """
     last = steps[-1]
     delays: dict[str, list[float]] = {name: [] for name, _, _ in last}
