@@ -17,13 +17,19 @@ class FrameMac:
 
     Args:
         key: 16 to 64 bytes that only the two sides know, and that no other direction or connection uses.
+        count: messages that were authenticated with it before.
     """
 
     __slots__ = ("_count", "_key")
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, count: int = 0) -> None:
         self._key = key
-        self._count = 0
+        self._count = count
+
+    @property
+    def state(self) -> tuple[bytes, int]:
+        """The arguments with which another process goes on. Secret."""
+        return self._key, self._count
 
     def tag(self, message: bytes | bytearray | memoryview) -> bytes:
         """The tag of the next message."""

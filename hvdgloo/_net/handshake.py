@@ -69,6 +69,40 @@ class Link:
     sending: FrameMac
     receiving: FrameMac
 
+    def signed(self, body: bytes) -> bytes:
+        """Return the next message to the other side as it is sent: framed, and with its tag."""
+        return framing.head(len(body)) + body + self.sending.tag(body)
+
+    def receive(self, what: str, limit: int, deadline: float, cancelled: Cancelled | None = None) -> bytes:
+        """Return the next message of the other side, from a blocking socket.
+
+        Args:
+            what: the message's name in errors, with its article.
+            limit: bytes that it may have.
+
+        Raises:
+            ValueError: it is longer, or its tag is wrong.
+            OSError, EOFError, BackendError: as for ``receive_exactly``.
+        """
+        length = _bounded(receive_exactly(self.sock, framing.HEAD, deadline, cancelled), what, limit)
+        return self._checked(receive_exactly(self.sock, length + framing.TAG, deadline, cancelled), what)
+
+    def received(self, what: str, limit: int) -> Generator[int, None, bytes]:
+        """Do as ``receive`` does, on a non-blocking socket."""
+        length = _bounded((yield from received(self.sock, framing.HEAD)), what, limit)
+        return self._checked((yield from received(self.sock, length + framing.TAG)), what)
+
+    def _checked(self, data: bytes, what: str) -> bytes:
+        self.receiving.check(data[: -framing.TAG], data[-framing.TAG :], what)
+        return data[: -framing.TAG]
+
+
+def _bounded(head: bytes, what: str, limit: int) -> int:
+    length = framing.body_length(head)
+    if length > limit:
+        raise ValueError(f"{what} is too long")
+    return length
+
 
 class _Answer(codec.Message, frozen=True):
     """What the coordinator tells whoever has proved to belong to the job.
@@ -298,14 +332,40 @@ class Handshake:
         channel: bytes = b"",
         cancelled: Cancelled | None = None,
     ) -> tuple[Link, dict[str, Any]]:
-        """The other side's part on a connected socket; returns what ``connect`` does.
+        """Do what ``connect`` does, on a connected socket.
+
+        Args:
+            channel: as for ``prove``.
+            cancelled: polled; returns whether to give up.
+
+        Raises:
+            AuthenticationError, OSError, EOFError, ValueError: the handshake failed.
+            BackendError: it was cancelled.
+        """
+        link = self.prove(sock, rank, deadline, channel, cancelled)
+        asked = time.time()
+        answer = _ANSWER.decode(link.receive(f"the answer of rank {self.parent}", _MAX_ANSWER, deadline, cancelled))
+        # Rank 0's clock, or that of a leader, which may differ from rank 0's.
+        offset = answer.settings.get("clock_offset", 0.0) + answer.clock - (asked + time.time()) / 2
+        return link, {**answer.settings, "clock_offset": offset}
+
+    def prove(
+        self,
+        sock: socket.socket,
+        rank: int,
+        deadline: float,
+        channel: bytes = b"",
+        cancelled: Cancelled | None = None,
+    ) -> Link:
+        """Prove the secret to whoever listens, once it has proved it. The first message is the listener's or this
+        side's, as the purpose wants it.
 
         Args:
             channel: SHA-256 of the certificate that the listener has shown; empty if nothing is encrypted.
             cancelled: polled; returns whether to give up.
 
         Raises:
-            AuthenticationError, OSError, EOFError, ValueError: the handshake failed.
+            AuthenticationError, OSError, EOFError: the handshake failed.
             BackendError: it was cancelled.
         """
         _send_at_once(sock)
@@ -314,39 +374,32 @@ class Handshake:
         agreed = self._agreed(rank, nonce, receive_exactly(sock, NONCE_BYTES, deadline, cancelled), channel)
         if not proves(receive_exactly(sock, PROOF_BYTES, deadline, cancelled), self._key, "coordinator", *agreed):
             raise AuthenticationError("whoever listens there does not know this job's secret")
-        asked = time.time()
         sock.sendall(prove(self._key, "member", *agreed))
         down, up = self._frame_macs(*agreed)
-        length = framing.body_length(receive_exactly(sock, framing.HEAD, deadline, cancelled))
-        if length > _MAX_ANSWER:
-            raise ValueError("the answer is too long")
-        told = receive_exactly(sock, length, deadline, cancelled)
-        down.check(told, receive_exactly(sock, framing.TAG, deadline, cancelled), f"the answer of rank {self.parent}")
-        answer = _ANSWER.decode(told)
-        # That of rank 0, or of a leader whose own clock may differ from rank 0's.
-        offset = answer.settings.get("clock_offset", 0.0) + answer.clock - (asked + time.time()) / 2
-        settings = {**answer.settings, "clock_offset": offset}
-        return Link(sock, sending=up, receiving=down), settings
+        return Link(sock, sending=up, receiving=down)
 
-    def admit(self, sock: socket.socket, door: _Door) -> Generator[int, None, tuple[int, Link]]:
-        """The coordinator's part on a non-blocking socket, up to the visitor's proof; returns the visitor's rank.
+    def admit(
+        self, sock: socket.socket, ranks: Collection[int], tls: Tls | None = None
+    ) -> Generator[int, None, tuple[int, Link]]:
+        """Do the coordinator's part on a non-blocking socket, up to the visitor's proof; returns the visitor's rank.
 
         Args:
-            door: through which the visitor came.
+            ranks: that are expected.
+            tls: encrypts the connection, if given.
 
         Raises:
             AuthenticationError, OSError, EOFError: the handshake failed.
         """
         _send_at_once(sock)
         channel = b""
-        if door.tls is not None:
-            channel = door.tls.fingerprint
+        if tls is not None:
+            channel = tls.fingerprint
             while not shake_hands(cast("TlsConnection", sock)):
                 yield selectors.EVENT_READ
         hello = yield from received(sock, _HELLO.size)
         magic, claim, nonce = _HELLO.unpack(hello)
         rank = _CLAIM.unpack(claim)[2]
-        if (magic, claim) != (_MAGIC, self._claim(rank)) or rank not in door.ranks:
+        if (magic, claim) != (_MAGIC, self._claim(rank)) or rank not in ranks:
             raise AuthenticationError("it is not part of this job")
         mine = new_nonce()
         agreed = self._agreed(rank, nonce, mine, channel)
@@ -513,11 +566,11 @@ class _Reception:
         return sock if tls is None else tls.accepted(sock)
 
     def _converse(self, sock: socket.socket, listener: socket.socket) -> Steps:
-        rank, link = yield from self._handshake.admit(sock, self._doors[listener])
+        door = self._doors[listener]
+        rank, link = yield from self._handshake.admit(sock, door.ranks, door.tls)
         if self.members.setdefault(rank, link) is not link:
             raise AuthenticationError(f"rank {rank} is already connected")
-        answer = _ANSWER.frame(_Answer(time.time(), self._settings))
-        yield from sent(sock, answer + link.sending.tag(memoryview(answer)[framing.HEAD :]))
+        yield from sent(sock, link.signed(_ANSWER.encode(_Answer(time.time(), self._settings))))
 
     def _refused(self, sock: socket.socket, peer: object, error: Exception) -> bool:
         logger.info("refused a %s from %s: %s", self._handshake.purpose, peer, error)

@@ -21,8 +21,8 @@ from hvdgloo._job import excepthook
 from hvdgloo.config import Config, without_place
 from hvdgloo.errors import ConfigError, UnusableHostsError
 from hvdgloo.runner import arguments
+from hvdgloo.runner.inbound.hello import TaskHello
 from hvdgloo.runner.inbound.job import run_elastic_function, run_function
-from hvdgloo.runner.inbound.meeting import Arrival
 from hvdgloo.runner.inbound.reception import Reception
 from hvdgloo.spark import _failures
 from hvdgloo.spark._agent_task import lists, make_task
@@ -534,7 +534,7 @@ class _Speaker:
             stream.write(f"hvdgloo.spark: {text}\n")
             stream.flush()
 
-    def started(self, arrivals: Sequence[Arrival]) -> None:
+    def started(self, arrivals: Sequence[TaskHello]) -> None:
         hosts = sorted({arrival.host for arrival in arrivals})
         shown = ", ".join(hosts[:8]) + (", ..." if len(hosts) > 8 else "")
         self.line(

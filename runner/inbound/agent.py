@@ -13,10 +13,11 @@ import signal
 import sys
 from typing import NoReturn
 
+from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.agent.agent import TASK_ENDED, Agent, ended, watched
 from hvdgloo.runner.agent.watchdog import Mark
-from hvdgloo.runner.inbound.meeting import Bootstrap, read_bootstrap
+from hvdgloo.runner.inbound.hello import Bootstrap, read_bootstrap
 from hvdgloo.runner.inbound.sealed import SealedChannel
 from hvdgloo.runner.processes import reaper
 
@@ -39,8 +40,8 @@ def _run() -> int:
     def serve(mark: Mark) -> None:
         _await_beginning(bootstrap)
         sock = bootstrap.socket
-        keys = {"sending": bootstrap.up, "receiving": bootstrap.down}
-        channel = SealedChannel(sock, os.dup(sock), **keys, secret=bootstrap.secret)
+        sending, receiving = FrameMac(*bootstrap.sending), FrameMac(*bootstrap.receiving)
+        channel = SealedChannel(sock, os.dup(sock), sending=sending, receiving=receiving, secret=bootstrap.secret)
         Agent(channel, mark, dict(bootstrap.environ), _LIFELINE).run()
 
     return watched(serve)

@@ -19,11 +19,12 @@ import msgspec
 from hvdgloo._net import ports
 from hvdgloo._net.descriptors import OUT_OF_DESCRIPTORS, reserve_descriptors
 from hvdgloo._net.event_loop import EventLoop
+from hvdgloo._net.handshake import Link
 from hvdgloo._net.visitors import Steps, Visitors
 from hvdgloo.config import Config
 from hvdgloo.errors import AuthenticationError, LaunchError, UnusableHostsError
 from hvdgloo.rendezvous._auth import generate_secret
-from hvdgloo.runner.inbound.meeting import Answer, Arrival, Keys, Meeting
+from hvdgloo.runner.inbound.hello import Reply, TaskHello, admit, reply
 from hvdgloo.runner.inbound.stream import InboundStream
 from hvdgloo.runner.inbound.task import Invitation
 from hvdgloo.runner.job.outcome import Failure
@@ -62,9 +63,8 @@ class _Guest:
     """
 
     key: int
-    arrival: Arrival
-    sock: socket.socket
-    keys: Keys
+    hello: TaskHello
+    link: Link
     unusable: str = ""
     elastic_name: str = ""
     here: bool = False
@@ -146,10 +146,10 @@ class Reception:
     # What other threads call.
 
     @property
-    def arrived(self) -> tuple[Arrival, ...]:
+    def arrived(self) -> tuple[TaskHello, ...]:
         """The tasks that are here, in order of indices."""
         with self._changed:
-            here = [guest.arrival for guest in self._guests.values() if guest.here]
+            here = [guest.hello for guest in self._guests.values() if guest.here]
         return tuple(sorted(here, key=lambda arrival: arrival.index))
 
     @property
@@ -201,9 +201,9 @@ class Reception:
         *,
         least: int | None = None,
         remedy: str = "",
-        on_arrival: Callable[[Arrival], None] | None = None,
+        on_arrival: Callable[[TaskHello], None] | None = None,
         poll: Callable[[], None] | None = None,
-    ) -> tuple[Arrival, ...]:
+    ) -> tuple[TaskHello, ...]:
         """Wait until all tasks have come.
 
         Args:
@@ -232,7 +232,7 @@ class Reception:
                 if not self._reason and not self._complete(wanted):
                     self._changed.wait(max(0.0, min(_TURN, deadline - time.monotonic())))
                 reason, error, complete = self._reason, self._error, self._complete(wanted)
-                unusable = {g.arrival.label: g.unusable for g in self._guests.values() if g.unusable}
+                unusable = {g.hello.label: g.unusable for g in self._guests.values() if g.unusable}
             for arrival in self.arrived:
                 if arrival.index not in told and on_arrival is not None:
                     on_arrival(arrival)
@@ -280,7 +280,7 @@ class Reception:
         def take() -> None:
             guest = self._guests.get(key)
             if guest is not None and guest.here and not guest.taken:
-                self._loop.selector.unregister(guest.sock)
+                self._loop.selector.unregister(guest.link.sock)
                 guest.taken = True
                 found.append(guest)
             done.set()
@@ -291,7 +291,7 @@ class Reception:
         if not found:
             raise LaunchError("its task has ended, and only another one could bring another agent")
         guest = found[0]
-        return InboundStream(guest.sock, guest.keys, self.secret, lambda: self.reason, partial(self._ended, guest))
+        return InboundStream(guest.link, self.secret, lambda: self.reason, partial(self._ended, guest))
 
     def find_available_hosts_and_slots(self) -> Mapping[str, int | None]:
         """The agents that are here, for an elastic job: each is a host with one slot; see ``entry``."""
@@ -308,7 +308,7 @@ class Reception:
 
     def _name(self, guest: _Guest) -> None:
         """Give an agent a name that no other one ever has, in a form that may be the name of a host."""
-        arrival = guest.arrival
+        arrival = guest.hello
         plain = _UNUSUAL.sub("-", f"{arrival.host}({arrival.name or f'task {arrival.index}'})")
         guest.elastic_name = plain if plain not in self._entries else f"{plain}#{guest.key}"
         (found,) = entries([arrival])
@@ -367,24 +367,23 @@ class Reception:
             sock.close()
         for guest in self._guests.values():
             if not guest.taken:
-                guest.sock.close()
+                guest.link.sock.close()
 
     def _converse(self, sock: socket.socket, listener: socket.socket) -> Steps:
-        meeting = Meeting(self.secret)
-        arrival = yield from meeting.admit(sock)
-        arrival = msgspec.structs.replace(arrival, address=sock.getpeername()[0])
-        refused = self._why_not(arrival)
+        link, hello = yield from admit(self.secret, sock)
+        hello = msgspec.structs.replace(hello, address=sock.getpeername()[0])
+        refused = self._why_not(hello)
         if refused:
-            yield from meeting.answer(sock, Answer(refused))
+            yield from reply(link, Reply(refused))
             raise AuthenticationError(refused)
-        key = arrival.index if self._count is not None else next(self._numbers)
-        guest = _Guest(key, arrival, sock, meeting.keys(), _why_unusable(arrival))
+        key = hello.index if self._count is not None else next(self._numbers)
+        guest = _Guest(key, hello, link, _why_unusable(hello))
         with self._changed:
             self._guests[key] = guest
-        yield from meeting.answer(sock, Answer())
+        yield from reply(link, Reply())
         self._loop.call_soon(partial(self._watch, guest))
 
-    def _why_not(self, arrival: Arrival) -> str:
+    def _why_not(self, arrival: TaskHello) -> str:
         """Why a task that knows the secret is refused; empty if it is not."""
         index = arrival.index
         if self._count is None:
@@ -396,12 +395,12 @@ class Reception:
         there = self._guests.get(index)
         if there is None:
             return ""
-        if not there.taken and _attempt(there.arrival) == _attempt(arrival):
+        if not there.taken and _attempt(there.hello) == _attempt(arrival):
             self._replace(there)
             return ""
         again = f" (attempt {arrival.attempt})" if arrival.attempt else ""
         return (
-            f"task {index}{again} came a second time, from {arrival.label}, while {there.arrival.label} takes part in "
+            f"task {index}{again} came a second time, from {arrival.label}, while {there.hello.label} takes part in "
             "the job as this task: there are never two of one rank"
         )
 
@@ -415,21 +414,21 @@ class Reception:
     def _watch(self, guest: _Guest) -> None:
         """A task has been told that it is in: nothing comes from it until the beginning, except its end."""
         if self._closed or self._guests.get(guest.key) is not guest:
-            guest.sock.close()
+            guest.link.sock.close()
             return
-        self._loop.selector.register(guest.sock, selectors.EVENT_READ, partial(self._on_left, guest))
+        self._loop.selector.register(guest.link.sock, selectors.EVENT_READ, partial(self._on_left, guest))
         with self._changed:
             guest.here = True
-            self._gone.pop(guest.arrival.index, None)
+            self._gone.pop(guest.hello.index, None)
             self._changed.notify_all()
-        logger.info("%s has come from %s", guest.arrival.label, guest.arrival.address)
+        logger.info("%s has come from %s", guest.hello.label, guest.hello.address)
 
     def _on_left(self, guest: _Guest) -> None:
         if guest.taken:
             return  # while this event was pending
-        self._loop.selector.unregister(guest.sock)
-        guest.sock.close()
-        self._forget(guest, f"has gone again ({guest.arrival.label})")
+        self._loop.selector.unregister(guest.link.sock)
+        guest.link.sock.close()
+        self._forget(guest, f"has gone again ({guest.hello.label})")
 
     def _ended(self, guest: _Guest) -> None:
         """The job has closed an agent's connection."""
@@ -439,7 +438,7 @@ class Reception:
     def _refused(self, sock: socket.socket, peer: object, error: Exception) -> bool:
         logger.info("refused a connection from %s: %s", peer, error)
         for guest in list(self._guests.values()):
-            if guest.sock is sock:
+            if guest.link.sock is sock:
                 self._forget(guest, "was lost at once")
         return True
 
@@ -447,13 +446,13 @@ class Reception:
         with self._changed:
             if self._guests.pop(guest.key, None) is None:
                 return
-            self._gone[guest.arrival.index] = why
+            self._gone[guest.hello.index] = why
             self._changed.notify_all()
 
 
-def entries(arrivals: Sequence[Arrival]) -> tuple[HostEntry, ...]:
+def entries(arrivals: Sequence[TaskHello]) -> tuple[HostEntry, ...]:
     """See ``Reception.hosts``."""
-    machines: dict[str, list[Arrival]] = {}
+    machines: dict[str, list[TaskHello]] = {}
     for arrival in arrivals:
         machines.setdefault(arrival.machine, []).append(arrival)
     labels = [arrival.label for arrival in arrivals]
@@ -474,12 +473,12 @@ def entries(arrivals: Sequence[Arrival]) -> tuple[HostEntry, ...]:
     return tuple(found)
 
 
-def _attempt(arrival: Arrival) -> tuple[str, int, int]:
+def _attempt(arrival: TaskHello) -> tuple[str, int, int]:
     """Which process of which attempt a task is brought by."""
     return arrival.host, arrival.pid, arrival.attempt
 
 
-def _why_unusable(arrival: Arrival) -> str:
+def _why_unusable(arrival: TaskHello) -> str:
     if arrival.version != __version__:
         return f"it has hvdgloo {arrival.version}, the launcher has {__version__}"
     if arrival.python != python_version():

@@ -30,13 +30,13 @@ class SealedChannel(Channel):
 
     Args:
         receive, send: descriptors of the socket. They differ: each is registered with a selector for its direction.
-        sending, receiving: keys of the two directions.
+        sending, receiving: authenticate the frames of each direction.
         secret: of the job.
     """
 
-    def __init__(self, receive: int, send: int, *, sending: bytes, receiving: bytes, secret: bytes) -> None:
-        super().__init__(receive, send, mac=FrameMac(receiving))
-        self._mac = FrameMac(sending)
+    def __init__(self, receive: int, send: int, *, sending: FrameMac, receiving: FrameMac, secret: bytes) -> None:
+        super().__init__(receive, send, mac=receiving)
+        self._mac = sending
         self._secret = secret
 
     def send(self, frame: Frame) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-from hvdgloo.runner.inbound.meeting import Keys
+from hvdgloo._net.handshake import Link
 from hvdgloo.runner.inbound.sealed import SealedChannel
 from hvdgloo.runner.protocol.channel import Channel
 from hvdgloo.runner.protocol.frames import LAST_WORDS, Beat
@@ -21,19 +21,16 @@ class InboundStream:
     """The launcher's end of one agent's connection.
 
     Args:
-        sock: connected.
-        keys: of its frames.
+        link: the connection.
         secret: of the job.
         why: what is known from outside of the agent's end; empty if nothing is.
         closed: called when the connection is closed here.
     """
 
-    def __init__(
-        self, sock: socket.socket, keys: Keys, secret: bytes, why: Callable[[], str], closed: Callable[[], None]
-    ) -> None:
+    def __init__(self, link: Link, secret: bytes, why: Callable[[], str], closed: Callable[[], None]) -> None:
         self._closed = closed
-        self._sock = sock
-        self._keys = keys
+        self._sock = sock = link.sock
+        self._link = link
         self._secret = secret
         self._why = why
         self._explained = False
@@ -47,8 +44,8 @@ class InboundStream:
 
     def channel(self) -> Channel:
         """Frames, which begin now: the agent waits for the first one."""
-        receive, send = self.stdout.fileno(), self.stdin.fileno()
-        channel = SealedChannel(receive, send, sending=self._keys.down, receiving=self._keys.up, secret=self._secret)
+        receive, send, link = self.stdout.fileno(), self.stdin.fileno(), self._link
+        channel = SealedChannel(receive, send, sending=link.sending, receiving=link.receiving, secret=self._secret)
         channel.send(Beat())
         return channel
 

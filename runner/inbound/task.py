@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec
 
+from hvdgloo._net.handshake import Link
 from hvdgloo.config import without_place
 from hvdgloo.errors import AuthenticationError, LaunchError
 from hvdgloo.rendezvous._identity import host_identity, host_name
-from hvdgloo.runner.inbound.meeting import Arrival, Bootstrap, Meeting
+from hvdgloo.runner.inbound.hello import Bootstrap, TaskHello, introduce
 from hvdgloo.runner.job.command import THREAD_VARIABLES
 from hvdgloo.runner.job.spec import PROGRAM_S_TIMEOUT
 from hvdgloo.runner.worker import function_task
@@ -91,7 +92,7 @@ def start_agent(
     own = {} if env is None else dict(env)
     environ = {**without_place(os.environ), **own}
     search_path = _search_path(sys.path if path is None else path)
-    arrival = Arrival(
+    hello = TaskHello(
         index,
         __version__,
         function_task.python_version(),
@@ -106,11 +107,10 @@ def start_agent(
         pid=os.getpid(),
         attempt=attempt,
     )
-    meeting = Meeting(invitation.secret)
-    sock = _connect(invitation, meeting, arrival, time.monotonic() + connect_timeout)
-    with sock:  # then only the agent has the connection, so that its end is the stream's
-        sock.settimeout(None)
-        return _start(sock, meeting, invitation.secret, {**environ, "PYTHONPATH": search_path})
+    link = _connect(invitation, hello, time.monotonic() + connect_timeout)
+    with link.sock:  # then only the agent has the connection, so that its end is the stream's
+        link.sock.settimeout(None)
+        return _start(link, invitation.secret, {**environ, "PYTHONPATH": search_path})
 
 
 def _search_path(path: Sequence[str]) -> str:
@@ -118,9 +118,9 @@ def _search_path(path: Sequence[str]) -> str:
     return os.pathsep.join(os.path.abspath(entry) for entry in function_task.beyond_installation(path))
 
 
-def _start(sock: socket.socket, meeting: Meeting, secret: bytes, environ: Mapping[str, str]) -> BroughtAgent:
-    keys = meeting.keys()
-    bootstrap = Bootstrap(secret, keys.down, keys.up, sock.fileno(), os.getpid(), environ)
+def _start(link: Link, secret: bytes, environ: Mapping[str, str]) -> BroughtAgent:
+    macs = (link.sending.state, link.receiving.state)
+    bootstrap = Bootstrap(secret, *macs, link.sock.fileno(), os.getpid(), environ)
     # In "/" and without the task's path: the agent must not import a json.py from there.
     bare = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
     return BroughtAgent(function_task.command(sys.executable, "hvdgloo.runner.inbound.agent"), bare, bootstrap)
@@ -200,7 +200,7 @@ class BroughtAgent:
 # Reaching the launcher.
 
 
-def _connect(invitation: Invitation, meeting: Meeting, arrival: Arrival, deadline: float) -> socket.socket:
+def _connect(invitation: Invitation, hello: TaskHello, deadline: float) -> Link:
     """A connection to the launcher, which has accepted this task.
 
     Raises:
@@ -213,7 +213,7 @@ def _connect(invitation: Invitation, meeting: Meeting, arrival: Arrival, deadlin
         now = time.monotonic()
         for endpoint, sock in _connections(invitation.endpoints, max(deadline, min(last, now + _HANDSHAKE)), reasons):
             try:
-                answer = meeting.introduce(sock, arrival, min(last, time.monotonic() + _HANDSHAKE))
+                link, reply = introduce(invitation.secret, sock, hello, min(last, time.monotonic() + _HANDSHAKE))
             except (OSError, EOFError, ValueError, AuthenticationError) as error:
                 sock.close()
                 reasons[endpoint] = str(error) or type(error).__name__
@@ -221,14 +221,14 @@ def _connect(invitation: Invitation, meeting: Meeting, arrival: Arrival, deadlin
                 overrun |= isinstance(error, EOFError) or getattr(error, "errno", None) in _OVERRUN
                 held |= isinstance(error, TimeoutError)
                 continue
-            if answer.refused:
+            if reply.refused:
                 sock.close()
-                raise LaunchError(answer.refused)
-            return sock
+                raise LaunchError(reply.refused)
+            return link
         if time.monotonic() + _PAUSE >= (last if held else deadline if overrun else 0.0):
             tried = "; ".join(f"{host} port {port}: {reason}" for (host, port), reason in reasons.items())
             raise LaunchError(
-                f"the launcher cannot be reached from {arrival.host} ({tried}). Does its machine accept connections "
+                f"the launcher cannot be reached from {hello.host} ({tried}). Does its machine accept connections "
                 "from here (firewall, network of the container), and does the job still run?"
             )
         time.sleep(_PAUSE)

@@ -22,6 +22,7 @@ from typing import Any, cast
 import psutil
 import pytest
 
+from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo.errors import JobFailedError, RemoteTraceback
 from hvdgloo.rendezvous._identity import host_identity
 from hvdgloo.runner.inbound.job import run_function
@@ -348,7 +349,9 @@ def test_a_driver_s_machine_that_acknowledges_nothing_is_lost() -> None:
         agent = socket.create_connection(server.getsockname())
         driver, _ = server.accept()
     with agent, driver:
-        channel = SealedChannel(agent.fileno(), os.dup(agent.fileno()), sending=b"s", receiving=b"r", secret=b"")
+        channel = SealedChannel(
+            agent.fileno(), os.dup(agent.fileno()), sending=FrameMac(b"s"), receiving=FrameMac(b"r"), secret=b""
+        )
         channel.send(Beat())
         eventually(lambda: channel.unanswered() == 0.0)
         driver.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(drop_all)))

@@ -22,9 +22,11 @@ from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 from hvdgloo._engine import messages
 from hvdgloo._net import handshake
+from hvdgloo._net.proofs import NONCE_BYTES, PROOF_BYTES
 from hvdgloo.config import Config, settings, unknown_variables
 from hvdgloo.errors import AuthenticationError, ConfigError, HvdglooError, LaunchError
 from hvdgloo.rendezvous import RendezvousServer, _beside
@@ -36,8 +38,7 @@ from hvdgloo.rendezvous._server.pauses import Steps
 from hvdgloo.runner.cli import config_file
 from hvdgloo.runner.cli.flags import build_parser
 from hvdgloo.runner.cli.main import command_line, split_all
-from hvdgloo.runner.inbound import meeting
-from hvdgloo.runner.inbound.meeting import Arrival, Meeting
+from hvdgloo.runner.inbound.hello import TaskHello, admit, introduce
 from hvdgloo.runner.job import hostlist
 from hvdgloo.runner.network import probe
 from hvdgloo.runner.protocol import frames
@@ -271,6 +272,8 @@ class _Said:
         self.heard = b""
         self._rest = data
 
+    family = socket.AF_INET
+
     def setsockopt(self, *_: int) -> None: ...
 
     def settimeout(self, _: float) -> None: ...
@@ -287,14 +290,14 @@ class _Said:
         self.heard += data
 
 
-def _meet(data: bytes) -> tuple[Arrival | None, bytes]:
+def _meet(data: bytes) -> tuple[TaskHello | None, bytes]:
     """What a launcher makes of a task that says this, and what it answers."""
     sock = _Said(data)
-    steps = Meeting(SECRET, bytes).admit(cast("socket.socket", sock))
     try:
-        next(steps)
+        with patch.object(handshake, "new_nonce", lambda: bytes(NONCE_BYTES)):
+            next(admit(SECRET, cast("socket.socket", sock)))
     except StopIteration as done:
-        return cast("Arrival", done.value), sock.heard
+        return cast("TaskHello", done.value[1]), sock.heard
     except (AuthenticationError, EOFError):
         pass
     return None, sock.heard
@@ -302,10 +305,10 @@ def _meet(data: bytes) -> tuple[Arrival | None, bytes]:
 
 @cache
 def _good_arrival() -> bytes:
-    told = _meet(meeting.MAGIC + bytes(32))[1]
+    told = _meet(handshake._HELLO.pack(handshake._MAGIC, bytes(handshake._CLAIM.size), bytes(NONCE_BYTES)))[1]
     sock = _Said(told)
-    with contextlib.suppress(EOFError):
-        Meeting(SECRET, bytes).introduce(cast("socket.socket", sock), Arrival(3, "1.0", "3.11"), float("inf"))
+    with contextlib.suppress(EOFError), patch.object(handshake, "new_nonce", lambda: bytes(NONCE_BYTES)):
+        introduce(SECRET, cast("socket.socket", sock), TaskHello(3, "1.0", "3.11"), float("inf"))
     return sock.heard
 
 
@@ -317,7 +320,7 @@ def _read_arrival(given: bytes) -> None:
     good = _good_arrival()
     came, told = _meet(given)
     assert (came is not None) == given.startswith(good), "only who knows the secret is let in"
-    assert len(told) in (0, 64), "a stranger is told a number and a proof, and no more"
+    assert len(told) in (0, NONCE_BYTES + PROOF_BYTES), "a stranger is told a number and a proof, and no more"
 
 
 # Hosts.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hvdgloo.runner.inbound.meeting import Answer, Arrival, Meeting
+from hvdgloo.runner.inbound.hello import Reply, TaskHello, introduce
 from hvdgloo.runner.inbound.reception import Reception
 from hvdgloo.runner.inbound.task import Invitation, bring_agent
 from hvdgloo.runner.worker.function_task import python_version
@@ -80,18 +80,18 @@ def process(invitation: Invitation, index: int, **options: Any) -> subprocess.Po
     return task
 
 
-def arrival(index: int, **fields: Any) -> Arrival:
+def arrival(index: int, **fields: Any) -> TaskHello:
     """A task as it introduces itself."""
     usual = {"host": "h1", "machine": "m1", "cwd": os.getcwd(), "version": __version__, "python": python_version()}
-    return Arrival(index, **{**usual, **fields})
+    return TaskHello(index, **{**usual, **fields})
 
 
-def visit(reception: Reception, who: Arrival, secret: bytes | None = None) -> tuple[socket.socket, Answer]:
+def visit(reception: Reception, who: TaskHello, secret: bytes | None = None) -> tuple[socket.socket, Reply]:
     """A task that comes, without an agent."""
     sock = socket.create_connection(reception.invitation.endpoints[0], timeout=PATIENCE)
     try:
-        meeting = Meeting(reception.secret if secret is None else secret)
-        return sock, meeting.introduce(sock, who, time.monotonic() + PATIENCE)
+        known = reception.secret if secret is None else secret
+        return sock, introduce(known, sock, who, time.monotonic() + PATIENCE)[1]
     except BaseException:
         sock.close()
         raise

@@ -83,6 +83,7 @@ WRONG = {
     "secret": Handshake(b"another", 3, 1),
     "epoch": Handshake(b"secret", 4, 1),
     "generation": Handshake(b"secret", 3, 2),
+    "purpose": Handshake(b"secret", 3, 1, "shared memory connection"),
 }
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from hvdgloo._net.handshake import Link
 from hvdgloo.errors import LaunchError, UnusableHostsError
 from hvdgloo.runner.inbound import reception as module
 from hvdgloo.runner.inbound import task
+from hvdgloo.runner.inbound.hello import Bootstrap, Reply, TaskHello
 from hvdgloo.runner.inbound.job import run_function
-from hvdgloo.runner.inbound.meeting import Answer, Arrival, Bootstrap
 from hvdgloo.runner.inbound.reception import Reception, entries
 from hvdgloo.runner.inbound.task import Invitation, bring_agent
 from hvdgloo.runner.job.spec import assign
@@ -30,7 +31,7 @@ def comers() -> Iterator[list[socket.socket]]:
         sock.close()
 
 
-def come(reception: Reception, comers: list[socket.socket], *who: Arrival) -> list[str]:
+def come(reception: Reception, comers: list[socket.socket], *who: TaskHello) -> list[str]:
     """These tasks come; returns why they are refused."""
     reasons = []
     for each in who:
@@ -114,20 +115,18 @@ def test_a_task_that_did_not_hear_in_time_comes_again(comers: list[socket.socket
 
 def test_a_handshake_that_takes_too_long_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "_PAUSE", 0.01)
-    introduce, late = task.Meeting.introduce, iter([True])
+    introduce, late = task.introduce, iter([True])
 
-    def slow(self: task.Meeting, sock: socket.socket, who: Arrival, deadline: float) -> Answer:
-        answer = introduce(self, sock, who, deadline)
+    def slow(secret: bytes, sock: socket.socket, who: TaskHello, deadline: float) -> tuple[Link, Reply]:
+        answer = introduce(secret, sock, who, deadline)
         if next(late, False):
             raise TimeoutError("timed out")
         return answer
 
-    monkeypatch.setattr(task.Meeting, "introduce", slow)
+    monkeypatch.setattr(task, "introduce", slow)
     with Reception(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
-        sock = task._connect(
-            reception.invitation, task.Meeting(reception.secret), arrival(0), time.monotonic() + PATIENCE
-        )
-        with sock:
+        link = task._connect(reception.invitation, arrival(0), time.monotonic() + PATIENCE)
+        with link.sock:
             assert len(reception.gather()) == 1
 
 
@@ -322,7 +321,9 @@ def test_a_task_that_was_sent_away_in_a_crowd_tries_again(monkeypatch: pytest.Mo
 
 def test_an_agent_that_ends_before_it_is_told_anything_is_an_error() -> None:
     with socket.socket() as sock:
-        told = Bootstrap(b"secret", b"", b"", sock.fileno(), 1, {"LONG": "x" * 1_000_000})  # more than a pipe holds
+        told = Bootstrap(
+            b"secret", (b"", 1), (b"", 1), sock.fileno(), 1, {"LONG": "x" * 1_000_000}
+        )  # more than a pipe holds
         with pytest.raises(LaunchError, match=r"ended at once, with status 3$"):
             task.BroughtAgent(["sh", "-c", "exit 3"], {}, told)
 

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 
 from hvdgloo._net import framing
+from hvdgloo._net.codec import to_json
+from hvdgloo._net.frame_mac import FrameMac
+from hvdgloo._net.handshake import _CLAIM, _HELLO, _MAGIC, Handshake, Link
+from hvdgloo._net.proofs import NONCE_BYTES, PROOF_BYTES
 from hvdgloo.errors import AuthenticationError, LaunchError
 from hvdgloo.rendezvous._auth import generate_secret
 from hvdgloo.rendezvous._beside import ServerRequest
 from hvdgloo.runner.inbound import reception as module
-from hvdgloo.runner.inbound.meeting import _HELLO, MAGIC, Answer, Bootstrap, Keys, Meeting, read_bootstrap
+from hvdgloo.runner.inbound.hello import Bootstrap, Reply, handshake, introduce, read_bootstrap
 from hvdgloo.runner.inbound.reception import Reception
 from hvdgloo.runner.inbound.sealed import SealedChannel
 from hvdgloo.runner.network.probe import probe_key
@@ -56,8 +60,13 @@ def exactly(sock: socket.socket, count: int) -> bytes:
 
 def begun(sock: socket.socket, nonce: bytes) -> tuple[bytes, bytes]:
     """The launcher's nonce and proof for this one."""
-    sock.sendall(_HELLO.pack(MAGIC, nonce))
-    return exactly(sock, 32), exactly(sock, 32)
+    sock.sendall(_HELLO.pack(_MAGIC, bytes(_CLAIM.size), nonce))
+    return exactly(sock, NONCE_BYTES), exactly(sock, PROOF_BYTES)
+
+
+def proven(reception: Reception, sock: socket.socket) -> Link:
+    """A task's end after both have proved the secret."""
+    return handshake(reception.secret).prove(sock, 0, time.monotonic() + PATIENCE)
 
 
 def test_a_task_that_knows_the_secret_is_let_in(reception: Reception) -> None:
@@ -77,15 +86,15 @@ def test_a_task_with_another_secret_is_told_nothing_and_believes_nothing(recepti
 def test_whoever_cannot_prove_the_secret_is_sent_away(reception: Reception) -> None:
     """Also if it goes on after a proof that it cannot check."""
     with connected(reception) as sock:
-        begun(sock, os.urandom(32))
-        sock.sendall(os.urandom(32) + framing.head(2) + b"{}" + bytes(framing.TAG))
+        begun(sock, os.urandom(NONCE_BYTES))
+        sock.sendall(os.urandom(PROOF_BYTES) + framing.head(2) + b"{}" + bytes(framing.TAG))
         assert rest(sock) == b""
     assert reception.arrived == ()
 
 
 def test_the_launcher_s_own_proof_is_no_proof_of_a_task(reception: Reception) -> None:
     with connected(reception) as sock:
-        _, proof = begun(sock, os.urandom(32))
+        _, proof = begun(sock, os.urandom(NONCE_BYTES))
         sock.sendall(proof)
         assert rest(sock) == b""
     assert reception.arrived == ()
@@ -102,60 +111,74 @@ def test_what_was_recorded_is_worthless_in_another_connection(reception: Recepti
     with Recorded() as sock:
         sock.settimeout(PATIENCE)
         sock.connect(reception.invitation.endpoints[0])
-        answer = Meeting(reception.secret).introduce(sock, arrival(0), time.monotonic() + PATIENCE)
-        assert answer == Answer()
+        _, answer = introduce(reception.secret, sock, arrival(0), time.monotonic() + PATIENCE)
+        assert answer == Reply()
         eventually(lambda: reception.arrived != ())  # else it would seem to have left before it is noted
     eventually(lambda: reception.arrived == ())
     with connected(reception) as sock:
         sock.sendall(b"".join(said))
-        assert len(rest(sock)) <= 64
+        assert len(rest(sock)) <= NONCE_BYTES + PROOF_BYTES
     assert reception.arrived == ()
 
 
-@pytest.mark.parametrize("purpose", ["answer", "frames to the agent"])
-def test_a_tag_under_another_key_is_refused(reception: Reception, purpose: str) -> None:
-    class Confused(Meeting):
-        def _message(self, _: str, value: Any) -> bytes:
-            return super()._message(purpose, value)
+def test_the_launcher_s_key_is_none_of_a_task(reception: Reception) -> None:
+    with connected(reception) as sock:
+        link = proven(reception, sock)
+        sock.sendall(Link(sock, sending=link.receiving, receiving=link.sending).signed(to_json(arrival(0))))
+        assert rest(sock) == b""
+    assert reception.arrived == ()
 
-    with connected(reception) as sock, pytest.raises((EOFError, ConnectionResetError)):
-        Confused(reception.secret).introduce(sock, arrival(0), time.monotonic() + PATIENCE)
+
+def test_a_message_of_another_place_is_no_introduction(reception: Reception) -> None:
+    """Its tag covers its number: what was signed to come later cannot come first."""
+    with connected(reception) as sock:
+        link = proven(reception, sock)
+        link.signed(b"{}")
+        sock.sendall(link.signed(to_json(arrival(0))))
+        assert rest(sock) == b""
+    assert reception.arrived == ()
+
+
+@pytest.mark.parametrize("purpose", ["control connection", "shared memory connection for x", "probe"])
+def test_a_proof_for_another_purpose_is_none(reception: Reception, purpose: str) -> None:
+    with connected(reception) as sock, pytest.raises(AuthenticationError, match="does not know this job's secret"):
+        Handshake(reception.secret, 0, 0, purpose).prove(sock, 0, time.monotonic() + PATIENCE)
     assert reception.arrived == ()
 
 
 def test_a_changed_introduction_is_refused(reception: Reception) -> None:
-    class Changed(Meeting):
-        def _message(self, purpose: str, value: Any) -> bytes:
-            return super()._message(purpose, value).replace(b'"index":0', b'"index":1')
-
-    with connected(reception) as sock, pytest.raises((EOFError, ConnectionResetError)):
-        Changed(reception.secret).introduce(sock, arrival(0), time.monotonic() + PATIENCE)
+    with connected(reception) as sock:
+        sock.sendall(proven(reception, sock).signed(to_json(arrival(0))).replace(b'"index":0', b'"index":1'))
+        assert rest(sock) == b""
     assert reception.arrived == ()
 
 
 def test_a_length_is_not_believed(reception: Reception) -> None:
-    meeting = Meeting(reception.secret)
     with connected(reception) as sock:
-        mine = os.urandom(32)
-        theirs, _ = begun(sock, mine)
-        meeting._nonces = mine + theirs
-        sock.sendall(meeting._mac("task") + struct.pack("!I", 1 << 30))
+        proven(reception, sock)
+        sock.sendall(struct.pack("!I", 1 << 30))
         assert rest(sock) == b""
 
 
-def test_a_message_that_was_cut_short_is_no_arrival(reception: Reception) -> None:
-    meeting = Meeting(reception.secret)
+def test_a_message_that_was_cut_short_is_no_introduction(reception: Reception) -> None:
     with connected(reception) as sock:
-        mine = os.urandom(32)
-        theirs, _ = begun(sock, mine)
-        meeting._nonces = mine + theirs
-        sock.sendall(meeting._mac("task") + meeting._message("arrival", arrival(0))[:-1])
+        sock.sendall(proven(reception, sock).signed(to_json(arrival(0)))[:-1])
         sock.shutdown(socket.SHUT_WR)
         assert rest(sock) == b""
     assert reception.arrived == ()
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n", bytes(40), MAGIC])
+@pytest.mark.parametrize("words", [b"[]", b"{}", b'{"index": "x"}', b"\xff", b"[" * 5000], ids=range(5))
+def test_an_introduction_that_is_none_is_refused_and_the_listener_goes_on(reception: Reception, words: bytes) -> None:
+    with connected(reception) as sock:
+        sock.sendall(proven(reception, sock).signed(words))
+        assert rest(sock) == b""
+    sock, answer = visit(reception, arrival(0))
+    assert answer == Reply()
+    sock.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n", bytes(40), _MAGIC])
 def test_silence_and_noise_delay_nobody(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
     """As many strangers as there are places, and more."""
     monkeypatch.setattr(module, "MOST_VISITORS", 4)
@@ -182,10 +205,10 @@ def test_a_launcher_without_the_secret_learns_nothing_of_the_task() -> None:
         task = socket.create_connection(listener.getsockname(), timeout=PATIENCE)
         accepted, _ = listener.accept()
         accepted.settimeout(PATIENCE)
-        accepted.sendall(os.urandom(64))
+        accepted.sendall(os.urandom(NONCE_BYTES + PROOF_BYTES))
         accepted.shutdown(socket.SHUT_WR)
         with pytest.raises(AuthenticationError):
-            Meeting(generate_secret()).introduce(task, arrival(0), time.monotonic() + PATIENCE)
+            introduce(generate_secret(), task, arrival(0), time.monotonic() + PATIENCE)
         task.close()
         assert len(rest(accepted)) == _HELLO.size
         accepted.close()
@@ -195,15 +218,19 @@ def test_a_launcher_without_the_secret_learns_nothing_of_the_task() -> None:
 
 
 SECRET = generate_secret()
-KEYS = Keys(bytes(range(32)), bytes(range(32, 64)))
+DOWN, UP = bytes(range(32)), bytes(range(32, 64))
 
 
 def channels() -> tuple[SealedChannel, socket.socket, SealedChannel]:
     """A launcher's end, the wire behind it, and an agent's end that reads what is put into ``wire``."""
     ours, theirs = socket.socketpair()
     wire, far = socket.socketpair()
-    launcher = SealedChannel(os.dup(ours.fileno()), ours.detach(), sending=KEYS.down, receiving=KEYS.up, secret=SECRET)
-    agent = SealedChannel(os.dup(far.fileno()), far.detach(), sending=KEYS.up, receiving=KEYS.down, secret=SECRET)
+    launcher, agent = (
+        SealedChannel(
+            os.dup(end.fileno()), end.detach(), sending=FrameMac(one, 1), receiving=FrameMac(other, 1), secret=SECRET
+        )
+        for end, one, other in ((ours, DOWN, UP), (far, UP, DOWN))
+    )
     _WIRES.append((theirs, wire))
     return launcher, theirs, agent
 
@@ -298,6 +325,6 @@ def test_names_and_variables_of_a_task_may_be_any_bytes(reception: Reception) ->
         eventually(lambda: len(reception.arrived) == 1)
         (found,) = reception.arrived
     assert (found.host, found.cwd, found.path) == (odd, f"/{odd}", odd)
-    told = Bootstrap(b"\xff", b"d", b"u", 3, 0, {odd: odd})
+    told = Bootstrap(b"\xff", (b"d", 1), (b"u", 1), 3, 0, {odd: odd})
     assert told.encode().count(b"\n") == 1
     assert read_bootstrap(told.encode()).environ == {odd: odd}
