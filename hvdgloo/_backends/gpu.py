@@ -20,8 +20,7 @@ import ctypes
 import hashlib
 import logging
 import os
-import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from hvdgloo._backends import kernels
 from hvdgloo._backends.base import first_line
 from hvdgloo._platform.machine import boot_id
+from hvdgloo._platform.temporary_variables import TemporaryVariables
 
 logger = logging.getLogger(__name__)
 
@@ -45,23 +45,25 @@ _LONGEST_OPERATION = timedelta(days=1)
 _THREAD_LOCAL = 1
 """CUDA's and HIP's number of the capture mode in which a thread is not concerned by what others capture."""
 
-# What torch reads when a group is made. The names are torch's own; a user's groups keep what the user has set.
-_OURS = {
-    # Its watchdog notes errors and timeouts, and leaves it to us to act on them,
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_BLOCKING_WAIT": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # tells nobody,
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_DESYNC_DEBUG": "0",
-    # does not sleep for a minute after an error, during which the group cannot be ended,
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # and is not itself watched by a thread that ends the process.
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # NaNs are the program's business: this check ends the GPU's context.
-    "TORCH_NCCL_NAN_CHECK": "0",
-}
+_settings = TemporaryVariables(
+    {
+        # torch's watchdog notes errors and timeouts, and leaves it to us to act on them,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_BLOCKING_WAIT": "0",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        # tells nobody,
+        "TORCH_NCCL_PROPAGATE_ERROR": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_DESYNC_DEBUG": "0",
+        # does not sleep for a minute after an error, during which the group cannot be ended,
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+        # and is not itself watched by a thread that ends the process.
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        # NaNs are the program's business: this check ends the GPU's context.
+        "TORCH_NCCL_NAN_CHECK": "0",
+    }
+)
+"""What torch reads when a group is made, under names of torch's own. A user's groups keep what the user has set."""
 
 # What there is -------------------------------------------------------------------------------------------------------
 
@@ -290,6 +292,15 @@ def _scale_unsigned(tensor: torch.Tensor, factor: float) -> None:
 # NCCL ----------------------------------------------------------------------------------------------------------------
 
 
+def before_threads() -> None:
+    """Do what must not happen while other threads read the environment. Called before there are any of ours.
+
+    NCCL sets what its configuration file says (/etc/nccl.conf, ~/.nccl.conf) when it is first called.
+    """
+    if nccl_version():
+        _settings.make_room()
+
+
 def nccl_group(store: Any, rank: int, size: int) -> Any:
     """A ``ProcessGroupNCCL``. It connects when it is first used, on the GPU of that tensor.
 
@@ -307,7 +318,7 @@ def nccl_group(store: Any, rank: int, size: int) -> Any:
     with contextlib.suppress(AttributeError):  # not every build of torch has it
         options.config.blocking = 1  # whatever TORCH_NCCL_USE_COMM_NONBLOCKING says
     levels: Any = dist  # which has them without saying so
-    with _settings(_OURS):
+    with _settings.set():
         level = levels.get_debug_level()
         # At level DETAIL (TORCH_DISTRIBUTED_DEBUG) torch turns on some of what is off here.
         levels.set_debug_level(levels.DebugLevel.OFF)
@@ -352,23 +363,3 @@ def nccl_failure(work: Any) -> str:
     if error is None:
         return "" if result is None else "NCCL has failed"
     return first_line(error)
-
-
-_one_at_a_time = threading.Lock()
-
-
-@contextlib.contextmanager
-def _settings(values: dict[str, str]) -> Iterator[None]:
-    """Environment variables for as long as torch reads them. A thread that changes them waits for those before it,
-    which would put back what it has set."""
-    with _one_at_a_time:
-        before = {name: os.environ.get(name) for name in values}
-        os.environ.update(values)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value

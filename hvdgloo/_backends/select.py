@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -76,6 +77,10 @@ class Planes:
         self._config, self._decided = config, decided
         self._topology, self._rank = topology, rank
         self._store, self._prefix, self._address = store, prefix, address
+        if "torch" in sys.modules and decided["gpu_operations"] != "gloo":
+            from hvdgloo._backends import gpu
+
+            gpu.before_threads()
 
     def open(self, number: int, members: Sequence[int], cancelled: Callable[[], bool] | None = None) -> Backend:
         """Connect this rank with a set's other members, which do the same.

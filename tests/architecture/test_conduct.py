@@ -22,6 +22,7 @@ READS_ENVIRONMENT = {
     "hvdgloo._job.other_launchers": "torchrun, mpirun and srun say there what they have started, and so must we",
     "hvdgloo._job.access": "NCCL_SOCKET_IFNAME is NCCL's, which hvdgloo-run sets for its workers, too",
     "hvdgloo.common.util": "env() sets variables for programs, and puts them back",
+    "hvdgloo._platform.temporary_variables": "gives torch's C code variables for a moment, and users theirs back",
     "hvdgloo.as_horovod.__main__": "the program gets this process's environment",
     "hvdgloo.ray._worker": "where its actor listens was told to this worker alone, and must not reach its children",
     "hvdgloo.spark._bringing": "what a Spark task has in its environment is its worker's, too",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +19,17 @@ torch = pytest.importorskip("torch")
 
 from hvdgloo._backends import gpu, nccl  # noqa: E402
 from hvdgloo._backends.cuda import Gpu  # noqa: E402
+from hvdgloo._backends.select import Planes, plane_settings  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._engine import executor  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
+from hvdgloo.config import Config  # noqa: E402
 from hvdgloo.errors import BackendError, HorovodInternalError, RendezvousError  # noqa: E402
 from hvdgloo.rendezvous import MemoryStore  # noqa: E402
+from hvdgloo.topology import Host, Topology, Worker  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
+from tests.support.environment import entries, seen_by_c  # noqa: E402
 from tests.support.gpus import Simulated, on_gpu, simulated  # noqa: E402
 from tests.support.gpus.worlds import planes  # noqa: E402
 from tests.support.world import World  # noqa: E402
@@ -451,21 +454,28 @@ HOSTILE = {
 """What lets torch's watchdog, or a thread that watches it, end the process, or sleep while the group is to end."""
 
 
-def test_no_environment_lets_torch_end_the_process_through_our_group(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_set", [True, False], ids=["set by the user", "set by nobody"])
+def test_no_environment_lets_torch_end_the_process_through_our_group(
+    monkeypatch: pytest.MonkeyPatch, is_set: bool
+) -> None:
     seen: dict[str, str | None] = {}
 
     class Group:
         Options = _Options
 
         def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
-            seen.update({name: os.environ.get(name) for name in HOSTILE})
+            seen.update({name: seen_by_c(name) for name in HOSTILE})
             seen["level"] = torch.distributed.get_debug_level().name
             # Whatever TORCH_NCCL_USE_COMM_NONBLOCKING says, and whatever streams the program gets.
             assert (options.config.blocking, options.is_high_priority_stream) == (1, True)
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
     for name, value in HOSTILE.items():
-        monkeypatch.setenv(name, value)
+        if is_set:
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
+    mine = {name: seen_by_c(name) for name in HOSTILE}
     before = torch.distributed.get_debug_level()
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)  # what TORCH_DISTRIBUTED_DEBUG has done
     try:
@@ -474,7 +484,7 @@ def test_no_environment_lets_torch_end_the_process_through_our_group(monkeypatch
     finally:
         torch.distributed.set_debug_level(before)
     assert seen == {**dict.fromkeys(HOSTILE, "0"), "level": "OFF"}
-    assert {name: os.environ[name] for name in HOSTILE} == HOSTILE  # a user's own groups keep what the user has set
+    assert {name: seen_by_c(name) for name in HOSTILE} == mine  # a user's own groups keep what the user has set
 
 
 def test_a_gpu_is_one_where_nccl_takes_it_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,29 +498,31 @@ def test_a_gpu_is_one_where_nccl_takes_it_for_one(monkeypatch: pytest.MonkeyPatc
     assert len(json.dumps(asdict(Gpu(gpu.identity("GPU 0"), 22809, "2.5.1+cu124")))) < 256  # type: ignore[arg-type]
 
 
-def test_one_thread_at_a_time_changes_the_environment() -> None:
-    """Else the second would put back what the first has set."""
-    inside, leave, second = threading.Event(), threading.Event(), threading.Event()
+def test_connecting_neither_adds_nor_removes_variables_which_other_threads_may_be_reading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = []
 
-    def first() -> None:
-        with gpu._settings({"HVDGLOO_OF_A_TEST": "1"}):
-            inside.set()
-            assert leave.wait(10)
+    class Group:
+        Options = _Options
 
-    def other() -> None:
-        with gpu._settings({"HVDGLOO_OF_A_TEST": "2"}):
-            second.set()
+        def __init__(self, *_: object) -> None:
+            assert seen_by_c("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
+            counts.append(len(entries()))
 
-    threads = [threading.Thread(target=each) for each in (first, other)]
-    threads[0].start()
-    assert inside.wait(10)
-    threads[1].start()
-    assert not second.wait(0.05)
-    leave.set()
-    for thread in threads:
-        thread.join(10)
-    assert second.is_set()
-    assert "HVDGLOO_OF_A_TEST" not in os.environ
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(gpu, "nccl_version", lambda: 22809)
+    for name in HOSTILE:
+        monkeypatch.delenv(name, raising=False)
+    config = Config()
+    topology = Topology(0, (Host("h0", "identity 0"),), (Worker(0, 0, 0, 1, "127.0.0.1", 0),))
+    Planes(config, plane_settings(config), topology, 0, MemoryStore(), "", "127.0.0.1")
+    counts.append(len(entries()))
+    thread = threading.Thread(target=lambda: gpu.nccl_group(None, 0, 1))
+    thread.start()
+    thread.join(10)
+    assert counts[0] == counts[1]
+    assert len(counts) == 2
 
 
 def test_torch_s_c_code_uses_the_store_as_its_own() -> None:

@@ -126,6 +126,9 @@ class Simulated:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         copy_(target, source, True)
 
+    def before_threads(self) -> None:
+        """No environment is read here."""
+
     def nccl_group(self, store: Any, rank: int, size: int) -> Any:
         return self.nccl.group(store, rank, size)
 
