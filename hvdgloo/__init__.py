@@ -21,7 +21,7 @@ _FRONT_END_NAMES = frozenset({
     "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join", "DistributedOptimizer",
     "Average", "Sum",
 })  # fmt: skip
-"""What programs look for here first; each front-end has all of them."""
+"""Names that programs look for here first; every front-end has all of them."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Where ``hvdgloo-run`` and ``hvdgloo-rendezvous`` begin: before anything that takes long to import."""
+"""Entry points of ``hvdgloo-run`` and ``hvdgloo-rendezvous``, which run before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdgloo._platform.interrupts import end_at_once
 
 
 def run() -> NoReturn:
-    """``hvdgloo-run``."""
+    """Run ``hvdgloo-run``."""
     end_at_once()
     _print_any_text()
     from hvdgloo.runner.cli.main import command
@@ -19,7 +19,7 @@ def run() -> NoReturn:
 
 
 def rendezvous() -> int:
-    """``hvdgloo-rendezvous``; returns the exit status."""
+    """Run ``hvdgloo-rendezvous`` and return its exit status."""
     end_at_once()
     _print_any_text()
     from hvdgloo.rendezvous._cli import main
@@ -28,6 +28,6 @@ def rendezvous() -> int:
 
 
 def _print_any_text() -> None:
-    """Have standard output spell out what its encoding lacks, as standard error does: a path may hold any bytes."""
+    """Have standard output escape characters that its encoding lacks, as standard error does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold any bytes

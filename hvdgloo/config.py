@@ -1,8 +1,8 @@
 """Every setting of a worker, declared once.
 
-``Config`` is a frozen dataclass and the only reader of environment variables. Each field carries its variable, the
-Horovod variable that is honoured as a fallback, its command-line flag, its unit and its meaning; the launcher's flags,
-the YAML file and docs/configuration.md are generated from these declarations, so a new setting is one new field here.
+``Config`` is a frozen dataclass and the only reader of environment variables. Each field declares its variable, the
+Horovod variable that serves as a fallback, its command-line flag, its unit and its meaning. The launcher's flags, the
+YAML file and docs/configuration.md are generated from these declarations, so a new setting is one new field here.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _TOLD = frozenset(
     f"HVDGLOO_{name}"
     for name in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "RESTART", "SPARK_DEVICES")
 )
-"""Variables by which a launcher tells the user's program its place in the job; no setting reads them."""
+"""Variables in which a launcher gives the user's program its place in the job; no setting reads them."""
 _TORCHRUN_S_OWN = frozenset({"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"})
-"""Variables that refer to torchrun's agent: with the first one, torch.distributed would wait for a store at
+"""Variables that refer to torchrun's agent. The first would make torch.distributed wait for a store at
 ``MASTER_ADDR`` that only that agent serves."""
 _OF_A_SERVICE = re.compile(
     r"\w+_(SERVICE_(HOST|PORT(_\w+)?)=.*|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?=.*|PORT=[a-z]+://.*)",
@@ -40,19 +40,19 @@ LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of one field: how it is named, read and explained.
+    """Declaration of one field: its names, parser and explanation.
 
     Attributes:
         env: the variable that sets it.
         fallback: variables read if ``env`` is absent, in this order: Horovod's names, or a scheduler's.
-        flag: the launcher's option, or None where a user would not set it by hand. A boolean one has a ``--no-`` twin.
+        flag: the launcher's option; None where no user would set it by hand. A boolean one has a ``--no-`` twin.
         yaml: ``section.key`` in a configuration file.
-        unit: of the number, in words; empty if it has none.
-        help: what it does, for ``--help`` and the documentation.
-        parse: text to value; raises ValueError with the form that it expects.
-        scale: the flag's number times this is the value (``--fusion-threshold-mb 64``).
-        secret: never printed.
-        place: says which job a worker belongs to, and its place in it, so it must not be passed on to other workers.
+        unit: unit of the number, in words; empty if it has none.
+        help: explanation for ``--help`` and the documentation.
+        parse: converts text to the value; raises ValueError with the expected form.
+        scale: factor from the flag's number to the value (``--fusion-threshold-mb 64``).
+        secret: True if it must never be printed.
+        place: True if it identifies a worker's job or its place in it, and so must not be passed on to other workers.
     """
 
     env: str
@@ -142,10 +142,10 @@ def _log_level(text: str) -> str:
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """``host:port`` or ``[v6]:port`` to its parts.
+    """Split ``host:port`` or ``[v6]:port``.
 
     Raises:
-        ValueError: the text is not an endpoint; the message says which form is expected.
+        ValueError: the text is not an endpoint; the message gives the expected form.
     """
     host, colon, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -158,13 +158,13 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def parse_listener(text: str) -> tuple[str, int]:
-    """An address to listen on, with a port or without: ``ADDR``, ``ADDR:PORT``, ``[ADDR]:PORT``.
+    """Parse an address to listen on, with or without a port: ``ADDR``, ``ADDR:PORT``, ``[ADDR]:PORT``.
 
     Returns:
-        the address, or a name of this host, and the port; 0 stands for any.
+        the address, or a name of this host, and the port; 0 stands for any port.
 
     Raises:
-        ValueError: it is neither; the message says which form is expected.
+        ValueError: the text has none of these forms; the message gives them.
     """
     import ipaddress
 
@@ -181,7 +181,7 @@ def parse_listener(text: str) -> tuple[str, int]:
 
 
 def format_endpoint(host: str, port: int) -> str:
-    """The inverse of ``parse_endpoint``."""
+    """Join host and port; the inverse of ``parse_endpoint``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -243,7 +243,7 @@ def _setting(default: T, **declaration: Any) -> T:
 
 
 class TlsFiles(NamedTuple):
-    """Paths of files in PEM, empty where there is none; see ``Config`` and ``hvdgloo._net.tls``."""
+    """Paths of PEM files, empty where there is none; see ``Config`` and ``hvdgloo._net.tls``."""
 
     certificate: str = ""
     key: str = ""
@@ -252,12 +252,12 @@ class TlsFiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of one worker. ``Config.from_env()`` is the usual way to get one.
+    """The settings of one worker, usually made by ``Config.from_env()``.
 
     Times are in seconds and sizes in bytes unless a field's unit says otherwise.
     """
 
-    # Which job, and which place in it. A launcher sets these; nobody types them.
+    # The job, and the worker's place in it. A launcher sets these; users do not.
     rendezvous: str | None = _setting(
         None,
         env="HVDGLOO_RENDEZVOUS",
@@ -280,14 +280,14 @@ class Config:
         env="HVDGLOO_JOB_ID",
         place=True,
         parse=_text,
-        help="tells a job from all others; the same on all its hosts",
+        help="distinguishes this job from all others; the same on all its hosts",
     )
     agent_id: str = _setting(
         "",
         env="HVDGLOO_AGENT_ID",
         place=True,
         parse=_text,
-        help="marks every process that a job has on one host, so that the agent there leaves none behind",
+        help="marks every process of the job on one host, so that the agent there leaves none behind",
     )
     epoch: int = _setting(
         0, env="HVDGLOO_EPOCH", place=True, parse=_integer(0), help="the generation of the membership to join"
@@ -298,7 +298,7 @@ class Config:
         place=True,
         fallback=("HOROVOD_RANK",),
         parse=_integer(0),
-        help="this worker's rank, given by a launcher; without it the rendezvous server hands one out",
+        help="this worker's rank, given by a launcher; otherwise the rendezvous server assigns one",
     )
     index: int | None = _setting(
         None,
@@ -321,7 +321,7 @@ class Config:
         env="HVDGLOO_WORKER",
         place=True,
         parse=_text,
-        help="this process's id in an elastic job, never used for another one; given by a launcher, else made up",
+        help="this process's id in an elastic job, never reused; given by a launcher, otherwise generated",
     )
     hostname: str | None = _setting(
         None,
@@ -336,8 +336,8 @@ class Config:
         env="HVDGLOO_ADDRESS",
         place=True,
         parse=_ip_address,
-        help="the IP address at which this worker is reached by others; by default that of the connection to the "
-        "rendezvous server",
+        help="the IP address at which other workers reach this one; by default the local address of the connection to "
+        "the rendezvous server",
     )
     port_range: tuple[int, int] | None = _setting(
         None,
@@ -354,9 +354,9 @@ class Config:
         flag="--tls",
         yaml="network.tls",
         parse=_one_of("auto", "off", "required"),
-        help="required: the rendezvous and the control plane are encrypted (docs/security.md), also for workers that "
-        "something else starts; the same for all processes of a job. auto: only where certificates are given. Tensors "
-        "are not encrypted",
+        help="required: the rendezvous and the control plane are encrypted (docs/security.md), also for workers "
+        "started by other launchers; the same for all processes of a job. auto: only where certificates are given. "
+        "Tensors are not encrypted",
     )
     tls_cert: str = _setting(
         "",
@@ -365,7 +365,7 @@ class Config:
         yaml="network.tls_cert",
         parse=_text,
         help="a PEM file, present on every host, with the certificate that listening processes present; by default "
-        "each makes its own, which needs the package cryptography",
+        "each process generates its own, which needs the package cryptography",
     )
     tls_key: str = _setting(
         "",
@@ -373,7 +373,7 @@ class Config:
         flag="--tls-key",
         yaml="network.tls_key",
         parse=_text,
-        help="a file with the private key of that certificate, unless the certificate file contains it",
+        help="a file with the certificate's private key, unless the certificate file contains it",
     )
     tls_ca: str = _setting(
         "",
@@ -381,8 +381,8 @@ class Config:
         flag="--tls-ca",
         yaml="network.tls_ca",
         parse=_text,
-        help="a file with the authorities that may have signed the listener's certificate; by default any certificate "
-        "will do, since it is verified with the job's secret",
+        help="a file with the authorities trusted to sign listeners' certificates; by default any certificate is "
+        "accepted, since it is verified with the job's secret",
     )
 
     as_horovod: bool = _setting(
@@ -392,11 +392,11 @@ class Config:
         yaml="as_horovod",
         parse=_boolean,
         help="have `import horovod.torch`, and Horovod's other modules, import hvdgloo's, so that a program written "
-        "for Horovod runs unchanged; in programs that hvdgloo-run starts, or hvdgloo.spark.run "
-        "(docs/migrating.md says how drivers of Spark are started)",
+        "for Horovod runs unchanged; in programs that hvdgloo-run or hvdgloo.spark.run starts "
+        "(docs/migrating.md explains how to start Spark drivers)",
     )
 
-    # How long things may take: three different questions, three settings.
+    # Timeouts: connecting, starting and operating are three different questions.
     connect_timeout: float = _setting(
         30.0,
         env="HVDGLOO_CONNECT_TIMEOUT",
@@ -414,8 +414,8 @@ class Config:
         yaml="timeouts.start_seconds",
         unit="seconds",
         parse=_number(positive=True),
-        help="how long hvd.init() waits for the next worker; the others may still be importing their frameworks, one "
-        "after the other where there are more workers than cores",
+        help="how long hvd.init() waits for the next worker; the others may still be importing their frameworks, "
+        "which takes longer where there are more workers than cores",
     )
     spark_start_timeout: float = _setting(
         600.0,
@@ -423,8 +423,8 @@ class Config:
         fallback=("HOROVOD_SPARK_START_TIMEOUT",),
         unit="seconds",
         parse=_number(positive=True),
-        help="how long hvdgloo.spark.run waits for its tasks to start: a busy cluster gives executors late. "
-        "start_timeout= overrides it",
+        help="how long hvdgloo.spark.run waits for its tasks to start, since a busy cluster may provide executors "
+        "late. start_timeout= overrides it",
     )
     operation_timeout: float = _setting(
         30.0,
@@ -435,10 +435,10 @@ class Config:
         unit="seconds",
         parse=_number(positive=True),
         help="how long a rank may be silent while others wait for it, and how long one collective may take "
-        "beyond its transfer time; a rank that is merely late is waited for. Rank 0's holds for all",
+        "beyond its transfer time; a rank that is merely late is waited for. Rank 0's value applies to all",
     )
 
-    # Jobs whose size may change.
+    # Elastic jobs.
     elastic_timeout: float = _setting(
         600.0,
         env="HVDGLOO_ELASTIC_TIMEOUT",
@@ -448,7 +448,7 @@ class Config:
         unit="seconds",
         parse=_number(positive=True),
         help="how long an elastic job waits for slots, at its start and when it has fewer than --min-np workers, and "
-        "for workers that do not come back after a failure",
+        "for workers that do not return after a failure",
     )
     elastic_join: str = _setting(
         "ready",
@@ -456,15 +456,15 @@ class Config:
         flag="--join",
         yaml="elastic.join",
         parse=_one_of("ready", "now"),
-        help="when the workers of an elastic job stop for newcomers. ready: once these have reached elastic.run, so "
-        "that their start costs nothing; now: as soon as there is a slot for them, as in Horovod",
+        help="when the workers of an elastic job stop to admit new ones. ready: once these have reached elastic.run, "
+        "so that starting them costs nothing; now: as soon as there is a slot for them, as in Horovod",
     )
     elastic_overlap: bool = _setting(
         False,
         env="HVDGLOO_ELASTIC_OVERLAP",
         parse=_boolean,
         help="commits of a TorchState copy parameters and optimizers' state while the next forward and backward pass "
-        "run. Nothing else than optimizers' steps may write into them meanwhile",
+        "run. Meanwhile nothing but optimizers' steps may write to them",
     )
 
     # Engine.
@@ -507,7 +507,7 @@ class Config:
         yaml="params.cache_capacity",
         unit="tensors",
         parse=_integer(0),
-        help="how many negotiated tensors are remembered, so that their names are not sent again; 0 remembers none",
+        help="how many negotiated tensors are cached, so that their names are not sent again; 0 caches none",
     )
     control_fanin: int = _setting(
         16,
@@ -516,8 +516,9 @@ class Config:
         yaml="params.control_fanin",
         unit="hosts",
         parse=_integer(0, 2**31 - 1),
-        help="in a large job, one rank of each host speaks for its others, and this many of those report to one, in a "
-        "tree under rank 0; 0 on any host: every rank is connected with rank 0. Otherwise rank 0's holds for all",
+        help="in a large job, one rank of each host represents the host's others, and this many such ranks report to "
+        "one of them, in a tree under rank 0; 0 on any host: every rank connects to rank 0. Otherwise rank 0's value "
+        "applies to all",
     )
     control_tree_ranks: int = _setting(
         33,
@@ -526,8 +527,8 @@ class Config:
         yaml="params.control_tree_ranks",
         unit="ranks",
         parse=_integer(2, 2**31 - 1),
-        help="from how many ranks on three hosts or more that is so; with fewer, every rank is connected with rank 0. "
-        "Rank 0's holds for all",
+        help="the fewest ranks, on at least three hosts, for which there is such a tree; with fewer, every rank "
+        "connects to rank 0. Rank 0's value applies to all",
     )
     thread_affinity: str = _setting(
         "",
@@ -547,8 +548,9 @@ class Config:
         unit="bytes",
         parse=_integer(0),
         help="where hosts have several ranks, tensors are reduced within each host before they go to the others, so "
-        "that each byte crosses the network once; from this size on, all ranks of a host take a slice of them across, "
-        "and of smaller ones only its first rank; 0 has all ranks use Gloo alone, for the other collectives too",
+        "that each byte crosses the network once; from this size on, every rank of a host sends a slice across the "
+        "network, and its first rank sends smaller tensors whole; 0 has all ranks use Gloo alone, for the other "
+        "collectives too",
     )
     hierarchical_distribution_threshold: int = _setting(
         1024 * 1024,
@@ -557,7 +559,8 @@ class Config:
         yaml="params.hierarchical_distribution_threshold",
         unit="bytes",
         parse=_integer(1),
-        help="the size from which all ranks of a host take slices across in a broadcast, allgather or reducescatter",
+        help="the size from which all ranks of a host send slices across the network in a broadcast, allgather or "
+        "reducescatter",
     )
     gpu_operations: str = _setting(
         "auto",
@@ -566,7 +569,7 @@ class Config:
         yaml="params.gpu_operations",
         parse=_one_of("auto", "nccl", "gloo"),
         help="how CUDA tensors travel: nccl, or gloo, which takes them through host memory; auto is nccl where every "
-        "rank has a GPU of its own, else gloo",
+        "rank has a GPU of its own, otherwise gloo",
     )
     gpu_completion: str = _setting(
         "host",
@@ -574,9 +577,9 @@ class Config:
         flag="--gpu-completion",
         yaml="params.gpu_completion",
         parse=_one_of("host", "stream"),
-        help="when an operation on CUDA tensors that travel over NCCL counts as done: host when the GPU has done it; "
-        "stream as soon as it is queued there, and what the program does next with the results is queued behind it, so "
-        "that the GPU never runs dry between backward pass and optimizer, but a lost peer is noticed a step later "
+        help="when an operation on CUDA tensors that travel over NCCL counts as done. host: when the GPU has finished "
+        "it; stream: as soon as it is queued on the GPU. What the program does next with the results is queued behind "
+        "it, so that the GPU never idles between backward pass and optimizer, but a lost peer is noticed a step later "
         "(docs/gpus.md)",
     )
     cpu_operations: str = _setting(
@@ -595,8 +598,8 @@ class Config:
         flag="--gloo-provider",
         yaml="params.gloo_provider",
         parse=_one_of("auto", *GLOO_PROVIDERS),
-        help="which installed package provides Gloo: auto is torch if rank 0 has it, else pygloo, which exists only "
-        "for Python 3.10 and older. Rank 0's choice applies to all",
+        help="which installed package provides Gloo: auto is torch if rank 0 has it, otherwise pygloo, which exists "
+        "only for Python 3.10 and older. Rank 0's choice applies to all",
     )
     shm_segment: int = _setting(
         4 * 1024 * 1024,
@@ -606,8 +609,8 @@ class Config:
         unit="bytes",
         scale=1024 * 1024,
         parse=_integer(1 << 16),
-        help="how much shared memory each rank takes at most for each process set; larger payloads pass through it "
-        "piece by piece",
+        help="the most shared memory that each rank takes for each process set; larger payloads pass through it piece "
+        "by piece",
     )
     shm_direct: str = _setting(
         "auto",
@@ -627,8 +630,8 @@ class Config:
         scale=1024 * 1024,
         parse=_integer(0),
         help="from the second step on, PyTorch's DistributedOptimizer keeps gradients in buckets of about this size, "
-        "so that nothing is packed for a transfer (dense ones, and in no group; the first bucket is small); 0 leaves "
-        "each where it is. Rank 0's choice applies to all",
+        "so that nothing is packed for a transfer (only dense gradients that are in no group; the first bucket is "
+        "small); 0 leaves each gradient where it is. Rank 0's choice applies to all",
     )
     deterministic: bool = _setting(
         False,
@@ -636,9 +639,9 @@ class Config:
         flag="--deterministic",
         yaml="params.deterministic",
         parse=_boolean,
-        help="the same ranks on the same hosts compute the same bits in every run: what is summed between hosts, or on "
-        "GPUs, is not fused with what happens to be ready at the same time. Within a host this costs nothing. Rank 0's "
-        "choice applies to all",
+        help="the same ranks on the same hosts compute the same bits in every run: tensors that are summed between "
+        "hosts, or on GPUs, are not fused with others that happen to be ready at the same time. Within a host this "
+        "costs nothing. Rank 0's choice applies to all",
     )
     disable_group_fusion: bool = _setting(
         False,
@@ -648,7 +651,7 @@ class Config:
         help="1: tensors of an explicit group are fused with each other only",
     )
 
-    # Trying settings.
+    # Autotuning.
     autotune: bool = _setting(
         False,
         env="HVDGLOO_AUTOTUNE",
@@ -657,8 +660,8 @@ class Config:
         yaml="autotune.enabled",
         parse=_boolean,
         help="during the first steps, try other fusion thresholds, cycle times, hierarchical and inline thresholds, "
-        "and keep those with which the job is clearly faster, if there are any. What you have set yourself stays. Rank "
-        "0's choice applies to all (docs/tuning.md)",
+        "and keep those with which the job is clearly faster, if there are any. Values that you set yourself stay. "
+        "Rank 0's choice applies to all (docs/tuning.md)",
     )
     autotune_log: str = _setting(
         "",
@@ -667,7 +670,7 @@ class Config:
         flag="--autotune-log-file",
         yaml="autotune.log_file",
         parse=_text,
-        help="a CSV file on rank 0's host, with a line for every sample, and one for the choice",
+        help="a CSV file on rank 0's host, with a line for every sample and one for the choice",
     )
     autotune_warmup_samples: int = _setting(
         3,
@@ -677,7 +680,7 @@ class Config:
         yaml="autotune.warmup_samples",
         unit="samples",
         parse=_integer(0),
-        help="how many samples at the beginning do not count",
+        help="how many samples are discarded at the beginning",
     )
     autotune_steps_per_sample: int = _setting(
         10,
@@ -687,7 +690,7 @@ class Config:
         yaml="autotune.steps_per_sample",
         unit="steps",
         parse=_integer(1),
-        help="how many steps are measured with the same settings; their median counts",
+        help="how many steps are measured with the same settings; a sample is their median",
     )
     autotune_max_samples: int = _setting(
         20,
@@ -697,7 +700,7 @@ class Config:
         yaml="autotune.bayes_opt_max_samples",
         unit="settings",
         parse=_integer(1),
-        help="how many different settings are tried at most; the better ones are measured several times",
+        help="the most settings that are tried; the better ones are measured several times",
     )
     autotune_noise: float = _setting(
         0.8,
@@ -707,8 +710,8 @@ class Config:
         yaml="autotune.gaussian_process_noise",
         unit="share",
         parse=_share,
-        help="from 0 to 1, how much the times of steps vary: the more they do, the more often what seems best is "
-        "compared with the settings of the start before it is kept",
+        help="from 0 to 1, how much the times of steps vary: the more they do, the more often the seemingly best "
+        "settings are compared with the initial ones before they are kept",
     )
 
     check_weights: bool = _setting(
@@ -717,8 +720,8 @@ class Config:
         flag="--check-weights",
         yaml="params.check_weights",
         parse=_boolean,
-        help="warn at the first step of PyTorch's DistributedOptimizer if ranks start from different weights, compared "
-        "by a checksum of a sample of them that travels with what is exchanged then anyway",
+        help="warn at the first step of PyTorch's DistributedOptimizer if ranks start from different weights; they are "
+        "compared by a checksum of a sample that travels with data exchanged at that step anyway",
     )
 
     # Stalls.
@@ -729,7 +732,7 @@ class Config:
         flag="--no-stall-check",
         yaml="stall_check.enabled",
         parse=_boolean,
-        help="do not warn about tensors that wait for ranks which have not submitted them",
+        help="do not warn about tensors that wait for ranks that have not submitted them",
     )
     stall_warning_time: float = _setting(
         60.0,
@@ -774,15 +777,15 @@ class Config:
         help="also trace when rank 0 orders operations",
     )
 
-    # What the job says of itself.
+    # Observing the job.
     observe: bool = _setting(
         True,
         env="HVDGLOO_OBSERVE",
         flag="--observe",
         yaml="observe.enabled",
         parse=_boolean,
-        help="count operations, bytes, steps and what they wait for, for hvd.metrics(), the job's page, its report and "
-        "hvdgloo-run top; 0 counts nothing",
+        help="count operations, bytes, steps and what they wait for, as shown by hvd.metrics(), the job's page, its "
+        "report and hvdgloo-run top; 0 counts nothing",
     )
     observe_interval: float = _setting(
         1.0,
@@ -791,14 +794,14 @@ class Config:
         yaml="observe.interval_seconds",
         unit="seconds",
         parse=_number(positive=True),
-        help="how often each rank says what it has counted, while somebody looks and something changes",
+        help="how often each rank reports its counters while the job is being observed and they change",
     )
     observer: str = _setting(
         "",
         env="HVDGLOO_OBSERVER",
         place=True,
         parse=_text,
-        help="the socket at which this host's agent takes what its workers have counted, while somebody looks",
+        help="the socket at which this host's agent receives its workers' counters while the job is being observed",
     )
 
     # Messages.
@@ -829,11 +832,11 @@ class Config:
         """Read the variables of all fields.
 
         Args:
-            environ: what to read; by default the process's environment.
-            only: the fields to read, if not all; the others have their defaults.
+            environ: the variables to read; by default the process's environment.
+            only: the fields to read, if not all; the others keep their defaults.
 
         Raises:
-            ConfigError: a value cannot be used; it names the variable, its value and the expected form.
+            ConfigError: a value cannot be used; the text names the variable, its value and the expected form.
         """
         environ = _environ() if environ is None else environ
         values: dict[str, Any] = {}
@@ -851,7 +854,7 @@ class Config:
 
     @property
     def tls_files(self) -> TlsFiles | None:
-        """With which files TLS is spoken; None if it is not."""
+        """Files for TLS; None if it is not used."""
         files = TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)
         if self.tls == "off" or (self.tls == "auto" and not any(files)):
             return None
@@ -859,11 +862,11 @@ class Config:
 
     @property
     def secret_source(self) -> str:
-        """Where the secret came from, for messages: what has to be fixed if it is the wrong one."""
+        """Source of the secret, for messages: the setting to correct if the secret is wrong."""
         return f"HVDGLOO_SECRET_FILE={self.secret_file}" if self.secret_file else "HVDGLOO_SECRET"
 
     def to_env(self) -> dict[str, str]:
-        """The variables that make ``from_env`` return this Config: those of fields that differ from their default."""
+        """Return the variables from which ``from_env`` makes this Config, for fields that differ from their default."""
         environ = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
@@ -873,7 +876,7 @@ class Config:
 
 
 def settings() -> dict[str, Setting]:
-    """Field name to declaration, in the order in which fields are declared."""
+    """Return each field's declaration by its name, in the order of declaration."""
     return {f.name: f.metadata["setting"] for f in dataclasses.fields(Config)}
 
 
@@ -887,7 +890,7 @@ def parse_value(setting: Setting, text: str, source: str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """A field's value as its variable holds it."""
+    """Format a field's value as its variable holds it."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, bool):
@@ -898,10 +901,10 @@ def format_value(value: Any) -> str:
 
 
 def read_secret_file(path: str) -> bytes:
-    """The job secret in a file.
+    """Read the job secret from a file.
 
     Raises:
-        ConfigError: if the file cannot be read or does not hold a secret.
+        ConfigError: the file cannot be read or does not hold a secret.
     """
     shown = path if path.isprintable() else ascii(path)
     try:
@@ -916,10 +919,10 @@ def read_secret_file(path: str) -> bytes:
 
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the variables that say which job a worker belongs to, and its place in it.
+    """Return an environment without the variables that identify a worker's job and its place in it.
 
-    So a launcher that is started by a worker of another job, or in a shell where such a variable is left over, gives
-    its workers places of their own.
+    A launcher that was started by a worker of another job, or in a shell where such a variable is left over, thus
+    gives its workers places of their own.
     """
     places = [setting for setting in settings().values() if setting.place]
     ours = {setting.env for setting in places}
@@ -938,11 +941,11 @@ def place_variables(
     node: int,
     nodes: int,
 ) -> dict[str, str]:
-    """The variables that tell a worker its place: hvdgloo's, Horovod's, and those that torchrun sets.
+    """Return the variables that give a worker its place, under hvdgloo's, Horovod's and torchrun's names.
 
     Args:
-        node, nodes: the number of the worker's host among the job's hosts, and how many these are. Where hosts have
-            different numbers of workers, cross ranks do not tell.
+        node, nodes: the index of the worker's host and the number of hosts. Cross ranks do not give these where hosts
+            have different numbers of workers.
     """
     ours = {
         "RANK": rank,
@@ -976,18 +979,18 @@ def _environ() -> Mapping[str, str]:
 
 
 def describes_service(name: str, value: str) -> bool:
-    """Tell whether Kubernetes has set a variable, as it does in every container for every Service of the namespace.
+    """Return whether Kubernetes set a variable, as it does in every container for every Service of the namespace.
 
-    A Service named ``hvdgloo`` brings HVDGLOO_SERVICE_HOST, HVDGLOO_PORT and six more, which are no settings.
+    A Service named ``hvdgloo`` brings HVDGLOO_SERVICE_HOST, HVDGLOO_PORT and six more, which are not settings.
     """
     return _OF_A_SERVICE.fullmatch(f"{name}={value}") is not None
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """A line for each variable that looks like a setting but is not one, and is probably mistyped.
+    """Return a line for each variable that looks like a setting but is not one, and is probably mistyped.
 
     Args:
-        environ: what to check; by default the process's environment.
+        environ: the variables to check; by default the process's environment.
     """
     environ = _environ() if environ is None else environ
     known = {setting.env for setting in settings().values()}
@@ -1004,7 +1007,7 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def environment_names() -> Iterable[str]:
-    """Every variable that some field reads."""
+    """Yield every variable that a field reads."""
     for setting in settings().values():
         yield setting.env
         yield from setting.fallback

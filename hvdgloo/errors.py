@@ -13,10 +13,10 @@
     │   ├── MismatchError                      ranks disagree about one tensor; the job stays usable
     │   ├── JobShutdownError                   a rank ended its part of the job
     │   ├── PeerLostError                      a rank died, or stopped answering
-    │   ├── StallError                         a tensor waited longer than the stall shutdown time
+    │   ├── StallError                         a tensor waited longer than the stall shutdown time allows
     │   ├── ConnectError                       two ranks could not be connected with each other
     │   └── BackendError                       a data plane (Gloo, NCCL, ...) failed
-    ├── EagerExecutionError                    this is for graphs of TensorFlow 1
+    ├── EagerExecutionError                    the function is for TensorFlow 1's graphs
     ├── DataServiceError                       a tf.data service did not start, was lost, or has ended
     ├── WaitTimeoutError (TimeoutError)        a wait ended at the deadline its caller chose
     ├── HostsUpdatedInterrupt                  elastic training: the set of hosts changed
@@ -26,17 +26,17 @@
     ├── DataError (ValueError)                 a data set cannot be trained on
     ├── AuthenticationError                    a signature is absent or wrong
     ├── RendezvousError (ConnectionError)      the rendezvous service could not be reached or used
-    │   ├── RendezvousTimeoutError (TimeoutError)  it answered, but what was awaited did not come
-    │   ├── RendezvousRefusedError             it answered with a 4xx: status and reason
+    │   ├── RendezvousTimeoutError (TimeoutError)  it answered, but what was awaited did not arrive in time
+    │   ├── RendezvousRefusedError             it answered with an error status and a reason
     │   └── DismissedError                     an elastic job goes on without this worker, or has ended
-    ├── RemoteTraceback                        where a worker raised what run() raises again: its cause
+    ├── RemoteTraceback                        the cause of a worker's exception that run() raises again
     └── LaunchError                            a job could not be started
         ├── HostsUnreachableError              hosts of a job cannot reach each other
-        ├── UnusableHostsError                 hosts that could not be reached, or lack something
+        ├── UnusableHostsError                 hosts could not be reached, or lack something
         └── JobFailedError                     a job was started and did not succeed
 
-Every class is a RuntimeError, and also what is given in brackets. Python's classes that set attributes of their own
-(ImportError, OSError's) come first among the bases, so that they do.
+Every class is a RuntimeError and also the class in brackets. Python's classes whose constructors set attributes
+(ImportError, OSError and its subclasses) come first among the bases, so that their constructors run.
 
 An error carries its facts as attributes, and its text says what to do next. Errors are sent between processes
 (``hvdgloo.run.run`` re-raises a worker's exception in the caller), so every class here can be pickled: facts passed by
@@ -75,21 +75,21 @@ class DuplicateNameError(InvalidArgumentError):
 
 
 class OptimizerCallError(InvalidArgumentError, AssertionError):
-    """A distributed optimizer's methods are called in an order, or in a mode, in which they have no meaning."""
+    """A distributed optimizer's methods were called in an order or a mode in which they make no sense."""
 
 
 class GradientsInFlightError(OptimizerCallError):
-    """Gradients are zeroed, or computed again, while they are being reduced: call step() or synchronize() first."""
+    """Gradients were zeroed or computed again while being reduced: call step() or synchronize() first."""
 
 
 class HorovodInternalError(HvdglooError):
     """A collective failed. Elastic training catches this class, restores its last commit and goes on."""
 
-    # When the first of those that met this failure in a wait for other ranks began to wait, on the monotonic clock:
-    # from then on an elastic job has stood still.
+    # Time on the monotonic clock at which the first of the waits for other ranks that ended with this failure began:
+    # an elastic job has made no progress since.
     waiting_since: float = math.inf
 
-    # The operation in which the program first met this failure.
+    # The operation in which the program first encountered this failure.
     operation: str = ""
 
 
@@ -127,7 +127,7 @@ class PeerLostError(HorovodInternalError):
 
 
 class StallError(HorovodInternalError):
-    """Tensors waited for missing ranks longer than the stall shutdown time."""
+    """Tensors waited for missing ranks longer than the stall shutdown time allows."""
 
     def __init__(self, message: str, *, names: Sequence[str] = (), missing: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -138,7 +138,7 @@ class StallError(HorovodInternalError):
 class ConnectError(HorovodInternalError):
     """Two ranks could not be connected with each other.
 
-    ``missing``: all ranks that did not come, where several were waited for.
+    ``missing``: all ranks that did not connect, where several were awaited.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ConnectError(HorovodInternalError):
 
 
 class BackendError(HorovodInternalError):
-    """A data plane failed for a reason of its own."""
+    """A data plane failed, for a reason other than the above."""
 
 
 class EagerExecutionError(HvdglooError):
@@ -163,13 +163,13 @@ class DataServiceError(HvdglooError):
 
 
 class WaitTimeoutError(TimeoutError, HvdglooError):
-    """A wait ended at the deadline that its caller chose. The awaited result may still come."""
+    """A wait ended at the deadline that its caller chose. The result may still arrive."""
 
 
 class HostsUpdatedInterrupt(HvdglooError):  # noqa: N818 - Horovod's name
     """The set of hosts changed while an elastic job was training.
 
-    ``skip_sync`` is True if state need not be synchronised again (hosts were only removed).
+    ``skip_sync`` is True if state does not have to be synchronised again (hosts were only removed).
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -214,7 +214,7 @@ class AuthenticationError(HvdglooError):
     """A message's signature is absent or wrong: the peer does not know this job's secret, or bytes were changed.
 
     Attributes:
-        restarted: the rendezvous server says that it is another run than the one that the message was for.
+        restarted: True if the rendezvous server reports that it was restarted since the run that the message is for.
     """
 
     restarted: bool = False
@@ -230,7 +230,7 @@ class RendezvousError(ConnectionError, HvdglooError):
 
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
-    """The service was reached, but what was awaited (workers, a key) did not come before the deadline."""
+    """The service was reached, but what was awaited (workers, a key) did not arrive before the deadline."""
 
 
 class RendezvousRefusedError(RendezvousError):
@@ -243,11 +243,11 @@ class RendezvousRefusedError(RendezvousError):
 
 
 class DismissedError(RendezvousError):
-    """This worker is in no further epoch of its elastic job.
+    """This worker has no part in any further epoch of its elastic job.
 
     Attributes:
-        fate: "removed" if the job goes on without it, "over" if others have finished their training, "failed" if the
-            job has failed.
+        fate: "removed" if the job continues without it, "over" if others finished their training, "failed" if the job
+            failed.
     """
 
     def __init__(self, message: str, *, fate: str = "removed") -> None:
@@ -259,8 +259,8 @@ class RemoteTraceback(HvdglooError):  # noqa: N818 - not a failure itself, but t
     """The cause (``__cause__``) of a worker's exception that ``hvdgloo.run.run`` raises again in the caller.
 
     Attributes:
-        rank, host: of the worker.
-        traceback: the traceback, as the worker would have printed it.
+        rank, host: the worker's.
+        traceback: the traceback as the worker would have printed it.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, host: str = "", traceback: str = "") -> None:
@@ -275,7 +275,7 @@ class LaunchError(HvdglooError):
 
 
 class HostsUnreachableError(LaunchError):
-    """Hosts of a job cannot reach each other. The text says which addresses were tried, and the result of each.
+    """Hosts of a job cannot reach each other. The text lists the addresses that were tried, with results.
 
     ``pairs``: (from, to) for each host that cannot reach another.
     """
@@ -289,7 +289,7 @@ class UnusableHostsError(LaunchError):
     """Hosts cannot be used: they could not be reached, or lack what a worker needs.
 
     Attributes:
-        hosts: each one's name, and why it cannot be used.
+        hosts: each host's name, and why it cannot be used.
     """
 
     def __init__(self, message: str, *, hosts: Mapping[str, str] | None = None) -> None:
@@ -301,11 +301,11 @@ class JobFailedError(LaunchError):
     """A job was started and did not succeed.
 
     Attributes:
-        rank: the first worker that failed, None if it was an agent or the launcher itself.
-        host: the host it ran on.
+        rank: the first worker that failed; None if it was an agent or the launcher itself.
+        host: the host on which it ran.
         exit_code: its exit status, 128+N if signal N ended it.
         signal: the signal's number, or None.
-        last_lines: the end of what it printed.
+        last_lines: the end of its output.
     """
 
     def __init__(

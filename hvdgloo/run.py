@@ -82,70 +82,70 @@ def run(
 ) -> list[T]:
     """Call ``func(*args, **kwargs)`` in ``np`` worker processes at once, on this host or on several.
 
-    With ``min_num_proc``, or something that discovers hosts, the job is elastic: workers may come and go while ``func``
-    is in ``hvd.elastic.run``.
+    With ``min_num_proc`` or host discovery, the job is elastic: workers may join and leave while ``func`` is in
+    ``hvd.elastic.run``.
 
-    The function is sent by cloudpickle, so it may come from a script, a notebook or a closure; modules are found in the
-    same places (``sys.path``) as here. What the workers print appears in ``sys.stdout`` and ``sys.stderr``, prefixed
-    with their ranks. Ctrl-C is passed on to the workers (if this is the main thread) and raises KeyboardInterrupt here
-    when they have ended.
+    The function is sent by cloudpickle, so it may come from a script, a notebook or a closure; workers find modules in
+    the same places (``sys.path``) as this process. The workers' output appears in ``sys.stdout`` and ``sys.stderr``,
+    prefixed with their ranks. Ctrl-C is passed on to the workers (if this is the main thread) and raises
+    KeyboardInterrupt here when they have ended.
 
     Args:
         np, num_proc: number of processes; two names for the same argument. By default all slots of the hosts, or 1 if
-            no hosts are given. An elastic job starts when there are slots for so many, by default ``min_num_proc``;
-            where hosts are discovered, one of these is needed.
+            no hosts are given. An elastic job starts when there are slots for this many, by default ``min_num_proc``;
+            where hosts are discovered, one of the two is required.
         min_np, min_num_proc: the fewest workers of an elastic job; by default as many as ``np``.
         max_np, max_num_proc: the most; by default there is no limit.
-        host_discovery_script: an executable, or a command line, that prints the hosts that can be used now, a line for
-            each (``h1:4``).
+        host_discovery_script: an executable, or a command line, that prints the currently available hosts, one per
+            line (``h1:4``).
         host_discovery: the same as an object: its ``find_available_hosts_and_slots()`` returns hosts and slots.
-        slots: of hosts that are given or printed without; by default one for each GPU, else one.
-        reset_limit: how often the workers of an elastic job may form anew.
-        cooldown_range: the shortest and the longest time in seconds for which a host is left out after a failure; by
-            default it is for ever.
-        failures_per_host: the failure of a worker at which its host is left out; by default the first, or the third
-            where a single host is given, or none. With a discovery it is the first, also where that lists one host.
+        slots: slots of hosts for which no number is given; by default one for each GPU, otherwise one.
+        reset_limit: how often the workers of an elastic job may form a new epoch.
+        cooldown_range: the shortest and the longest time in seconds for which a host is excluded after a failure; by
+            default it is excluded for good.
+        failures_per_host: the number of worker failures after which a host is excluded; by default 1, or 3 where no
+            host or only one is given. With host discovery it is 1, even if only one host is found.
         elastic_timeout: seconds to wait for slots; by default 600.
-        max_restarts: how often all workers of a job that is not elastic are started again after a failure.
-        hosts: ``host:slots,...``; by default this one, or those of a Slurm allocation around this process.
-        hostfile: the same in a file.
+        max_restarts: how often all workers of a job that is not elastic are restarted after a failure.
+        hosts: ``host:slots,...``; by default this host, or the hosts of the surrounding Slurm allocation.
+        hostfile: a file that lists the hosts.
         start_timeout: seconds that the hosts' agents, and then ``hvd.init()``, wait for others.
-        ssh_port, ssh_identity_file, ssh_args: for reaching other hosts.
+        ssh_port, ssh_identity_file, ssh_args: options of ssh for reaching other hosts.
         agent_command: a command used to reach them instead of ssh: ``"kubectl exec -i {host} --"``.
-        remote_python: the Python interpreter there; by default the same path as here.
-        network_interfaces: which addresses hosts use for each other: names, networks and ``^`` exceptions.
-        output_filename: a directory that also receives what each rank prints.
+        remote_python: the Python interpreter on other hosts; by default the same path as here.
+        network_interfaces: the addresses that hosts use for each other: names, networks and ``^`` exceptions.
+        output_filename: a directory that also receives each rank's output.
         prefix_output_with_timestamp: begin every line with the time.
-        verbose: say what is being done. By default only that workers were lost, came, or are started again; with
-            False, nothing.
+        verbose: report progress. By default only lost, new and restarted workers are reported; with False, nothing.
         executable: the Python interpreter of the workers; by default this one.
         env: variables set for the workers on all hosts, in addition to this process's own.
         grace_period: seconds between asking workers to end and killing them; by default 3 after a failure and 30 after
             Ctrl-C.
-        heartbeat_timeout: seconds of silence between this process and another host after which either is lost to the
-            other. By default a host is lost after 5 seconds, and this process after 60: no other thread of it runs
-            during one long call of a library that holds the interpreter. On this host silence does not count.
+        heartbeat_timeout: seconds of silence between this process and another host after which each considers the
+            other lost. By default a host is lost after 5 seconds, and this process after 60, since none of its threads
+            runs while a library holds the interpreter in one long call. On this host silence does not count.
         page: serve a page that shows the job live: True, or ``address:port`` (by default 127.0.0.1 and any free port).
             A notebook shows a link to it; elsewhere its address is printed.
-        page_control: who sees the page may also have some steps traced.
-        report: a file (.html) for what the page has shown, written when the job has ended, also after a failure.
-        network_interface: the old name of another argument; it gives a warning.
-        use_gloo, use_mpi, mpi_args, disable_cache: there is only Gloo, and nothing is cached between jobs;
-            ``use_mpi=True`` is rejected, the others have no effect.
+        page_control: let viewers of the page also have some steps traced.
+        report: an .html file for the page's contents, written when the job has ended, even after a failure.
+        network_interface: the old name of ``network_interfaces``; it gives a warning.
+        use_gloo, use_mpi, mpi_args, disable_cache: accepted for Horovod's sake. There is only Gloo, and nothing is
+            cached between jobs; ``use_mpi=True`` is rejected, the others have no effect.
 
     Returns:
-        the results in the order of ranks; in an elastic job, of those workers that were there at the end.
+        the results in the order of ranks; in an elastic job, the results of the workers present at the end.
 
     Raises:
-        ConfigError: an argument that cannot be used, is for MPI, or contradicts another one.
+        ConfigError: an argument cannot be used, is for MPI, or contradicts another one.
         InvalidArgumentError: the function or its arguments cannot be pickled.
         LaunchError: the workers could not be started.
-        MissingDependencyError: ``HVDGLOO_TLS=required``, and nothing here makes certificates.
-        JobFailedError: a worker was killed, exited, or its result cannot be pickled; with rank, host and last lines.
+        MissingDependencyError: ``HVDGLOO_TLS=required``, and no package that makes certificates is installed.
+        JobFailedError: a worker was killed, exited, or returned a result that cannot be pickled; with rank, host and
+            last lines.
         Exception: the exception that ``func`` raised on the first rank where it failed. Its cause is a
             ``RemoteTraceback`` with rank, host and the worker's traceback.
     """
-    excepthook.install()  # what is wrong with an argument is shown without frames of ours
+    excepthook.install()  # errors in arguments are shown without our frames
     arguments.check_call("run", func, args, kwargs)
     if isinstance(min_num_proc, str):
         raise ConfigError("run(): the fifth argument is min_num_proc; give hosts by name: run(func, ..., hosts=...)")
@@ -227,14 +227,14 @@ def run(
 
 
 def _either(name: str, value: T | None, other_name: str, other: T | None) -> T | None:
-    """The value of an argument that has two names."""
+    """Return the value of an argument that has two names."""
     if value is not None and other is not None and value != other:
         raise ConfigError(f"run(): {name}={value} and {other_name}={other} are two names for one thing; give one")
     return other if value is None else value
 
 
 def _number(num_proc: int | None, np: int | None) -> int | None:
-    """How many processes; None if that was not said."""
+    """Return the number of processes; None if it was not given."""
     number = _whole("np", _either("num_proc", num_proc, "np", np), 0)
     if number == 0:
         raise ConfigError("run(np=0): a job has at least one process")
@@ -244,7 +244,7 @@ def _number(num_proc: int | None, np: int | None) -> int | None:
 def _whole(name: str, value: int | None, least: int) -> int | None:
     if value is None:
         return None
-    if not isinstance(value, SupportsIndex):  # read from a file or a command line, and still text
+    if not isinstance(value, SupportsIndex):  # such as text from a file or a command line
         raise ConfigError(f"run({name}={value!r}): it is not a whole number")
     if value < least:
         raise ConfigError(f"run({name}={value}): it must be at least {least}")
@@ -284,7 +284,7 @@ def _port(value: int | None) -> int | None:
 
 
 def _page(value: bool | str | None) -> tuple[str, int] | None:
-    """Where the page is to be served; None if it is not."""
+    """Return the address at which to serve the page; None if it is not served."""
     if not value:
         return None
     try:
@@ -294,7 +294,7 @@ def _page(value: bool | str | None) -> tuple[str, int] | None:
 
 
 def _notebook_link() -> Callable[[str], None] | None:
-    """What shows a link in a notebook; None elsewhere."""
+    """Return a function that shows a link in a notebook; None elsewhere."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None or not hasattr(shell, "kernel"):

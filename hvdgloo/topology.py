@@ -1,7 +1,7 @@
-"""Which workers are on which hosts, in order, and everything that follows from that by arithmetic.
+"""The assignment of workers to hosts, in order, and everything that follows from it by arithmetic.
 
 Ranks fill hosts in order, so the ranks of one host are consecutive. Local ranks need not be in the same order: in an
-elastic job they follow the slots, and ranks follow seniority. A Topology is one epoch's answer to all workers; it
+elastic job they follow the slots, and ranks follow seniority. All workers of an epoch receive the same Topology, which
 is validated at construction, so no later check is needed.
 """
 
@@ -19,7 +19,7 @@ class Host:
     """One host of a job.
 
     Attributes:
-        name: as the user gave it, or the host's own name.
+        name: the name that the user gave, or the host's own.
         identity: boot id, network namespace and host name together; equal where ranks can share memory.
         addresses: IP addresses that other hosts were told to use, best first.
     """
@@ -55,12 +55,12 @@ class Topology:
     """All hosts and workers of one epoch.
 
     Attributes:
-        control_fanin: how many leaders of hosts report to one in the control plane's tree; 0 if there is to be none.
+        control_fanin: how many hosts' leaders report to one in the control plane's tree; 0 for no tree.
         control_tree_ranks: the fewest ranks for which there is a tree.
 
     Raises:
-        ValueError: at construction, when ranks are not 0..size-1 in order of hosts, or the local ranks of a host's n
-            workers are not 0..n-1 in any order.
+        ValueError: at construction, ranks are not 0..size-1 in the order of hosts, or the local ranks of a host's n
+            workers are not 0..n-1 in some order.
     """
 
     epoch: int
@@ -110,7 +110,7 @@ class Topology:
         return self._places[rank].local_size
 
     def cross_ranks(self, rank: int) -> tuple[int, ...]:
-        """The global ranks that have the same local rank, one for each host that has one, in order."""
+        """Return the global ranks with the same local rank, one for each host that has one, in order."""
         local_rank = self.workers[rank].local_rank
         return tuple(worker.rank for worker in self.workers if worker.local_rank == local_rank)
 
@@ -121,12 +121,12 @@ class Topology:
         return self._places[rank].cross_size
 
     def local_ranks(self, rank: int) -> tuple[int, ...]:
-        """The global ranks on the same host, in order."""
+        """Return the global ranks on the same host, in order."""
         host = self.workers[rank].host
         return tuple(worker.rank for worker in self.workers if worker.host == host)
 
     def restricted(self, ranks: Sequence[int]) -> Topology:
-        """The topology of only some ranks (ascending), which are renumbered."""
+        """Return the topology of only some ranks (ascending), renumbered."""
         hosts = sorted({self.workers[rank].host for rank in ranks})
         counts = [0] * len(hosts)
         workers: list[Worker] = []
@@ -137,13 +137,13 @@ class Topology:
         return replace(self, hosts=tuple(self.hosts[host] for host in hosts), workers=tuple(workers))
 
     def describe(self, rank: int) -> str:
-        """A rank as it appears in messages: ``rank 3 (host h2, pid 4711)``."""
+        """Describe a rank for messages: ``rank 3 (host h2, pid 4711)``."""
         worker = self.workers[rank]
         return f"rank {rank} (host {self.hosts[worker.host].name}, pid {worker.pid})"
 
     @classmethod
     def local(cls, size: int, *, pid: int, epoch: int = 0, name: str = "localhost") -> Topology:
-        """``size`` workers of one process, as the ``local`` backend has them."""
+        """Return the topology of ``size`` workers in one process, as in the ``local`` backend."""
         return cls(
             epoch,
             (Host(name, "", ("127.0.0.1",)),),
@@ -153,7 +153,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place, derived from where all ranks are. Hosts count from 0; the rest is as in ``hvd.*``."""
+    """One rank's place, derived from all ranks' hosts. Hosts count from 0; the rest is as in ``hvd.*``."""
 
     host: int
     local_rank: int
@@ -163,10 +163,10 @@ class Place:
 
 
 def places(spots: Sequence[tuple[int, int]]) -> tuple[Place, ...]:
-    """Every rank's place.
+    """Return every rank's place.
 
     Args:
-        spots: for each rank, the index of its host and its local rank, as ``fill`` gives them.
+        spots: for each rank, the index of its host and its local rank, as ``fill`` returns them.
     """
     local_sizes = Counter(host for host, _ in spots)
     cross_sizes = Counter(local for _, local in spots)
@@ -185,25 +185,25 @@ def fill(names: Sequence[str], slots: Sequence[int], count: int) -> list[tuple[i
         for each rank, the index of its host and its local rank.
 
     Raises:
-        ValueError: when the hosts have fewer than ``count`` slots; the text has both numbers.
+        ValueError: the hosts have fewer than ``count`` slots; the text gives both numbers.
     """
     if count > sum(slots):
         listed = ", ".join(f"{name}:{n}" for name, n in zip(names, slots, strict=True))
         raise ValueError(
             f"{count} processes were asked for, but the hosts have only {counted_slots(sum(slots))} ({listed})"
         )
-    # Only as far as needed: a host may claim any number of slots.
+    # islice, since a host may claim any number of slots.
     return list(islice(((host, local) for host, n in enumerate(slots) for local in range(n)), count))
 
 
 def abbreviated(parts: Sequence[str], show: int = 16) -> str:
-    """A list for people, of which only the beginning is written out."""
+    """Join a list for people to read, writing out only its beginning."""
     more = len(parts) - show
     return ", ".join(parts[:show]) + (f" and {more} more" if more > 0 else "")
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: ``0, 3-7, 12``."""
+    """Abbreviate ascending numbers: ``0, 3-7, 12``."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -214,5 +214,5 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def counted_slots(number: int) -> str:
-    """``1 slot``, ``2 slots``."""
+    """Return ``1 slot``, ``2 slots``."""
     return f"{number} slot{'s' if number != 1 else ''}"

@@ -20,8 +20,8 @@ from hvdgloo.errors import BackendError
 class DType(enum.Enum):
     """An element type. The value is the name used in messages.
 
-    ``numpy_dtype`` is that of arrays over such elements. numpy has no bfloat16: there it is an opaque type of two
-    bytes, so that nobody computes with it by mistake, nor takes numbers of type uint16 for it.
+    ``numpy_dtype`` is the dtype of arrays of such elements. numpy has no bfloat16: for it this is an opaque type of two
+    bytes, so that no code computes with it by mistake or confuses it with uint16.
     """
 
     UINT8 = "uint8"
@@ -57,12 +57,12 @@ class DType(enum.Enum):
 
 @dataclass(frozen=True)
 class PlaneMetrics:
-    """What one data plane has carried.
+    """Counters of one data plane.
 
     Attributes:
-        operations: tensors.
-        bytes: of this rank's tensors.
-        seconds: in which something was on it.
+        operations: number of tensors it carried.
+        bytes: size of these tensors on this rank.
+        seconds: time during which it was carrying something.
     """
 
     operations: int = 0
@@ -72,26 +72,27 @@ class PlaneMetrics:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What this rank has counted since its process began; times are in seconds. ``later - earlier`` is what has been
-    counted in between.
+    """Counters of this rank since its process started; times are in seconds. ``later - earlier`` gives the counts in
+    between.
 
     Attributes:
-        rank, size: its place in the job.
-        operations: tensors that have been exchanged.
-        bytes: the size of these tensors on this rank.
-        steps: training steps that have ended, one for each ``optimizer.step()`` or batch of a ``fit``.
-        step_seconds: from the end of the first of them to the end of the last.
-        step_waiting, step_communicating: of this time, blocked for tensors that other ranks had not submitted, and for
-            tensors that were on their way.
-        step_before_first: of this time, from each step's begin to its first submission; a slow input shows here.
-        last_step: how long the last step took.
-        waiting, communicating: blocked in the same way, in steps and outside.
-        negotiation, queue, data, copy, wire: summed over tensors: from submission until all ranks had submitted it,
-            until it was begun, until it could be read (a GPU had not computed it), copied into buffers and out of
-            them, and on the data plane.
-        cpu_seconds: of this process, user and system.
+        rank, size: the rank's place in the job.
+        operations: number of tensors exchanged.
+        bytes: size of these tensors on this rank.
+        steps: training steps that ended, one for each ``optimizer.step()`` or batch of a ``fit``.
+        step_seconds: time from the end of the first step to the end of the last.
+        step_waiting, step_communicating: part of ``step_seconds`` blocked on tensors that other ranks had not
+            submitted, and on tensors in transfer.
+        step_before_first: part of ``step_seconds`` from each step's start to its first submission; a slow input
+            pipeline shows here.
+        last_step: duration of the last step.
+        waiting, communicating: time blocked in the same two ways, inside and outside steps.
+        negotiation, queue, data, copy, wire: times summed over tensors: from submission until all ranks had submitted
+            the tensor, from then until the operation was started, until the data was readable (computed by the GPU),
+            copying into and out of buffers, and on the data plane.
+        cpu_seconds: CPU time of this process, user and system.
         memory: resident bytes.
-        planes: by the data plane's name; "agreement" is for small tensors that travel with the negotiation.
+        planes: counters by data plane's name; "agreement" is for small tensors that travel with the negotiation.
     """
 
     rank: int
@@ -116,8 +117,8 @@ class Metrics:
     planes: Mapping[str, PlaneMetrics] = field(default_factory=dict)
 
     def __sub__(self, earlier: Metrics) -> Metrics:
-        """What has been counted since ``earlier``; what is no total (``last_step``, ``memory``, rank and size) is as it
-        is here."""
+        """Return the counts since ``earlier``; values that are not totals (``last_step``, ``memory``, rank and size)
+        stay as they are here."""
         if not isinstance(earlier, Metrics):
             return NotImplemented
         changes: dict[str, Any] = {
@@ -139,7 +140,7 @@ _NO_TOTALS = frozenset({"rank", "size", "last_step", "memory", "planes"})
 
 
 class ReduceOp(enum.IntEnum):
-    """How elements are combined. The numbers are Horovod's public constants."""
+    """The operation that combines elements. The numbers are Horovod's public constants."""
 
     AVERAGE = 0
     SUM = 1
@@ -217,7 +218,7 @@ class Collective(_Traits, enum.Enum):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
-    """What ranks must agree upon about one tensor before any of its bytes are sent."""
+    """The properties of a tensor on which ranks must agree before any of its bytes are sent."""
 
     dtype: DType
     shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
@@ -238,10 +239,9 @@ class Buffer:
     """Contiguous memory of one tensor, in row-major order, without a copy.
 
     Attributes:
-        address: of the first byte; may be 0 when there are no elements.
+        address: address of the first byte; may be 0 if there are no elements. Valid while the Buffer exists.
         spec: dtype, shape and kind of device ("cpu" or "cuda").
-        owner: whatever keeps the memory alive, and knows which device it is on. The address may be used while the
-            Buffer is held.
+        owner: the object that keeps the memory alive and knows its device.
     """
 
     address: int
@@ -269,12 +269,12 @@ class Buffer:
         return self.spec.nbytes
 
     def part(self, begin: int, nbytes: int) -> Buffer:
-        """Some of its bytes, a whole number of elements, as a flat buffer."""
+        """Return ``nbytes`` bytes from ``begin`` on, a whole number of elements, as a flat buffer."""
         spec = TensorSpec(self.dtype, (nbytes // self.dtype.itemsize,), self.device)
         return Buffer(self.address + begin, spec, self.owner)
 
     def array(self) -> npt.NDArray[Any]:
-        """A flat, writable numpy view of ``dtype.numpy_dtype``.
+        """Return a flat, writable numpy view of ``dtype.numpy_dtype``.
 
         Raises:
             BackendError: the memory is not the host's.
@@ -285,15 +285,15 @@ class Buffer:
         if self.spec.device != "cpu" and not getattr(self.owner, "is_cpu", True):
             raise BackendError(f"the host cannot read the memory of a {self.spec.device} device")
         memory: Any = (ctypes.c_ubyte * nbytes).from_address(self.address)
-        memory.owner = self.owner  # the view keeps alive what it views
+        memory.owner = self.owner  # the view keeps the memory alive
         return np.frombuffer(memoryview(memory).cast("B"), self.dtype.numpy_dtype)
 
     @classmethod
     def of_array(cls, array: npt.NDArray[Any], dtype: DType | None = None) -> Buffer:
-        """The memory of a C-contiguous numpy array.
+        """Return a Buffer over the memory of a C-contiguous numpy array.
 
         Args:
-            dtype: needed for elements that numpy does not know as numbers.
+            dtype: the element type, required for elements that numpy does not regard as numbers.
         """
         if not array.flags.c_contiguous:
             raise ValueError("a Buffer needs a C-contiguous array")

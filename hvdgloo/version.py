@@ -1,4 +1,4 @@
-"""The version, in a file that packaging can read without importing anything else; and the library's name."""
+"""The version, in a file that packaging reads without importing anything else, and the library's name."""
 
 import sys
 
@@ -6,5 +6,5 @@ __version__ = "0.1.0"
 
 
 def library_name() -> str:
-    """What the program knows this library as: where ``horovod`` stands for it (``hvdgloo.as_horovod``), Horovod."""
+    """Return the name by which the program knows this library: Horovod under ``hvdgloo.as_horovod``."""
     return str(getattr(sys.modules.get("horovod"), "stands_in_for", "hvdgloo"))
