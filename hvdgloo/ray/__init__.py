@@ -1,6 +1,6 @@
 """Workers on a Ray cluster: ``RayExecutor`` starts them as Ray actors, and calls functions on all of them at once.
 
-The names are Horovod's. Ray is imported when an executor is made, not before.
+The names are Horovod's. Ray is not imported before an executor is created.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ElasticRayExecutor", "RayExecutor"]
 
-# Actors and workers import modules of this package, and need none of the launcher's.
+# Imported lazily: actors and workers import other modules of this package, but do not need the launcher's.
 _FROM = {"ElasticRayExecutor": "hvdgloo.ray.elastic", "RayExecutor": "hvdgloo.ray.runner"}
 
 

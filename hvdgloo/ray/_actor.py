@@ -1,7 +1,7 @@
-"""The Ray actor that stands for one worker: it brings the worker's agent, and passes calls on to the worker.
+"""The Ray actor that represents one worker: it brings the worker's agent and passes calls on to the worker.
 
-No code of the user's runs in the actor itself, and nothing of the user's is unpickled there: results are handed to Ray
-as bytes that become what they are where they are read. So an actor needs little memory, and imports no framework.
+The actor itself runs no user code and unpickles none of the user's objects: results are handed to Ray as bytes, which
+become objects where they are read. So an actor needs little memory and imports no framework.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from hvdgloo.runner.inbound.task import Invitation, bring_agent
 from hvdgloo.runner.worker.function_task import TaskResult
 
 _TOLD_WITHIN = 30.0
-"""Seconds within which the driver says why a worker has ended: it gives the other workers time to end, too."""
+"""Seconds to wait for the driver's reason why a worker ended; it first gives the other workers time to end, too."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an actor is.
+    """Location of an actor.
 
     Attributes:
         node: Ray's id of the node.
-        address: of the node.
-        hostname: of the machine, or the container.
-        gpus: ids of the GPUs that Ray gave to this actor.
+        address: the node's IP address.
+        hostname: name of the machine or the container.
+        gpus: ids of the GPUs that Ray assigned to this actor.
     """
 
     node: str
@@ -46,12 +46,12 @@ class Place:
 
     @property
     def node_name(self) -> str:
-        """As short as Ray's own tools show it."""
+        """The node's name, as short as in Ray's own tools."""
         return f"Ray node {self.node[:8]}"
 
 
 class Result:
-    """A worker's result in the object store. Who reads it gets the object itself; its arrays stay in the store."""
+    """A worker's result in the object store. Unpickling it gives the object itself, whose arrays stay in the store."""
 
     def __init__(self, data: bytearray, buffers: list[bytearray]) -> None:
         self._data = data
@@ -66,7 +66,7 @@ def _loaded(data: Any, buffers: list[Any]) -> Any:
 
 
 class CallFailed(Exception):  # noqa: N818 - it becomes the user's own exception where it is read
-    """How a call ended that did not return: the user's exception, for those who read the actor's."""
+    """Failure of a call. Unpickling it, where the actor's exception is read, gives the user's exception."""
 
     def __init__(self, outcome: TaskResult, rank: int, host: str) -> None:
         super().__init__(f"rank {rank} on host {host}: {outcome.text}")
@@ -77,7 +77,7 @@ class CallFailed(Exception):  # noqa: N818 - it becomes the user's own exception
 
 
 def own_place() -> Place:
-    """Where the actor is that this process is."""
+    """Return the location of this process, which is an actor."""
     import ray
 
     context = ray.get_runtime_context()
@@ -88,7 +88,7 @@ def own_place() -> Place:
 def bring_agent_of(
     invitation: Invitation, index: int, place: Place | None = None, env: Mapping[str, str] | None = None
 ) -> int:
-    """Bring the agent of the actor that this process is; see ``bring_agent``."""
+    """Bring the agent of this process, which is an actor; see ``bring_agent``."""
     place = place or own_place()
     return bring_agent(
         invitation,
@@ -101,10 +101,10 @@ def bring_agent_of(
 
 
 class WorkerActor:
-    """What ``ray.remote`` makes an actor of. All of its methods share one event loop.
+    """The class that ``ray.remote`` turns into an actor. All of its methods share one event loop.
 
-    Ray begins the methods of such an actor in any order, and calls must have the same one on all ranks: so they are
-    numbered.
+    Ray starts the methods of such an actor in any order, but calls must be made in the same order on all ranks, so they
+    are numbered.
     """
 
     def __init__(self) -> None:
@@ -118,22 +118,22 @@ class WorkerActor:
         self._reason = ""
 
     async def place(self) -> Place:
-        """Where this actor is."""
+        """Return this actor's location."""
         return own_place()
 
     async def bring(self, invitation: Invitation, index: int, place: Place, env: Mapping[str, str]) -> int:
         """Bring the agent, and wait until its worker has connected.
 
         Args:
-            index: of this actor among all.
-            place: of this actor.
+            index: this actor's number among all actors.
+            place: this actor's location.
             env: variables for the worker.
 
         Returns:
             the worker's rank.
 
         Raises:
-            LaunchError: the driver cannot be reached, or has refused the agent, or ended the job.
+            LaunchError: the driver could not be reached, refused the agent, or ended the job.
         """
         loop = asyncio.get_running_loop()
         listener = Listener()
@@ -148,7 +148,8 @@ class WorkerActor:
             else:
                 loop.call_soon_threadsafe(ended.set_result, status)
 
-        # A thread of its own, as the agent ends with it. It ends with the agent, which this process does not outlive.
+        # A thread of its own, since the agent ends when its parent thread does. The thread ends with the agent, which
+        # this process does not outlive.
         threading.Thread(target=bring, name="hvdgloo-ray-agent", daemon=True).start()
         connected = loop.run_in_executor(self._pool, listener.accept)
         try:
@@ -158,7 +159,7 @@ class WorkerActor:
             listener.close()
         if not connected.done() or connected.exception() is not None:
             await ended
-            raise LaunchError("the driver has ended the job before this worker was there")
+            raise LaunchError("the driver ended the job before this worker had started")
         self._connection = connected.result()
         hello = await loop.run_in_executor(self._pool, self._connection.receive)
         if hello is None:
@@ -170,15 +171,15 @@ class WorkerActor:
         """Have the worker make a call.
 
         Args:
-            number: of this call among all that this actor gets; they are made in this order.
+            number: position of this call among all calls to this actor, which are made in this order.
             payload: the pickled call; see ``_workers.pack``.
-            needs_ray: its arguments have references to Ray's objects.
+            needs_ray: True if the arguments contain references to Ray's objects.
 
         Returns:
-            the result, and None: whoever reads only this one learns how the call ended without fetching the result.
+            the result, and None, which tells that the call has ended without the result being fetched.
 
         Raises:
-            CallFailed: it raised an exception.
+            CallFailed: the call raised an exception.
             JobFailedError: the worker has ended.
         """
         loop = asyncio.get_running_loop()
@@ -190,7 +191,7 @@ class WorkerActor:
                 self._changed.notify_all()
             reply = await replied
         except asyncio.CancelledError:
-            self._close()  # whatever the other ranks do: this one cannot be stopped in the middle, and go on later
+            self._close()  # a call cannot be interrupted and resumed, so this worker has to end
             raise
         if reply is None:
             try:
@@ -204,11 +205,11 @@ class WorkerActor:
         return Result(data, buffers), None
 
     async def alive(self) -> None:
-        """Wait for the end: whoever awaits this learns at once that the actor was lost."""
+        """Return when the job has ended. A caller that awaits this is notified at once if the actor is lost."""
         await self._over.wait()
 
     async def over(self, reason: str) -> None:
-        """Take note that the job has ended; ``reason`` is what calls that have no result yet are told."""
+        """Record that the job has ended; calls without a result fail with ``reason``."""
         self._reason = reason
         self._over.set()
         self._close()
@@ -216,7 +217,7 @@ class WorkerActor:
             self._changed.notify_all()
 
     def _exchange(self, payload: bytes, needs_ray: bool) -> list[bytearray] | None:
-        """Send a call, and wait for the reply; None if the worker has ended."""
+        """Send a call and return the reply; None if the worker has ended."""
         if self._connection is None:
             return None
         try:
@@ -226,13 +227,13 @@ class WorkerActor:
             return None
 
     def _close(self) -> None:
-        """The worker has no more calls to make; it ends as soon as it waits for one."""
+        """Close the connection, so that the worker ends as soon as it waits for another call."""
         if self._connection is not None:
             self._connection.close()
 
 
 def _ray_address() -> dict[str, str]:
-    """How the worker would join the cluster that this actor is in."""
+    """Return the variables with which the worker can join this actor's cluster."""
     import ray
 
     context = ray.get_runtime_context()

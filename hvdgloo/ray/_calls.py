@@ -1,9 +1,9 @@
 """Messages between a Ray actor and its worker, which are two processes of one user on one machine.
 
 The worker connects to its actor by a Unix socket without a name in the file system, so that nothing is left on disk
-however they end. The kernel tells each side the other's user; nobody else's processes are talked to.
+however they end. The kernel tells each side the other's user; connections from other users' processes are refused.
 
-A message is a list of byte strings. Results may be large: arrays travel beside the pickle, not inside it.
+A message is a list of byte strings. Results may be large: arrays travel next to the pickle, not inside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import TracebackType
 from hvdgloo.errors import AuthenticationError
 
 VARIABLE = "HVDGLOO_RAY_CALLS"
-"""Tells a worker where its actor listens; removed from the environment before user code runs."""
+"""Variable with the name at which a worker's actor listens; removed from the environment before user code runs."""
 
 _COUNT = struct.Struct(">I")
 _LENGTH = struct.Struct(">Q")
@@ -29,10 +29,10 @@ Part = bytes | bytearray | memoryview
 
 
 class Listener:
-    """Waits for one worker.
+    """Listener for one worker.
 
     Attributes:
-        name: where it listens, for ``connect``.
+        name: the socket's name, for ``connect``.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Listener:
         self._socket.listen(8)
 
     def accept(self) -> Connection:
-        """The worker's connection; blocks until it is there. Other users' processes are turned away.
+        """Wait for the worker's connection and return it. Other users' processes are turned away.
 
         Raises:
             OSError: the listener was closed meanwhile.
@@ -63,18 +63,18 @@ class Listener:
 
 
 def connect(name: str) -> Connection:
-    """The worker's end.
+    """Connect a worker to its actor.
 
     Raises:
-        OSError: nobody listens there.
-        AuthenticationError: another user does.
+        OSError: no process listens at ``name``.
+        AuthenticationError: another user's process listens there.
     """
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stream.connect(f"\0{name}")
     connection = Connection(stream)
     if not connection.peer_is_ours():
         connection.close()
-        raise AuthenticationError("another user's process listens in the place of this worker's Ray actor")
+        raise AuthenticationError("another user's process listens in place of this worker's Ray actor")
     return connection
 
 
@@ -93,7 +93,7 @@ class Connection:
         self.close()
 
     def peer_is_ours(self) -> bool:
-        """Whether the process at the other end belongs to this process's user."""
+        """Return whether the process at the other end belongs to this process's user."""
         given = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return bool(_CREDENTIALS.unpack(given)[1] == os.geteuid())
 
@@ -110,7 +110,7 @@ class Connection:
             self._socket.sendall(view)
 
     def receive(self) -> list[bytearray] | None:
-        """The next message; None if the other end has closed the connection.
+        """Return the next message; None if the other end closed the connection.
 
         Raises:
             OSError: the connection broke.
@@ -131,7 +131,7 @@ class Connection:
         return message
 
     def close(self) -> None:
-        """Close it; also ends ``receive`` in another thread."""
+        """Close the connection; also ends ``receive`` in another thread."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -1,4 +1,4 @@
-"""The cluster that this program has joined."""
+"""The Ray cluster that this program has joined."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from hvdgloo.errors import ConfigError, MissingDependencyError
 
 
 def check_ray() -> None:
-    """Whether there is a cluster that can be used.
+    """Check that there is a usable cluster.
 
     Raises:
         MissingDependencyError: Ray is not installed.
-        ConfigError: this program has not joined a cluster, or only by Ray Client.
+        ConfigError: this program has not joined a cluster, or only through Ray Client.
     """
     try:
         import ray
@@ -18,11 +18,11 @@ def check_ray() -> None:
         raise MissingDependencyError("hvdgloo.ray needs Ray: pip install 'hvdgloo[ray]'") from error
     if ray.util.client.ray.is_connected():
         raise ConfigError(
-            "RayExecutor does not work through Ray Client (ray.init('ray://...')), as workers could not reach this "
-            "program: run it in the cluster, for example by `ray job submit`, or in a task or actor"
+            "RayExecutor does not work through Ray Client (ray.init('ray://...')), since workers could not reach this "
+            "program: run it in the cluster, for example with `ray job submit`, or in a task or actor"
         )
     if not ray.is_initialized():
         raise ConfigError(
-            "Ray is not initialized: call ray.init() before making a RayExecutor (ray.init(address='auto') joins a "
-            "cluster that runs already)"
+            "Ray is not initialized: call ray.init() before creating a RayExecutor (ray.init(address='auto') joins a "
+            "running cluster)"
         )

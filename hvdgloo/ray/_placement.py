@@ -1,4 +1,4 @@
-"""Where Ray has room for the workers: a placement group of our own, or the one that the caller is in."""
+"""Room for the workers in Ray's cluster: a placement group of our own, or the caller's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.ray._settings import Demand, counted
 
 _SOON, _LOOK = 0.5, 0.02
-"""Seconds within which what was used before is given back, and between two looks whether it was."""
+"""Seconds within which an earlier job's resources are released, and between two checks for it."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Reservation:
 
     Attributes:
         group: Ray's placement group.
-        bundles: for each worker, the bundle that its actor is to be in; -1 for whichever has room.
-        ours: whether it was made here, and is to be given back.
+        bundles: for each worker, the index of its actor's bundle; -1 for any bundle that has room.
+        ours: True if the group was created here, and so has to be removed here.
     """
 
     group: Any
@@ -30,7 +30,7 @@ class Reservation:
     ours: bool
 
     def release(self) -> None:
-        """Give it back, if it was made here."""
+        """Remove the placement group, if it was created here."""
         if self.ours:
             from ray.util.placement_group import remove_placement_group
 
@@ -38,15 +38,15 @@ class Reservation:
 
 
 def reserve(demand: Demand, *, timeout: float, use_current: bool) -> Reservation:
-    """Room for all workers, before anything of theirs is started.
+    """Reserve room for all workers, before any of them is started.
 
     Args:
-        timeout: seconds to wait for it.
+        timeout: seconds to wait for room.
         use_current: take it from the placement group that this process is in, if it is in one.
 
     Raises:
-        ConfigError: it can never be there.
-        LaunchError: it was not there in time.
+        ConfigError: the cluster can never have that much room.
+        LaunchError: there was no room in time.
     """
     import ray
 
@@ -75,10 +75,10 @@ def reserve(demand: Demand, *, timeout: float, use_current: bool) -> Reservation
 
 
 def _await_room(demand: Demand, seconds: float) -> None:
-    """Wait a moment for resources that are about to be given back.
+    """Wait a moment for resources that are about to be released.
 
-    Ray has them for a tenth of a second longer than who had them before. Asked for a placement group meanwhile, it
-    tries again later and later, up to a second after there was room.
+    Ray considers resources in use for a tenth of a second after they were released. If it is asked for a placement
+    group meanwhile, it retries at growing intervals, up to a second after there was room.
     """
     import ray
 
@@ -91,15 +91,15 @@ def _await_room(demand: Demand, seconds: float) -> None:
 
 
 def node_resources(nodes: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """What each living node has, of what ``ray.nodes()`` returns."""
+    """Return the resources of each living node in the result of ``ray.nodes()``."""
     return [dict(node["Resources"]) for node in nodes if node["Alive"]]
 
 
 def lacking(demand: Demand, nodes: Sequence[Mapping[str, float]]) -> str:
-    """Why these nodes can never hold the workers, even if nobody else uses them; empty if they can.
+    """Explain why these nodes can never hold the workers, even if they are otherwise unused; empty if they can.
 
     Args:
-        nodes: the resources of each.
+        nodes: the resources of each node.
     """
     for name, amount in demand.each.items():
         there = sum(node.get(name, 0) for node in nodes)
@@ -137,7 +137,7 @@ def _has(name: str, nodes: Sequence[Mapping[str, float]]) -> str:
 
 
 def _taken(demand: Demand) -> str:
-    """How much of what is needed is free now."""
+    """Describe how much of the needed resources is free now."""
     import ray
 
     free, there = ray.available_resources(), ray.cluster_resources()
@@ -148,12 +148,12 @@ def _taken(demand: Demand) -> str:
 
 
 def _may_grow() -> bool:
-    """Whether an autoscaler may add nodes, so that what is not there now may come."""
+    """Return whether an autoscaler may add nodes, so that missing resources may yet appear."""
     try:
         from ray._private.state import state
 
         config = state.get_cluster_config()
-    except Exception:  # noqa: BLE001 - not part of Ray's public interface; then we wait, and say the same afterwards
+    except Exception:  # noqa: BLE001 - not part of Ray's public interface; then we wait, and report the lack afterwards
         return True
     if config is None:
         return False
@@ -161,17 +161,17 @@ def _may_grow() -> bool:
 
 
 def _bundles_of(group: Any, demand: Demand) -> tuple[int, ...]:
-    """Where in the caller's placement group workers can be.
+    """Choose a bundle of the caller's placement group for each worker.
 
     Raises:
-        ConfigError: they do not fit, even if nothing else is in it.
+        ConfigError: the workers do not fit, even if nothing else is in the group.
     """
     places = {index: _places(demand.each, bundle) for index, bundle in enumerate(group.bundle_specs)}
     if demand.hosts is None:
         if sum(places.values()) < demand.workers:
             raise ConfigError(
-                f"{demand}: the placement group that this program is in has room for {sum(places.values())} (its "
-                f"bundles are {group.bundle_specs}); make it larger, or let the executor make its own: "
+                f"{demand}: this program's placement group has room for {sum(places.values())} (its bundles are "
+                f"{group.bundle_specs}); make it larger, or let the executor create its own: "
                 "RayExecutor(..., use_current_placement_group=False)"
             )
         return (-1,) * demand.workers
@@ -189,8 +189,9 @@ def _bundles_of(group: Any, demand: Demand) -> tuple[int, ...]:
     full = [node for node, missing in left.items() if not missing]
     if len(full) < (demand.hosts or 0):
         raise ConfigError(
-            f"{demand} do not fit into the placement group that this program is in, which has room for so many on "
-            f"{len(full)} nodes; let the executor make its own: RayExecutor(..., use_current_placement_group=False)"
+            f"{demand} do not fit into this program's placement group, which has room for "
+            f"{counted(demand.workers_per_host, 'worker')} on only {counted(len(full), 'node')}; let the executor "
+            "create its own: RayExecutor(..., use_current_placement_group=False)"
         )
     for node in full[: demand.hosts]:
         chosen += by_node[node]

@@ -1,4 +1,4 @@
-"""What the user asks for: settings, sizes and resources, judged before anything is started."""
+"""The user's settings, sizes and resources, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Settings:
     """Settings of a ``RayExecutor``; see ``RayExecutor.create_settings``.
 
     Attributes:
-        timeout_s: seconds that actors and workers have to come up, once their resources are there; None for
+        timeout_s: seconds in which actors and workers have to start once their resources are available; None for
             ``HVDGLOO_START_TIMEOUT``.
         placement_group_timeout_s: seconds to wait for the cluster to have room.
-        nics: which addresses nodes use for each other: names, networks and ``^`` exceptions.
-        verbose: say what is being done.
+        nics: the addresses that nodes use for each other: names, networks and ``^`` exceptions.
+        verbose: report progress.
         grace_period: seconds that workers have, after a failure or Ctrl-C, before they are killed.
-        output_filename: a directory on the driver's machine that also receives what each rank prints.
+        output_filename: a directory on the driver's machine that also receives each rank's output.
         prefix_output_with_timestamp: begin every line of output with the time.
     """
 
@@ -35,10 +35,10 @@ class Settings:
     prefix_output_with_timestamp: bool = False
 
     def check(self) -> None:
-        """Refuse values that cannot be used: attributes may have been assigned since.
+        """Refuse values that cannot be used, since attributes may have been assigned after construction.
 
         Raises:
-            ConfigError: the text names the setting.
+            ConfigError: a value cannot be used; the text names the setting.
         """
         for name in ("timeout_s", "placement_group_timeout_s", "grace_period"):
             value = getattr(self, name)
@@ -60,16 +60,16 @@ def create_settings(
     output_filename: str | None = None,
     prefix_output_with_timestamp: bool = False,
 ) -> Settings:
-    """Settings for a ``RayExecutor``.
+    """Create settings for a ``RayExecutor``.
 
     Args:
-        timeout_s: seconds that actors and workers have to come up, once their resources are there; by default
+        timeout_s: seconds in which actors and workers have to start once their resources are available; by default
             ``HVDGLOO_START_TIMEOUT`` (120).
         placement_group_timeout_s: seconds to wait for the cluster to have room for all workers.
-        nics: which addresses nodes use for each other: names (``eth0``), networks and ``^`` exceptions.
-        verbose: say what is being done.
+        nics: the addresses that nodes use for each other: names (``eth0``), networks and ``^`` exceptions.
+        verbose: report progress.
         grace_period: seconds that workers have, after a failure or Ctrl-C, before they are killed; by default 3.
-        output_filename: a directory on the driver's machine that also receives what each rank prints.
+        output_filename: a directory on the driver's machine that also receives each rank's output.
         prefix_output_with_timestamp: begin every line of output with the time.
         ssh_identity_file, ssh_str: without effect: Ray starts everything, and ssh is not used.
 
@@ -94,12 +94,12 @@ def create_settings(
 
 @dataclass(frozen=True)
 class Demand:
-    """How many workers are wanted, where, and what each one needs.
+    """The number and distribution of the workers, and the resources that each one needs.
 
     Attributes:
-        workers: in all.
-        hosts: on how many nodes, each with equally many; None for wherever there is room, on few nodes if possible.
-        cpus, gpus: of each worker.
+        workers: number of workers in all.
+        hosts: number of nodes, with equally many workers on each; None for any nodes with room, few if possible.
+        cpus, gpus: resources of each worker.
     """
 
     workers: int
@@ -109,25 +109,25 @@ class Demand:
 
     @property
     def workers_per_host(self) -> int:
-        """Workers on each of ``hosts`` nodes."""
+        """Number of workers on each of ``hosts`` nodes."""
         assert self.hosts is not None
         return self.workers // self.hosts
 
     @property
     def each(self) -> dict[str, int]:
-        """The resources of one worker, by Ray's names."""
+        """Resources of one worker, by Ray's names."""
         return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
 
     @property
     def bundles(self) -> list[dict[str, int]]:
-        """What the placement group reserves: a bundle for each worker, or for each node."""
+        """Resources that the placement group reserves: a bundle for each worker, or for each node."""
         if self.hosts is None:
             return [self.each] * self.workers
         return [{name: amount * self.workers_per_host for name, amount in self.each.items()}] * self.hosts
 
     @property
     def strategy(self) -> str:
-        """Ray's name for where bundles are to be."""
+        """Ray's name for the distribution of the bundles."""
         return "PACK" if self.hosts is None else "STRICT_SPREAD"
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ class Demand:
 
 
 def counted(amount: float, name: str) -> str:
-    """``1 CPU``, ``2 CPUs``."""
+    """Return ``1 CPU``, ``2 CPUs``."""
     return f"{amount:g} {name}{'' if amount == 1 else 's'}"
 
 
@@ -149,15 +149,15 @@ def demand(
     gpus_per_worker: int | None,
     use_gpu: bool,
 ) -> Demand:
-    """What the arguments of a ``RayExecutor`` ask for.
+    """Make a Demand of the arguments of a ``RayExecutor``.
 
     Raises:
         ConfigError: an argument cannot be used, or contradicts another one.
     """
     if num_workers is not None and num_hosts is not None:
         raise ConfigError(
-            f"RayExecutor(num_workers={num_workers!r}, num_hosts={num_hosts!r}): give one of them: num_workers= for "
-            "workers wherever there is room, num_hosts= (with num_workers_per_host=) for as many on each of some nodes"
+            f"RayExecutor(num_workers={num_workers!r}, num_hosts={num_hosts!r}): give only one: num_workers= for "
+            "workers on any nodes with room, num_hosts= (with num_workers_per_host=) for equally many on each node"
         )
     if num_workers is None and num_hosts is None:
         raise ConfigError("RayExecutor(): how many workers? Give num_workers=, or num_hosts= and num_workers_per_host=")
@@ -170,10 +170,10 @@ def demand(
 
 
 def gpus_of(use_gpu: bool, number: int | None, name: str) -> int:
-    """How many GPUs each worker has.
+    """Return the number of GPUs of each worker.
 
     Raises:
-        ConfigError: a number is given although no GPU is to be used, or cannot be used.
+        ConfigError: the number cannot be used, or is given without ``use_gpu``.
     """
     if number is None:
         return 1 if use_gpu else 0
@@ -183,7 +183,7 @@ def gpus_of(use_gpu: bool, number: int | None, name: str) -> int:
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:
-    """``value``, if it is a whole number of at least ``least``.
+    """Return ``value`` if it is a whole number of at least ``least``.
 
     Raises:
         ConfigError: it is not.
@@ -197,12 +197,12 @@ def whole(name: str, value: Any, least: int = 1) -> int:
 
 
 def variables(given: Mapping[str, str] | None, argument: str) -> dict[str, str]:
-    """Environment variables, if that is what was given.
+    """Return the given environment variables after checking them.
 
     Raises:
         ConfigError: a name or value is not text.
     """
     for name, value in (given or {}).items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise ConfigError(f"{argument}: {name!r}: {value!r}: names and values of variables are text")
+            raise ConfigError(f"{argument}: {name!r}: {value!r}: names and values of variables must be strings")
     return dict(given or {})

@@ -1,7 +1,7 @@
 """A worker of a ``RayExecutor``: makes the calls that its actor passes on, one after another, until there are no more.
 
-It is what ``runner.worker.function_task`` calls as the job's function, so that all else (ranks, output, the agent's
-care) is as in any job. Between calls an object of the user's class and the context of ``hvd.init()`` stay as they are.
+``runner.worker.function_task`` runs it as the job's function, so that everything else (ranks, output, supervision) is
+as in any job. Between calls, the object of the user's class and the context of ``hvd.init()`` stay as they are.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ RETURNED, RAISED = b"returned", b"raised"
 
 
 class Kind(Enum):
-    """What is to be called."""
+    """The kind of a call."""
 
     CREATE = "create"
-    """a class, whose object is kept"""
+    """Instantiation of the user's class; the object is kept."""
     EXECUTE = "execute"
-    """a function of that object"""
+    """Call of a function with that object."""
     RUN = "run"
-    """a function of its arguments"""
+    """Call of a function with given arguments."""
 
 
 def serve() -> None:
-    """Make calls until the actor closes the connection, or is gone."""
+    """Make calls until the actor closes the connection or ends."""
     name = os.environ.pop(_calls.VARIABLE)
-    # What Ray has set for the actor's own process would mislead another one that joins Ray.
+    # Ray set these for the actor's own process; they would mislead another process that joins Ray.
     for variable in ("RAY_JOB_ID", "RAY_RAYLET_PID"):
         os.environ.pop(variable, None)
     with _calls.connect(name) as connection:
@@ -58,10 +58,11 @@ def _call(needs_ray: bool, data: bytearray, made: list[Any]) -> list[Part]:
     """Make one call.
 
     Args:
-        needs_ray: its arguments have references to Ray's objects, which only a process that has joined Ray can read.
-        made: holds the object of the user's class.
+        needs_ray: True if the arguments contain references to Ray's objects, which only a process that has joined Ray
+            can read.
+        made: list of one element, the object of the user's class.
     """
-    sys.last_value = None  # a failure that this worker has survived is not why it ends some day
+    sys.last_value = None  # a failure that this worker survived is not the cause of its later end
     try:
         if needs_ray:
             join_ray()
@@ -70,13 +71,13 @@ def _call(needs_ray: bool, data: bytearray, made: list[Any]) -> list[Part]:
     except SystemExit as error:
         code = "" if error.code is None else repr(error.code)
         return [RAISED, pickle.dumps(TaskResult(text=f"called sys.exit({code})", exited=True))]
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller of execute() must see it
+    except BaseException as error:  # noqa: BLE001 - the caller of execute() must see any error
         return [RAISED, pickle.dumps(failed(error))]
     if Kind(kind) is Kind.CREATE:
         made[0], result = result, None
     try:
         return _packed(result)
-    except Exception as error:  # noqa: BLE001 - objects raise what they like when they are pickled
+    except Exception as error:  # noqa: BLE001 - objects may raise anything when they are pickled
         text = f"returned a {type(result).__name__} that cannot be pickled ({type(error).__name__}: {error})"
         sys.stderr.write(f"the function {text}\n")
         return [RAISED, pickle.dumps(TaskResult(text=text))]
@@ -93,9 +94,9 @@ def _packed(result: Any) -> list[Part]:
 
 
 def join_ray() -> None:
-    """Have this process take part in Ray's cluster, as a driver of its own."""
+    """Have this process join Ray's cluster as a driver of its own."""
     import ray
 
     if not ray.is_initialized():
-        # Where, and in which namespace, stands in the environment, so that Ray's functions join by themselves, too.
+        # Address and namespace are in the environment, so that calls of Ray's functions join automatically, too.
         ray.init(log_to_driver=False, logging_level="ERROR")

@@ -1,13 +1,12 @@
 """The workers of a ``RayExecutor`` from their start to their end.
 
-Each has a Ray actor, which brings its agent. The launcher's supervisor runs on a thread of the driver's for as long as
-there are workers; it shows their output, and says who has failed first. Calls go to the actors, and results come back,
-through Ray.
+Each worker has a Ray actor, which brings its agent. The launcher's supervisor runs on a thread of the driver's as long
+as there are workers; it shows their output and reports which worker failed first. Calls and results travel through Ray.
 
-**What follows from a failure.** If a call raises an exception on one rank, the others may be in a collective operation
-that never ends. They are given a moment to end their calls, too: where the mistake was the same everywhere, everything
-stays as it is, and the next call may be made. Where they are still at it then, all workers are ended. They are ended at
-once if a worker, an actor or a node is lost, a call is cancelled, or Ctrl-C is pressed.
+**After a failure.** If a call raises an exception on one rank, the others may be in a collective operation that never
+ends. They are given a moment to end their calls, too: if they do, since the mistake was the same everywhere, the
+workers stay and the next call can be made. Otherwise all workers are ended. They are ended at once if a worker, an
+actor or a node is lost, a call is cancelled, or Ctrl-C is pressed.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from hvdgloo.runner.inbound.job import run_function
 from hvdgloo.runner.inbound.reception import Reception
 
 _GRACE = 3.0
-"""Seconds that other ranks have to end a call that one rank has failed in, as in any job."""
+"""Seconds that other ranks have to end a call in which one rank failed, as in any job."""
 
 _TURN = 0.5
-"""Seconds after which a wait looks whether there still is something to wait for."""
+"""Seconds after which a wait checks whether there is still something to wait for."""
 
 _IDLE_END = 10.0
-"""Seconds that workers without a call have to end by themselves."""
+"""Seconds that idle workers have to end by themselves."""
 
 _SURE_END = 60.0
-"""Seconds beyond the grace period within which the supervisor has ended everything: it kills what does not end."""
+"""Seconds beyond the grace period within which the supervisor has ended everything, by killing if necessary."""
 
 
 class Call:
@@ -52,8 +51,8 @@ class Call:
 
     Attributes:
         refs: Ray's references to the results, in order of ranks.
-        done: set when all have ended the call, or can never end it.
-        error: why there are no results; once ``done`` is set.
+        done: set when all ranks have ended the call, or can never end it.
+        error: the reason why there are no results, once ``done`` is set.
     """
 
     def __init__(self, refs: Sequence[Any]) -> None:
@@ -66,10 +65,10 @@ class Call:
 
 
 class Workers:
-    """Workers that have been started, and are to be closed.
+    """The workers of an executor, which have to be closed after use.
 
     Attributes:
-        actors: in order of ranks.
+        actors: the workers' actors, in order of ranks.
     """
 
     def __init__(self, demand: Demand, settings: Settings, extra_env_vars: Mapping[str, str]) -> None:
@@ -89,17 +88,17 @@ class Workers:
 
     @property
     def ended(self) -> bool:
-        """Whether there are none any longer."""
+        """True once the workers have ended."""
         return self._ended.is_set()
 
     # Start and end.
 
     def start(self, *, use_current_placement_group: bool) -> None:
-        """Start them; returns when all are ready to be called.
+        """Start the workers, and return when all are ready for calls.
 
         Raises:
             ConfigError: the cluster is too small.
-            LaunchError: they could not be started. Nothing is left running.
+            LaunchError: the workers could not be started. Nothing is left running.
         """
         try:
             reservation = reserve(
@@ -154,14 +153,14 @@ class Workers:
             actor.alive.remote().future().add_done_callback(partial(self._actor_ended, rank))
 
     def _gathered(self, refs: Sequence[Any], missing: str, *, patience: int = 1) -> list[Any]:
-        """What the actors answer.
+        """Return the actors' answers.
 
         Args:
-            missing: begins the sentence about those that do not.
-            patience: how many start timeouts they have.
+            missing: beginning of the message about actors that do not answer.
+            patience: number of start timeouts to wait.
 
         Raises:
-            LaunchError: one has failed, or not answered in time, or the job has ended meanwhile.
+            LaunchError: an actor failed or did not answer in time, or the job ended meanwhile.
         """
         futures: list[Future[Any]] = [ref.future() for ref in refs]
         deadline = monotonic() + patience * self._start_timeout
@@ -178,12 +177,12 @@ class Workers:
                 raise LaunchError(
                     f"{missing} actor{'s' if len(late) > 1 else ''} {', '.join(late)} of {len(refs)} within "
                     f"{patience * self._start_timeout:g} s; create_settings(timeout_s=...) waits longer, and the files "
-                    "worker-*.err in Ray's logs say what they do"
+                    "worker-*.err in Ray's logs show what the actors are doing"
                 )
         return [future.result() for future in futures]
 
     def _run(self) -> None:
-        """The supervisor's thread."""
+        """Supervise the job, on a thread of its own."""
         assert self._reception is not None
         failure: BaseException | None = None
         try:
@@ -199,12 +198,12 @@ class Workers:
                 nics=tuple(self._settings.nics),
                 start_timeout=self._start_timeout,
             )
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised again where a call is awaited
             failure = error
         self._over(failure)
 
     def _over(self, failure: BaseException | None) -> None:
-        """The job has ended: whoever waits is told why."""
+        """Record that the job has ended, and end all waits for calls with the reason."""
         with self._lock:
             self._failure = failure
             self._ended.set()
@@ -212,21 +211,21 @@ class Workers:
             self._calls.clear()
         reason = str(failure) if failure is not None else "the workers have ended"
         try:
-            # Before calls are over: then whoever waits for one can fetch the errors that this leaves in its references.
+            # Before the calls are over, so that a thread that waits for one can fetch the errors from its references.
             _unless_over(lambda: [actor.over.remote(reason) for actor in self.actors])()
         finally:
             for call in calls:
                 self._conclude(call)
 
     def fail(self, reason: str, error: BaseException | None = None) -> None:
-        """End all workers, for this reason; returns at once."""
+        """Have all workers ended for this reason; return at once."""
         if self._reception is not None:
             self._reception.fail(reason, error)
 
     def close(self, reason: str = "the executor was shut down") -> None:
-        """End all workers, and give everything back. Further calls have no effect."""
+        """End all workers and release all resources. Idempotent."""
         atexit.unregister(self.close)
-        with self._exit:  # whatever happens meanwhile: Ctrl-C may be pressed again while workers have time to end
+        with self._exit:  # even if Ctrl-C is pressed again while workers have time to end
             if self._job.ident is None:
                 return
             with self._lock:
@@ -246,7 +245,7 @@ class Workers:
         """Have the first ``count`` workers make a call.
 
         Raises:
-            InvalidArgumentError: function or arguments cannot be pickled.
+            InvalidArgumentError: the function or its arguments cannot be pickled.
             JobFailedError: the workers have ended.
         """
         import ray
@@ -268,7 +267,7 @@ class Workers:
         return call
 
     def wait(self, call: Call) -> None:
-        """Wait until a call is over on all of its ranks.
+        """Wait until a call has ended on all of its ranks.
 
         Raises:
             JobFailedError: a worker, an actor or a node was lost.
@@ -279,7 +278,7 @@ class Workers:
         while not call.done.wait(_TURN):
             pass
         if call.error is not None:
-            for ref in call.refs:  # Ray prints errors that nobody has fetched
+            for ref in call.refs:  # Ray prints errors that were never fetched
                 with suppress(Exception):
                     ray.get(ref, timeout=0)
             raise call.error
@@ -290,7 +289,7 @@ class Workers:
             raise JobFailedError(f"the workers have ended{why}\nstart() starts new ones") from self._failure
 
     def _settled(self, call: Call, rank: int, status: Future[Any]) -> None:
-        """One rank has ended a call; on a thread of Ray's."""
+        """Record that one rank ended a call; runs on a thread of Ray's."""
         import ray
 
         error = status.exception()
@@ -299,7 +298,7 @@ class Workers:
             call.left -= 1
             if error is not None:
                 call.failures[rank] = cause if isinstance(cause, BaseException) else error
-            # Where Ray has lost or cancelled it, all workers are ended, and only then is the call over.
+            # If Ray lost or cancelled the call, all workers are ended, and only then is the call over.
             over = call.left == 0 and call in self._calls and not any(map(_from_ray, call.failures.values()))
             if over:
                 self._calls.discard(call)
@@ -310,7 +309,7 @@ class Workers:
         if isinstance(error, ray.exceptions.TaskCancelledError):
             self.fail(f"the call was cancelled on rank {rank} (ray.cancel)")
         elif isinstance(error, ray.exceptions.RayActorError):
-            self.fail(f"the actor of rank {rank} has ended: {words(error)}")
+            self.fail(f"the actor of rank {rank} ended: {words(error)}")
         elif over:
             self._conclude(call)
 
@@ -319,7 +318,7 @@ class Workers:
         return _GRACE if self._settings.grace_period is None else self._settings.grace_period
 
     def _overdue(self, call: Call, rank: int) -> None:
-        """Some ranks are still in a call that rank ``rank`` has failed in a while ago."""
+        """End the job if ranks are still in a call in which rank ``rank`` failed a while ago."""
         with self._lock:
             if call not in self._calls:
                 return
@@ -333,8 +332,8 @@ class Workers:
         with self._lock:
             timer, call.overdue = call.overdue, None
         if timer is not None:
-            # Its thread must not be the last to refer to the call: Ray ends a process in which a reference to one of
-            # its objects goes while ray.shutdown() is at work in another thread.
+            # The timer's thread must not hold the last reference to the call: Ray ends a process in which a reference
+            # to one of its objects is deleted while ray.shutdown() runs in another thread.
             timer.cancel()
             timer.join()
         own = {rank: error for rank, error in call.failures.items() if not (_is_echo(error) or _from_ray(error))}
@@ -351,23 +350,23 @@ class Workers:
     def _actor_ended(self, rank: int, alive: Future[Any]) -> None:
         error = alive.exception()
         if error is not None:
-            self.fail(f"the actor of rank {rank} has ended: {words(error)}")
+            self.fail(f"the actor of rank {rank} ended: {words(error)}")
 
 
 def pack(
     kind: Kind, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[bytes, bool]:
-    """A call for workers, and whether it has references to Ray's objects.
+    """Pickle a call for workers; also return whether it contains references to Ray's objects.
 
     Raises:
-        InvalidArgumentError: function or arguments cannot be pickled.
+        InvalidArgumentError: the function or its arguments cannot be pickled.
     """
     import ray
 
     content = (kind.value, function, tuple(args), dict(kwargs))
     try:
         try:
-            # What Ray's own pickler makes is read by importing Ray, which takes longer than all else of the first call.
+            # Unpickling what Ray's pickler wrote imports Ray, which takes longer than the rest of the first call.
             return _pickled(pickling.Pickler, content), False
         except _Reference:
             return _pickled(pickling.naming_files(ray.cloudpickle.Pickler), content, with_references=True), True
@@ -378,13 +377,15 @@ def pack(
         ) from error
 
 
-class _Reference(Exception):  # noqa: N818 - nobody sees it
-    """What is to be pickled has references to Ray's objects."""
+class _Reference(Exception):  # noqa: N818 - never leaves this module
+    """A content to be pickled contains references to Ray's objects."""
 
 
 def _pickled(pickler: type[Any], content: Any, *, with_references: bool = False) -> bytes:
-    """Raises:
-    _Reference: there are references to Ray's objects, and there should not be.
+    """Pickle ``content``.
+
+    Raises:
+        _Reference: it contains references to Ray's objects, although ``with_references`` is False.
     """
     import ray
 
@@ -402,7 +403,7 @@ def _pickled(pickler: type[Any], content: Any, *, with_references: bool = False)
 
 
 def by_node(places: Sequence[Place]) -> list[int]:
-    """The actors' order: those of one node follow each other, nodes in the order in which they first appear."""
+    """Return the actors' order: grouped by node, nodes in the order in which they first appear."""
     first: dict[str, int] = {}
     for index, place in enumerate(places):
         first.setdefault(place.node, index)
@@ -410,7 +411,7 @@ def by_node(places: Sequence[Place]) -> list[int]:
 
 
 def visible_gpus(places: Sequence[Place]) -> dict[str, dict[str, str]]:
-    """For each node, the variable that shows all of its workers all of their GPUs: hvd.local_rank() chooses one."""
+    """Return, for each node, the variable that shows its workers all of their GPUs: hvd.local_rank() selects one."""
     gpus: dict[str, list[str]] = {}
     for place in places:
         gpus.setdefault(place.node, []).extend(place.gpus)
@@ -418,7 +419,7 @@ def visible_gpus(places: Sequence[Place]) -> dict[str, dict[str, str]]:
 
 
 def words(error: BaseException) -> str:
-    """What Ray says of an actor's end, without its advice."""
+    """Extract the reason for an actor's end from Ray's message, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [line for line in lines if "is dead because" in line or "died because" in line]
     chosen = (said or lines or [""])[0]
@@ -426,14 +427,14 @@ def words(error: BaseException) -> str:
 
 
 def _launch_error(error: BaseException) -> BaseException:
-    """An actor's failure to start, as what it means for the job."""
+    """Convert an actor's failure to start into the job's error."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, HvdglooError):
         return cause
     text = str(error)
     if "No module named 'hvdgloo" in text:
         return LaunchError(
-            "a node of Ray's cluster has no hvdgloo; install this version on all of them, or give it to them: "
+            "hvdgloo is not installed on a node of Ray's cluster; install this version on all nodes, or let Ray do so: "
             'ray.init(runtime_env={"pip": ["hvdgloo"]})'
         )
     failure = LaunchError(f"a Ray actor could not be started: {words(error)}")
@@ -442,14 +443,14 @@ def _launch_error(error: BaseException) -> BaseException:
 
 
 def _is_echo(error: BaseException) -> bool:
-    """Whether an exception only says that the workers have ended, or that another rank has failed."""
+    """Return whether an error only reports that the workers have ended, or that another rank failed."""
     from hvdgloo.errors import HorovodInternalError
 
     return isinstance(error, JobFailedError | HorovodInternalError)
 
 
 def _from_ray(error: BaseException) -> bool:
-    """Whether it is Ray's, about the actor or the call, and not the function's."""
+    """Return whether Ray raised this error about the actor or the call, rather than the user's function."""
     import ray
 
     return isinstance(error, ray.exceptions.RayActorError | ray.exceptions.TaskCancelledError)
@@ -463,7 +464,7 @@ def _kill(actors: Sequence[Any]) -> None:
 
 
 def _unless_over(action: Callable[[], Any]) -> Callable[[], None]:
-    """``action``, unless this process no longer is in Ray: then Ray has ended everything itself."""
+    """Skip ``action`` if this process has left Ray, which has then ended everything itself."""
 
     def guarded() -> None:
         import ray

@@ -1,4 +1,4 @@
-"""``ElasticRayExecutor``: a job whose workers come and go with the nodes of a Ray cluster."""
+"""``ElasticRayExecutor``: a job whose workers join and leave with the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -31,22 +31,21 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _INTERVAL = 1.0
-"""Seconds between two looks at the cluster."""
+"""Seconds between two checks of the cluster."""
 
 _PAUSES = (1.0, 30.0)
-"""Shortest and longest time in seconds until an actor that has ended is followed by another; it doubles, until
-one has lived for the longest.
-"""
+"""Shortest and longest delay in seconds before an actor that ended is replaced. The delay doubles each time, until an
+actor has lived for the longest delay."""
 
 _PENDING = 10.0
-"""Seconds that Ray has for starting an actor, until another node that has room may get one instead."""
+"""Seconds that Ray has to start an actor before it is moved to another node with room."""
 
 _LOOK_END = 5.0
-"""Seconds that a look at the cluster has to end in when the job is over: a user's discovery may take any time."""
+"""Seconds to wait for a check of the cluster when the job is over: a user's discovery may take any time."""
 
 
 def refuse_elastic() -> NoReturn:
-    """Say what elastic jobs need.
+    """Refuse an elastic job, and name the executor for it.
 
     Raises:
         ConfigError: always.
@@ -58,11 +57,11 @@ def refuse_elastic() -> NoReturn:
 
 
 class RayHostDiscovery:
-    """Lists the nodes of the cluster that this program has joined, and how many workers each has room for.
+    """Discovery of the nodes of the cluster that this program has joined, and of their slots.
 
     Args:
-        use_gpu: workers have GPUs.
-        cpus_per_slot, gpus_per_slot: what each worker needs.
+        use_gpu: give workers GPUs.
+        cpus_per_slot, gpus_per_slot: resources of each worker.
     """
 
     def __init__(self, use_gpu: bool = False, cpus_per_slot: int = 1, gpus_per_slot: int = 1) -> None:
@@ -71,7 +70,7 @@ class RayHostDiscovery:
         self.gpus_per_slot = _settings.whole("gpus_per_slot", gpus_per_slot)
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Addresses of the nodes that are up, and the workers that each has room for if nobody else uses it."""
+        """Return the slots of each living node by its address, as if the node were otherwise unused."""
         import ray
 
         found: Counter[str] = Counter()
@@ -81,7 +80,7 @@ class RayHostDiscovery:
         return {address: slots for address, slots in found.items() if slots}
 
     def slots(self, resources: Mapping[str, float]) -> int:
-        """The workers that a node with these resources has room for."""
+        """Return the number of workers for which a node with these resources has room."""
         slots = resources.get("CPU", 0) // self.cpus_per_slot
         if self.use_gpu:
             slots = min(slots, resources.get("GPU", 0) // self.gpus_per_slot)
@@ -90,11 +89,11 @@ class RayHostDiscovery:
 
 @dataclass
 class ElasticSettings(Settings):
-    """Settings of an ``ElasticRayExecutor``; see ``create_settings`` there.
+    """Settings of an ``ElasticRayExecutor``; see its ``create_settings``.
 
     Attributes:
         min_num_proc, max_num_proc: the fewest and the most workers; None for no limit.
-        reset_limit: how often the workers may form anew.
+        reset_limit: how often the workers may form a new epoch.
         elastic_timeout: seconds to wait for enough workers.
         discovery: an object with ``find_available_hosts_and_slots()``, which returns addresses of nodes and slots.
     """
@@ -107,13 +106,13 @@ class ElasticSettings(Settings):
 
 
 class ElasticRayExecutor:
-    """Runs a function on workers that come and go with the nodes of a Ray cluster.
+    """Executor of a function on workers that join and leave with the nodes of a Ray cluster.
 
     Args:
         settings: from ``create_settings``.
-        use_gpu, cpus_per_slot, gpus_per_slot: what Ray reserves for each worker.
+        use_gpu, cpus_per_slot, gpus_per_slot: resources that Ray reserves for each worker.
         env_vars: variables for the workers.
-        override_discovery: let a ``RayHostDiscovery`` list the nodes, whatever ``settings.discovery`` is.
+        override_discovery: let a ``RayHostDiscovery`` list the nodes, and ignore ``settings.discovery``.
 
     Raises:
         ConfigError: (a ValueError) an argument cannot be used; Ray is not initialized.
@@ -133,12 +132,12 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **others: Any,
     ) -> ElasticSettings:
-        """Settings for an ``ElasticRayExecutor``.
+        """Create settings for an ``ElasticRayExecutor``.
 
         Args:
             min_num_proc, max_num_proc: the fewest and the most workers; by default 1, and no limit.
-            reset_limit: how often the workers may form anew.
-            elastic_timeout: seconds to wait for enough workers once some have been lost; the first have ``timeout_s``.
+            reset_limit: how often the workers may form a new epoch.
+            elastic_timeout: seconds to wait for enough workers once some were lost; at the start it is ``timeout_s``.
             min_np, max_np: old names of ``min_num_proc`` and ``max_num_proc``; they give a warning.
             timeout_s, ssh_identity_file, nics, others: as for ``RayExecutor.create_settings``.
 
@@ -169,7 +168,7 @@ class ElasticRayExecutor:
     ) -> None:
         if not isinstance(settings, ElasticSettings):
             raise ConfigError(
-                f"ElasticRayExecutor(settings={settings!r}): give what ElasticRayExecutor.create_settings() returns"
+                f"ElasticRayExecutor(settings={settings!r}): give the result of ElasticRayExecutor.create_settings()"
             )
         settings.check()
         gpus = _settings.gpus_of(use_gpu, gpus_per_slot, "gpus_per_slot")
@@ -182,26 +181,26 @@ class ElasticRayExecutor:
         check_ray()
 
     def start(self) -> None:
-        """Nothing: workers are started by ``run``. Programs of Horovod's call this."""
+        """Do nothing: ``run`` starts the workers. Programs written for Horovod call this."""
 
     def run(self, worker_fn: Callable[[], T], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[T]:
-        """Call ``worker_fn()``, which trains in ``hvd.elastic.run``, on workers on all nodes that there are.
+        """Call ``worker_fn()``, which trains in ``hvd.elastic.run``, on workers on all available nodes.
 
         Args:
-            callbacks: refused, unless empty: the launcher's lines say who comes and goes.
+            callbacks: refused, unless empty: the launcher reports which workers join and leave.
 
         Returns:
-            the results of those workers that were there at the end, in the order of their ranks.
+            the results of the workers present at the end, in the order of their ranks.
 
         Raises:
             LaunchError: there were not enough workers in time.
             JobFailedError: the job could not survive a failure.
-            Exception: the one that ``worker_fn`` raised, as for ``hvdgloo.run.run``.
+            Exception: the exception that ``worker_fn`` raised, as for ``hvdgloo.run.run``.
         """
         import ray
 
         if callbacks:
-            raise ConfigError("run(callbacks=...) is not supported: what workers print appears here")
+            raise ConfigError("run(callbacks=...) is not supported: the workers' output appears here")
         settings = self._settings
         start_timeout = Config.from_env().start_timeout if settings.timeout_s is None else settings.timeout_s
         with (
@@ -213,7 +212,7 @@ class ElasticRayExecutor:
             ) as reception,
             _Actors(reception.invitation, self._discovery, self._room, settings.max_num_proc),
         ):
-            reception.gather(least=settings.min_num_proc, remedy="`ray status` shows what the cluster has")
+            reception.gather(least=settings.min_num_proc, remedy="`ray status` shows the cluster's resources")
             return run_elastic_function(
                 reception,
                 worker_fn,
@@ -237,9 +236,9 @@ class _Kept:
     """An actor.
 
     Attributes:
-        handle: Ray's.
-        asked_at: when Ray was asked for it, on the monotonic clock.
-        up_at: when it came up; None if Ray has not started it yet.
+        handle: Ray's handle.
+        asked_at: time on the monotonic clock at which Ray was asked for it.
+        up_at: time at which it started; None if Ray has not started it yet.
     """
 
     handle: Any
@@ -249,12 +248,12 @@ class _Kept:
 
 @dataclass
 class _Node:
-    """What is done on one node.
+    """State of one node.
 
     Attributes:
-        actors: those that live, or that Ray has been asked for, by their numbers.
-        pause: seconds until an actor that ends is followed by another.
-        again_at: when that may be, on the monotonic clock.
+        actors: actors that live, or that Ray has been asked for, by their numbers.
+        pause: delay in seconds before an actor that ends is replaced.
+        again_at: time on the monotonic clock from which the next actor may be started.
     """
 
     actors: dict[int, _Kept] = field(default_factory=dict)
@@ -262,13 +261,13 @@ class _Node:
     again_at: float = 0.0
 
     def put_off(self) -> None:
-        """One was lost, or not started: the next one has to wait."""
+        """Delay the next actor, after one was lost or could not be started."""
         self.again_at = monotonic() + self.pause
         self.pause = min(2 * self.pause, _PAUSES[1])
 
 
 class _Actors:
-    """Keeps as many actors on each node as its discovery lists slots, for as long as the context lasts."""
+    """As many actors on each node as the discovery lists slots, for as long as the context lasts."""
 
     def __init__(self, invitation: Invitation, discovery: Any, room: RayHostDiscovery, most: int | None) -> None:
         self._invitation = invitation
@@ -292,7 +291,7 @@ class _Actors:
         try:
             self._thread.join(_LOOK_END)
         finally:
-            with self._lock:  # actors that end meanwhile take themselves out, on a thread of Ray's
+            with self._lock:  # actors that end meanwhile are removed, on a thread of Ray's
                 handles = [kept.handle for node in self._nodes.values() for kept in node.actors.values()]
             if ray.is_initialized():
                 for handle in handles:
@@ -302,8 +301,8 @@ class _Actors:
         while not self._over.is_set():
             try:
                 self._adjust()
-            except Exception:  # a node that is just going, or the user's discovery: there is another look
-                logger.warning("the nodes of Ray's cluster could not be looked at", exc_info=True)
+            except Exception:  # a node is just leaving, or the user's discovery failed: the next check may succeed
+                logger.warning("the nodes of Ray's cluster could not be listed; trying again", exc_info=True)
             self._over.wait(_INTERVAL)
 
     def _adjust(self) -> None:
@@ -311,7 +310,7 @@ class _Actors:
 
         wanted = dict(self._discovery.find_available_hosts_and_slots())
         if self._over.is_set():
-            return  # nobody has waited for this
+            return  # the job ended during a slow discovery
         for listed in ray.nodes():
             address, node_id = listed["NodeManagerAddress"], listed["NodeID"]
             slots = min(wanted.get(address, 0), self._room.slots(listed["Resources"])) if listed["Alive"] else 0
@@ -327,7 +326,10 @@ class _Actors:
                 self._start(node_id, node)
 
     def _has_room_beside(self, node: _Node) -> bool:
-        """Whether ``node`` may have one more: if there are enough, in place of one that waits for a busy node."""
+        """Return whether ``node`` may have one more actor.
+
+        At the limit it may if another actor still waits for a busy node; that one is then removed.
+        """
         import ray
 
         if self._most is None or sum(len(each.actors) for each in self._nodes.values()) < self._most:
@@ -390,15 +392,15 @@ class _Actors:
             if kept.up_at is not None and monotonic() - kept.up_at >= _PAUSES[1]:
                 node.pause = _PAUSES[0]
             node.put_off()
-        logger.info("an actor has ended: %s", future.exception() or "its agent was not needed any longer")
+        logger.info("an actor ended: %s", future.exception() or "its agent was no longer needed")
 
 
 class AgentActor:
-    """What ``ray.remote`` makes an actor of: it brings the agent of one worker. It has one method at a time."""
+    """The class that ``ray.remote`` turns into an actor, bringing one worker's agent. Its methods do not overlap."""
 
     def there(self) -> None:
-        """Returns when Ray has started it."""
+        """Return once Ray has started the actor."""
 
     def bring(self, invitation: Invitation, index: int) -> int:
-        """Returns when the agent has ended."""
+        """Bring the agent, and return when it has ended."""
         return bring_agent_of(invitation, index)

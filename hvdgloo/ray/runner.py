@@ -1,4 +1,4 @@
-"""``RayExecutor``: what programs call."""
+"""``RayExecutor``, the interface for programs."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ T = TypeVar("T")
 class RayExecutor:
     """Workers on a Ray cluster, which make calls together until they are shut down.
 
-    Each worker is a process of its own beside a Ray actor, on the actor's node, with the actor's GPUs, environment,
-    working directory and modules. ``hvd.init()`` in it finds all the others; those of one node share memory. What they
-    print appears here, each line with its rank.
+    Each worker is a process of its own next to a Ray actor, on the actor's node, with the actor's GPUs, environment,
+    working directory and modules. ``hvd.init()`` in it finds all the others; workers on one node share memory. Their
+    output appears here, each line with its rank.
 
     As a context manager, an executor is shut down at the end.
 
     Args:
         settings: from ``create_settings``; None for the defaults.
-        num_workers: how many, wherever there is room, on few nodes if possible (placement strategy PACK).
-        num_hosts, num_workers_per_host: instead of ``num_workers``: as many on each of so many nodes (STRICT_SPREAD).
+        num_workers: number of workers, on any nodes with room, few if possible (placement strategy PACK).
+        num_hosts, num_workers_per_host: instead of ``num_workers``: the number of nodes, and of workers on each of them
+            (STRICT_SPREAD).
         cpus_per_worker: CPUs that Ray reserves for each worker.
-        gpus_per_worker: GPUs, with ``use_gpu``; by default 1.
-        use_gpu: reserve GPUs, too; a worker sees those of all workers of its node, and ``hvd.local_rank()`` chooses.
+        gpus_per_worker: GPUs for each worker, with ``use_gpu``; by default 1.
+        use_gpu: reserve GPUs, too; a worker sees the GPUs of all workers on its node, and ``hvd.local_rank()`` selects
+            its own.
         use_current_placement_group: if this program runs in a placement group (in Ray Tune, for example), take the
             workers' resources from it.
         min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout, override_discovery: refused, or without
-            effect: a job whose size may change is ``ElasticRayExecutor``'s.
+            effect: ``ElasticRayExecutor`` runs elastic jobs.
         num_slots, cpus_per_slot, gpus_per_slot: old names of ``num_workers_per_host``, ``cpus_per_worker`` and
             ``gpus_per_worker``; they give a warning.
 
@@ -73,7 +75,7 @@ class RayExecutor:
         cpus_per_slot: int | None = None,
         gpus_per_slot: int | None = None,
     ) -> None:
-        excepthook.install()  # what is wrong with an argument is shown without frames of ours
+        excepthook.install()  # errors in arguments are shown without our frames
         if min_workers is not None or max_workers is not None or reset_limit is not None or elastic_timeout is not None:
             refuse_elastic()
         self._settings = judged(settings)
@@ -100,7 +102,7 @@ class RayExecutor:
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are once they have been started."""
+        """Number of workers, once they have been started."""
         return self._demand.workers
 
     def start(
@@ -110,23 +112,23 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the workers; returns when all are ready.
+        """Start the workers, and return when all are ready.
 
         Args:
-            executable_cls: a class; each worker makes an object of it, which ``execute`` gives to its function.
-            executable_args, executable_kwargs: for making it.
+            executable_cls: a class; each worker makes an object of it, which ``execute`` passes to its function.
+            executable_args, executable_kwargs: arguments for the class.
             extra_env_vars: variables for the workers' environment.
 
         Raises:
-            ConfigError: the cluster can never have room for them, or they have been started already.
-            LaunchError: the room did not become free in time, or a worker could not be started; nothing is left.
-            Exception: the one that ``executable_cls`` raised on the first rank where it failed.
+            ConfigError: the cluster can never have room for the workers, or they have been started already.
+            LaunchError: no room became free in time, or a worker could not be started; nothing is left running.
+            Exception: the exception that ``executable_cls`` raised on the first rank where it failed.
         """
         if executable_cls is not None and not callable(executable_cls):
             raise ConfigError(f"start(executable_cls={executable_cls!r}): it is not a class")
         if executable_cls is None and (executable_args or executable_kwargs):
             raise ConfigError(
-                "start(): executable_args= and executable_kwargs= are for executable_cls=, and there is none"
+                "start(): executable_args= and executable_kwargs= need executable_cls=, which is not given"
             )
         if self._workers is not None:
             if not self._workers.ended:
@@ -161,13 +163,13 @@ class RayExecutor:
             callbacks: for elastic jobs only.
 
         Returns:
-            what each returned, in the order of ranks.
+            the results, in the order of ranks.
 
         Raises:
             InvalidArgumentError: the function or its arguments cannot be pickled.
             JobFailedError: a worker, its actor or its node was lost; with rank and host. The workers have ended.
-            Exception: the one that ``fn`` raised on the first rank where it failed. Its cause is a ``RemoteTraceback``.
-                The workers can be used further if all of them have ended the call.
+            Exception: the exception that ``fn`` raised on the first rank where it failed. Its cause is a
+                ``RemoteTraceback``. If all workers have ended the call, they can still be used.
         """
         results: list[T] = self._results(Kind.RUN, *_arguments("run", fn, args, kwargs, callbacks))
         return results
@@ -179,11 +181,11 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
-        """Begin ``run``, and return at once.
+        """Start ``run``, and return at once.
 
         Returns:
-            Ray's references to what each will have returned, in the order of ranks, for ``ray.get``. ``ray.cancel`` on
-            any of them ends all workers.
+            Ray's references to the results, in the order of ranks, for ``ray.get``. ``ray.cancel`` on any of them ends
+            all workers.
 
         Raises:
             InvalidArgumentError: the function or its arguments cannot be pickled.
@@ -192,20 +194,20 @@ class RayExecutor:
         return self._submitted(Kind.RUN, *_arguments("run_remote", fn, args, kwargs, callbacks)).refs
 
     def execute(self, fn: Callable[[Any], T], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[T]:
-        """Call ``fn(object)`` on all workers at once, with the object of ``executable_cls`` that each one keeps.
+        """Call ``fn(object)`` on all workers at once, with each worker's object of ``executable_cls``.
 
-        Without ``executable_cls``, the object is None. The rest is as for ``run``.
+        Without ``executable_cls``, the object is None. Otherwise like ``run``.
         """
         results: list[T] = self._results(Kind.EXECUTE, *_arguments("execute", fn, None, None, callbacks))
         return results
 
     def execute_single(self, fn: Callable[[Any], T]) -> T:
-        """Call ``fn(object)`` on rank 0 only, which the others do not notice. The rest is as for ``execute``."""
+        """Call ``fn(object)`` on rank 0 only; the other ranks are not involved. Otherwise like ``execute``."""
         results: list[T] = self._results(Kind.EXECUTE, *_arguments("execute_single", fn, None, None, None), count=1)
         return results[0]
 
     def shutdown(self) -> None:
-        """End the workers, and give back what Ray has reserved for them. ``start`` starts new ones."""
+        """End the workers and release the resources that Ray reserved for them. ``start`` starts new ones."""
         if self._workers is not None:
             workers, self._workers = self._workers, None
             workers.close()
@@ -237,7 +239,7 @@ class RayExecutor:
         try:
             self._workers.wait(call)
         except KeyboardInterrupt:
-            # Ranks that are in the middle of a collective operation cannot go on from here.
+            # Ranks in the middle of a collective operation cannot continue.
             workers, self._workers = self._workers, None
             workers.close("Ctrl-C was pressed")
             raise
@@ -246,17 +248,17 @@ class RayExecutor:
 
 
 def judged(settings: Any) -> Settings:
-    """The settings, if they are some.
+    """Return the settings after checking them; None gives the defaults.
 
     Raises:
-        ConfigError: they are not, or hold values that cannot be used.
+        ConfigError: they are not Settings, or hold values that cannot be used.
     """
     if settings is None:
         return Settings()
     if not isinstance(settings, Settings):
         raise ConfigError(
-            f"RayExecutor(settings={settings!r}): the first argument is what RayExecutor.create_settings() returns, or "
-            "None; give the number of workers by name: num_workers="
+            f"RayExecutor(settings={settings!r}): the first argument must be the result of "
+            "RayExecutor.create_settings(), or None; give the number of workers by name: num_workers="
         )
     settings.check()
     return settings

@@ -40,7 +40,7 @@ def test_wrong_arguments_are_refused(nodes: Running) -> None:
         RayExecutor(None, min_workers=1)
     with pytest.raises(ConfigError, match=r"max_num_proc=1\): it must be at least 2"):
         ElasticRayExecutor.create_settings(min_num_proc=2, max_num_proc=1)
-    with pytest.raises(ConfigError, match=r"what ElasticRayExecutor\.create_settings"):
+    with pytest.raises(ConfigError, match=r"result of ElasticRayExecutor\.create_settings"):
         ElasticRayExecutor(RayExecutor.create_settings())  # type: ignore[arg-type]
 
 

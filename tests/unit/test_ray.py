@@ -58,7 +58,7 @@ def test_workers_are_packed_and_hosts_spread() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_workers": 2, "num_hosts": 2}, r"num_workers=2, num_hosts=2\): give one of them"),
+        ({"num_workers": 2, "num_hosts": 2}, r"num_workers=2, num_hosts=2\): give only one"),
         ({}, "how many workers"),
         ({"num_workers": 0}, r"num_workers=0\): it must be at least 1"),
         ({"num_workers": "2"}, r"num_workers='2'\): it is not a whole number"),
