@@ -31,7 +31,7 @@ from hvdgloo.runner.elastic.discovery import HostManager, host_entry
 from hvdgloo.runner.elastic.driver import ElasticDriver, ElasticOutcome
 from hvdgloo.runner.job.advice import advise_on_signal
 from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
-from hvdgloo.runner.job.outcome import Failure
+from hvdgloo.runner.job.outcome import Failure, as_shown
 from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.left_behind import with_files
 from hvdgloo.runner.observer import Observer, Surroundings, expect, open_console
@@ -364,6 +364,12 @@ def _report(
     number = supervisor.workers.get(failure.worker) if failure is not None else None
     if number is None:
         return replace(report, advice=advise_on_signal(first.reason))
+    shown = console.shown_with(number)
+    if shown in workers:
+        hosts = {rank: seat.host for rank, seat in enumerate(last.seats)}
+        alike = as_shown(first, supervisor.outcome, hosts, lambda _: workers.index(shown))
+        if alike != first:
+            supervisor.outcome.first, first, number = alike, alike, shown
     return replace(
         report,
         last_lines=console.tail(number),

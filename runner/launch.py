@@ -23,7 +23,7 @@ from hvdgloo.runner.discovery import discover
 from hvdgloo.runner.job.advice import advise_on_signal
 from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
 from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
-from hvdgloo.runner.job.outcome import JobOutcome, blame
+from hvdgloo.runner.job.outcome import JobOutcome, as_shown, blame
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.left_behind import with_files
 from hvdgloo.runner.network.addressing import Placement, Server
@@ -206,8 +206,11 @@ def _report(
     outcome: JobOutcome,
     console: Console,
 ) -> Report:
-    outcome.first = blame(outcome, {slot.rank: slot.agent for slot in slots}, console.cause)
-    first = outcome.first
+    names = {slot.rank: slot.agent for slot in slots}
+    first = blame(outcome, names, console.cause)
+    if first is not None:
+        first = as_shown(first, outcome, names, console.shown_with)
+    outcome.first = first
     report = Report(outcome, slots, numbers=tuple(range(len(slots))))
     elsewhere = "" if spawner.is_local(hosts[0]) else hosts[0].name
     report = with_files(report, spec, console, elsewhere=elsewhere)

@@ -228,6 +228,10 @@ class Console:
         """Return the last line of a worker's last traceback; empty if none explains the worker's end."""
         return self._last[number].exception
 
+    def shown_with(self, number: int) -> int:
+        """The worker whose traceback was shown in place of this one's, which was equal; itself if its own was."""
+        return self._tracebacks.shown_with(number)
+
     def culprit(self, rank: int) -> int | None:
         """Return the rank that a worker blames for its failure."""
         return named_culprit(self.cause(rank))

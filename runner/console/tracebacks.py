@@ -101,11 +101,13 @@ class _Shown:
     """A traceback that was shown, and the workers that printed the same one.
 
     Attributes:
+        number: the worker that printed it first.
         numbers: all workers that printed it.
         same: the workers that remain to be reported.
     """
 
     since: float
+    number: int
     error: str
     rest: Sequence[bytes]
     numbers: set[int]
@@ -119,6 +121,7 @@ class Tracebacks:
     def __init__(self) -> None:
         self._held: dict[Source, _Held] = {}
         self._shown: dict[tuple[bytes, ...], _Shown] = {}
+        self._shown_with: dict[int, int] = {}
 
     def feed(self, source: Source, lines: Sequence[bytes], now: float) -> list[Piece]:
         """Process complete lines; return the pieces to show now."""
@@ -152,6 +155,10 @@ class Tracebacks:
             shown.same = []
         return found
 
+    def shown_with(self, number: int) -> int:
+        """Return the worker whose traceback was shown in place of this one's last; itself if its own was."""
+        return self._shown_with.get(number, number)
+
     @property
     def next(self) -> float | None:
         """Next time at which ``take`` or ``same`` has a result."""
@@ -167,9 +174,11 @@ class Tracebacks:
         if known is not None and number not in known.numbers:
             known.numbers.add(number)
             known.same.append(number)
+            self._shown_with[number] = known.number
             known.due = now + GATHER
             other = [line.strip() for line in held.rest] != [line.strip() for line in known.rest]
             return [Piece(source, held.rest)] if held.rest and other else []
+        self._shown_with.pop(number, None)
         if not held.inside:
-            self._shown[key] = _Shown(now, held.error, held.rest, {number})
+            self._shown[key] = _Shown(now, number, held.error, held.rest, {number})
         return [Piece(source, [*held.trace, *held.rest])]

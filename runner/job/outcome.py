@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _ECHO = re.compile(r"hvdgloo\.errors\.(?:JobShutdownError|PeerLostError): .*?\brank (\d+) \(host ")
 
@@ -112,6 +112,20 @@ def blame(outcome: JobOutcome, hosts: Mapping[int, str], cause: Callable[[int], 
         reason = _said_of_it(cause(found.rank)) if ended_by_us else describe_status(status)
         found = Failure(rank, hosts[rank], found.status if ended_by_us else status, reason)
     return found
+
+
+def as_shown(failure: Failure, outcome: JobOutcome, hosts: Mapping[int, str], shown: Callable[[int], int]) -> Failure:
+    """Return the failure of the rank whose traceback the user has seen, where several ranks failed alike.
+
+    Args:
+        hosts: rank to host name.
+        shown: returns the rank whose traceback was shown in place of a rank's equal one.
+    """
+    if failure.rank is None:
+        return failure
+    rank = shown(failure.rank)
+    alike = rank in hosts and outcome.statuses.get(rank) == failure.status
+    return replace(failure, rank=rank, host=hosts[rank]) if alike else failure
 
 
 def describe_loss(status: int | None, said_why: bool) -> str:

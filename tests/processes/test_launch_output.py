@@ -390,3 +390,39 @@ def test_ranks_that_raise_the_same_error_are_shown_once_and_counted(launcher: La
     assert [line for line in said if "<stderr>:Traceback" in line] == [said[begin]]
     others = [rank for rank in range(4) if f"[{rank}]" not in first]
     assert f"hvdgloo-run: the same on ranks {ranges(others)}: ValueError: no data" in said, done.stderr
+    assert said[-1].startswith(f"hvdgloo-run: the job failed: rank {first[1]} on host "), "whose traceback that was"
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
+def test_the_rank_that_is_blamed_is_the_one_whose_traceback_was_shown(launcher: Launcher, elastic: bool) -> None:
+    """Not another one that has failed alike, and only ended earlier."""
+    script = launcher.script(
+        """
+        import os, signal, sys, time, traceback
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+        import hvdgloo.numpy as hvd
+        hvd.init()
+        rank = hvd.rank()
+        while rank == 0 and not os.path.exists("shown"):
+            time.sleep(0.01)
+        try:
+            raise ValueError("no data")
+        except ValueError:
+            traceback.print_exc()
+        while rank == 1 and not os.path.exists("told"):
+            time.sleep(0.01)
+        sys.exit(1)
+        """
+    )
+    options = ("--min-np", "2", "--failures-per-host", "1") if elastic else ()
+    started = launcher.start("-np", "2", "--grace-period", "20", *options, script)
+    assert started.stderr is not None
+    said: list[str] = []
+    for awaited, file in (("ValueError", "shown"), ("the same on rank 0", "told")):
+        while not said or awaited not in said[-1]:
+            said.append(started.stderr.readline().decode().rstrip())
+            assert said[-1], f"it ends before it has shown {awaited}"
+        launcher.script("", file)
+    said += started.communicate(timeout=30)[1].decode().splitlines()
+    assert [line for line in said if "Traceback" in line] == ["[1]<stderr>:Traceback (most recent call last):"]
+    assert said[-1].startswith("hvdgloo-run: the job failed: rank 1 on host localhost exited with status 1: ValueError")

@@ -71,6 +71,7 @@ def test_tracebacks_that_come_line_by_line_are_shown_in_one_piece_and_once(text:
     assert shown.pieces == []
     shown.tick(0.05 + QUIET)
     assert shown.pieces == [(0, text)]
+    assert [shown.tracebacks.shown_with(rank) for rank in range(8)] == [0] * 8
     assert shown.same == []
     assert shown.tracebacks.next == 0.05 + QUIET + GATHER
     shown.tick(shown.tracebacks.next)
@@ -137,6 +138,7 @@ def test_a_rank_that_raises_the_same_again_is_shown_again() -> None:
     assert shown.pieces == [(0, SIMPLE)] * 3
     shown.feed(1, SIMPLE, 3.0 + MEMORY)
     shown.tick(20.0, over=True)
+    assert shown.tracebacks.shown_with(1) == 1
     assert shown.pieces[3:] == [(1, SIMPLE)], "by now, nobody has the first one in sight"
     assert shown.same == []
 

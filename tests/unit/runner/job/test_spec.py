@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hvdgloo._platform import machine
 from hvdgloo.config import Config
 from hvdgloo.runner.job.command import thread_defaults, worker_environment
-from hvdgloo.runner.job.outcome import Failure, JobOutcome, blame, describe_loss, describe_status
+from hvdgloo.runner.job.outcome import Failure, JobOutcome, as_shown, blame, describe_loss, describe_status
 from hvdgloo.runner.job.spec import HostEntry, Premises, assign
 
 
@@ -236,6 +236,22 @@ class TestOutcome:
         assert blame(both, {0: "a", 1: "b"}, circle.__getitem__) is not None
         lost = Failure(None, "b", 1, "the agent on host b ended")
         assert blame(JobOutcome(first=lost), {}, lambda _: "") == lost
+
+    @pytest.mark.parametrize(
+        ("statuses", "rank"),
+        [({0: 1, 1: 1}, 1), ({0: 1, 1: -15}, 0), ({0: 1, 1: None}, 0), ({0: 1}, 0)],
+        ids=["alike", "stopped", "lost", "unknown"],
+    )
+    def test_of_ranks_that_failed_alike_the_one_that_was_shown_is_named(
+        self, statuses: dict[int, int | None], rank: int
+    ) -> None:
+        first = Failure(0, "a", 1, "exited with status 1")
+        outcome = JobOutcome(first=first, statuses=statuses)
+        assert as_shown(first, outcome, {0: "a", 1: "b"}, {0: 1}.__getitem__) == Failure(
+            rank, "ab"[rank], 1, first.reason
+        )
+        host = Failure(None, "b", 1, "the agent on host b ended")
+        assert as_shown(host, outcome, {0: "a", 1: "b"}, {}.__getitem__) == host
 
     def test_exit_codes(self) -> None:
         assert JobOutcome().exit_code == 0
