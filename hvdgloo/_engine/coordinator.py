@@ -423,11 +423,12 @@ class Coordinator:
         rules = self._rules
         # As they wait now: some ranks may have come meanwhile, and the next step uses the same names.
         asked_about = {(operation.name, operation.since) for operation in report.overdue}
-        overdue = [w for w in self._negotiator.waiting() if (w.name, w.since) in asked_about]
+        waiting = self._negotiator.waiting()
+        overdue = [w for w in waiting if (w.name, w.since) in asked_about]
         if not overdue:
             self._next_stall_check = now
             return
-        self.warnings.append(stall.report(overdue, now, self._describe, report.stacks, self._told))
+        self.warnings.append(stall.report(overdue, now, self._describe, report.stacks, self._told, waiting))
         self._told, self._late = (self._told or {}) | report.stacks, stall.missing_ranks(overdue)
         dead_line = min(operation.since for operation in overdue) + rules.stall_shutdown_time
         if rules.stall_shutdown_time and now >= dead_line:

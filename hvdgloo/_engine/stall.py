@@ -32,6 +32,7 @@ def report(
     describe: Callable[[int], str],
     stacks: Mapping[int, str | None],
     told: Mapping[int, str | None] | None = None,
+    others: Sequence[Waiting] = (),
 ) -> str:
     """The one message about a stall.
 
@@ -41,6 +42,7 @@ def report(
         describe: a rank with its host and pid.
         stacks: what each missing rank, and those ``first_to_wait``, answered; None if one did not answer in time.
         told: the stacks in the previous message about the same stall, which are not repeated.
+        others: everything that waits at present, overdue or not.
     """
     still = "Stalled" if told is None else "Still stalled"
     lines = [f"{still}: some ranks wait for tensors that others have not submitted."]
@@ -51,10 +53,16 @@ def report(
         if stacks.get(rank) and (told is None or rank not in told):
             lines += _place(f"{describe(rank)}, which waits,", stacks[rank], None)
     if told is None:
+        crossed = _crossed(waiting, others)
+        if crossed is not None:
+            lines.append(
+                f"  Each of {crossed[0].name} and {crossed[1].name} waits for the ranks that submitted the other one. "
+                "If they are the same call in the program, give it the same name on all ranks (name=...)."
+            )
         lines.append(
-            "  Usual causes: a rank takes another branch or leaves a loop earlier (uneven data), or waits for "
-            "something else (a lock, a file, a slow loader). Names must match on all ranks; a gradient has its "
-            "variable's, and a rank whose loss does not use the variable has none."
+            "  Usual causes: a rank took another branch, left a loop early because it has less data, or is blocked by "
+            "something else (a lock, a file, a slow data loader). An operation needs the same name on all ranks. A "
+            "gradient is named after its variable; a rank whose loss does not depend on the variable submits none."
         )
     return "\n".join(lines)
 
@@ -83,6 +91,20 @@ def _groups(waiting: Sequence[Waiting]) -> list[list[Waiting]]:
     for operation in waiting:
         groups.setdefault(operation.missing, []).append(operation)
     return list(groups.values())
+
+
+def _crossed(waiting: Sequence[Waiting], others: Sequence[Waiting]) -> tuple[Waiting, Waiting] | None:
+    """Find two operations of one kind, each of which was submitted by all ranks that the other one waits for."""
+    for operation in waiting[:_NAMES_SHOWN]:
+        for other in others:
+            alike = operation.name.partition(".")[0] == other.name.partition(".")[0]
+            if (
+                alike
+                and set(operation.missing) <= set(other.submitted)
+                and set(other.missing) <= set(operation.submitted)
+            ):
+                return operation, other
+    return None
 
 
 def _wait(group: Sequence[Waiting], now: float, missing: Callable[[Sequence[int]], str]) -> str:

@@ -586,6 +586,23 @@ class TestReport:
         assert "R2 does not answer." in text
         assert "Usual causes" in text
 
+    @pytest.mark.parametrize(
+        ("other", "told"),
+        [("allreduce.loss1", True), ("broadcast.loss1", False)],
+        ids=["of one kind", "of two kinds"],
+    )
+    def test_two_names_that_may_be_of_one_call_are_pointed_out(self, other: str, told: bool) -> None:
+        one, two = self.waiting("allreduce.loss0", 0, (0,), (1,)), self.waiting(other, 9, (1,), (0,))
+        text = report([one], 10.0, lambda rank: f"R{rank}", {1: "here"}, None, [one, two])
+        assert ("allreduce.loss0 and allreduce.loss1 waits for the ranks that submitted the other one" in text) is told
+        assert ("give it the same name on all ranks" in text) is told
+
+    def test_names_of_two_steps_are_not_taken_for_one(self) -> None:
+        one, two = self.waiting("allreduce.a", 0, (0,), (1,)), self.waiting("allreduce.b", 0, (0,), (1,))
+        third = self.waiting("allreduce.c", 0, (2,), (0,))
+        text = report([one, two], 10.0, lambda rank: f"R{rank}", {1: "here"}, None, [one, two, third])
+        assert "the other one" not in text
+
     def test_an_error_s_text_stays_short(self) -> None:
         operations = [self.waiting(f"t{i}", i, (0,), (i % 3 + 1, 4)) for i in range(6)]
         operations += [self.waiting(f"u{i}", 20, (0,), (5 + i,)) for i in range(4)]
