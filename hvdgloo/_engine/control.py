@@ -523,10 +523,6 @@ class Control:
             text += f" ended with {reason}, which ends collective operations on all ranks"
         else:
             text += " called hvd.shutdown() or exited, which ends collective operations on all ranks"
-        names = self._member.pending_names()
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            text += f"; this rank still waited for {', '.join(names[:3])}{more}, which not all others have submitted"
         error = JobShutdownError(text, rank=leaver)
         self._ended = error
         self._on_end(error)

@@ -65,14 +65,9 @@ class Member:
     def has_pending(self) -> bool:
         return bool(self._pending)
 
-    def pending_names(self) -> list[str]:
-        """What this rank has submitted and not all others have, in order of submission."""
-        with self._lock:
-            return [name for _, name in self._pending]
-
     def oldest_pending(self) -> tuple[str, float]:
-        """The one of these that was submitted first, and when; an empty name if there is none. Callable from any
-        thread."""
+        """Name of the oldest operation that waits for other ranks, and when it was submitted; an empty name if there
+        is none. Callable from any thread."""
         with self._lock:
             for operation in self._pending.values():
                 return operation.request.name, operation.submitted

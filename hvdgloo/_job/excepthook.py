@@ -16,12 +16,12 @@ import logging
 import sys
 import traceback
 from types import TracebackType
+from typing import TypeGuard
 
 from hvdgloo._platform.own_frames import is_of_program, without_between, without_own
 from hvdgloo.config import Config
 from hvdgloo.errors import (
     ConfigError,
-    HorovodInternalError,
     HvdglooError,
     JobShutdownError,
     PeerLostError,
@@ -84,23 +84,26 @@ def uncaught() -> str:
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
 
 
-def is_echo(error: BaseException, rank: int | None) -> bool:
+def is_echo(error: BaseException, rank: int | None) -> TypeGuard[JobShutdownError | PeerLostError]:
     """True if the error reports the end of another rank; False while this process's own rank is unknown."""
     if rank is None or not isinstance(error, (JobShutdownError, PeerLostError)):
         return False
     return error.rank is not None and error.rank != rank
 
 
-def brief(error: BaseException, trace: TracebackType | None) -> str:
+def brief(error: JobShutdownError | PeerLostError, trace: TracebackType | None) -> str:
     """Where it happened, in the program's own files, and what happened."""
     frames = traceback.extract_tb(trace)
     own = [frame for frame in frames if is_of_program(frame.filename)]
     places = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in (own or frames)[-_FRAMES:]]
-    where = f"Stopped with another rank, at {', '.join(reversed(places))}" if places else "Stopped with another rank"
+    end = "was lost" if isinstance(error, PeerLostError) else "ended"
+    where = f"Stopped because rank {error.rank} {end}"
+    if places:
+        where += f", at {', '.join(reversed(places))}"
     what = "".join(traceback.format_exception_only(type(error), error)).rstrip("\n")
-    if isinstance(error, HorovodInternalError) and error.operation and places:
+    if error.operation and places:
         what += f"; this rank was in {error.operation}, called at {places[-1]}"  # the launcher reads this
-    return f"{where} (HVDGLOO_LOG_LEVEL=DEBUG shows the whole traceback)\n{what}\n"
+    return f"{where} (HVDGLOO_LOG_LEVEL=DEBUG shows the traceback)\n{what}\n"
 
 
 def from_outside(error: BaseException, trace: TracebackType | None) -> str:

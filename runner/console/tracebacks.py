@@ -31,7 +31,7 @@ _HEAD = HEAD.encode()
 _GROUP, _GROUP_ENDS = b"  + Exception Group " + _HEAD, b"    +" + 36 * b"-"
 _SYNTAX = b'  File "'  # an error in the program's own file has no other head
 _ALONE = b"hvdgloo.errors."  # an error that is shown without a traceback; see ``hvdgloo._job.excepthook``
-_BEFORE = (b"Stopped with another rank", b"(without hvdgloo's own frames")  # what comes from there before an error
+_BEFORE = (b"Stopped because rank ", b"(without hvdgloo's own frames")  # what comes from there before an error
 _HEADS = (_HEAD, _GROUP, _SYNTAX, _ALONE, *_BEFORE)
 _CHAINS = (
     b"During handling of the above exception, another exception occurred:",

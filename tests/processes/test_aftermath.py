@@ -44,7 +44,7 @@ def test_one_traceback(launcher: Launcher, level: str, tracebacks: int) -> None:
     assert sum("Traceback" in line for line in workers) == tracebacks, done.stderr
     assert "[1]<stderr>:ValueError: the reason" in workers
     if tracebacks == 1:
-        echo = next(line for line in workers if line.startswith("[0]<stderr>:Stopped with another rank"))
+        echo = next(line for line in workers if line.startswith("[0]<stderr>:Stopped because rank 1 ended, at "))
         assert "worker.py:8 in step, " in echo
     assert "the job failed: rank 1 on host localhost exited with status 1" in done.stderr
 

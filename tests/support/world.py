@@ -155,7 +155,7 @@ class World:
             not context.closed
             and context.engine.error is None
             and list(context.engine.process_sets) == [0]
-            and not context.engine._member.pending_names()
+            and not context.engine._member.has_pending
             for context in self._contexts
         )
 

@@ -78,7 +78,7 @@ def test_the_place_in_the_program_and_the_error_itself(capsys: pytest.CaptureFix
     error = caught(PeerLostError(LOST, rank=2))
     sys.excepthook(type(error), error, error.__traceback__)
     place, what = capsys.readouterr().err.splitlines()
-    assert place.startswith(f"Stopped with another rank, at {__file__}:")
+    assert place.startswith(f"Stopped because rank 2 was lost, at {__file__}:")
     assert " in step, " in place
     assert what == f"hvdgloo.errors.PeerLostError: {LOST}"
     assert named_culprit(what) == 2, "the launcher recognises the echo by it"
@@ -118,7 +118,7 @@ def test_a_rank_that_changes_is_noticed() -> None:
 
 def test_without_a_traceback() -> None:
     assert excepthook.brief(PeerLostError(LOST, rank=2), None).startswith(
-        "Stopped with another rank (HVDGLOO_LOG_LEVEL"
+        "Stopped because rank 2 was lost (HVDGLOO_LOG_LEVEL"
     )
 
 

@@ -93,7 +93,7 @@ def test_errors_without_a_traceback_are_shown_once_too() -> None:
     assert shown.same == [([2, 3], ECHO.strip())]
 
 
-@pytest.mark.parametrize("before", ["Stopped with another rank, at train.py:7\n", HINT])
+@pytest.mark.parametrize("before", ["Stopped because rank 3 ended, at train.py:7\n", HINT])
 def test_what_hvdgloo_says_before_an_error_belongs_to_it(before: str) -> None:
     shown = Shown()
     text = before + (SIMPLE if before == HINT else ECHO)
