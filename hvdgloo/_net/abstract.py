@@ -75,8 +75,8 @@ def lets_in(sock: socket.socket) -> bool:
     return os.geteuid() in (user_of_peer(sock), 0)
 
 
-def connect(name: str, deadline: float, cancelled: Callable[[], bool]) -> socket.socket:
-    """A connection to a listener, which may have a full backlog until the deadline.
+def connect(name: str, deadline: float, cancelled: Callable[[], bool] = lambda: False) -> socket.socket:
+    """Connect to an ``OwnListener``, which may have a full backlog until the deadline.
 
     Args:
         deadline: on the monotonic clock.
@@ -84,7 +84,8 @@ def connect(name: str, deadline: float, cancelled: Callable[[], bool]) -> socket
 
     Raises:
         BlockingIOError: there was no room until then, or it was cancelled.
-        OSError: nobody listens there.
+        PermissionError: the listener is another user's process, or would not accept this one.
+        OSError: nothing listens there.
     """
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -95,6 +96,8 @@ def connect(name: str, deadline: float, cancelled: Callable[[], bool]) -> socket
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, int(LONGEST_TURN * 1e6)))
             sock.connect(f"\0{name}")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, 0))
+            if not lets_in(sock):
+                raise PermissionError("they are processes of different users")
             return sock
         except BlockingIOError:
             sock.close()

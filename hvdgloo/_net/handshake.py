@@ -299,8 +299,6 @@ class Handshake:
                     if not isinstance(error, ConnectionRefusedError) or time.monotonic() >= deadline:
                         raise
                     time.sleep(PAUSE)
-            if not abstract.lets_in(sock):
-                raise AuthenticationError("it belongs to another user")
             return self.introduce(sock, rank, deadline, cancelled=cancelled)
         except BackendError:
             if sock is not None:

@@ -195,7 +195,7 @@ GRAPH: dict[str, set[str]] = {
         "runner.worker",
     },
     # Leaves: other systems that start workers.
-    "hvdgloo.ray": {"_job", "_platform", "config", "runner", "runner.inbound", "runner.worker"},
+    "hvdgloo.ray": {"_job", "_net", "_platform", "config", "runner", "runner.inbound", "runner.worker"},
 }
 """The graph between sub-packages, from the ground up: each part, and the parts that it imports (without "hvdgloo.").
 

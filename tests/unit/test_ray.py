@@ -195,11 +195,22 @@ def test_the_end_of_a_connection_is_the_end_of_messages(end: Callable[[_calls.Co
 
 
 def test_other_users_are_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    actor, worker = _connected()
-    with actor, worker:
-        assert worker.peer_is_ours()
-        monkeypatch.setattr("os.geteuid", lambda: 12345)
-        assert not worker.peer_is_ours()
+    listener = _calls.Listener()
+    monkeypatch.setattr("hvdgloo._net.abstract.user_of_peer", lambda sock: 12345)
+    monkeypatch.setattr("os.geteuid", lambda: 54321)
+    ended = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(OSError, match=r"Invalid argument|Bad file"):
+            listener.accept()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    for _ in range(300):  # more than the listener turns away at once
+        with pytest.raises(PermissionError, match="different users"):
+            _calls.connect(listener.name)
+    listener.close()
+    assert ended.wait(30)
 
 
 def test_a_listener_that_is_closed_lets_go_of_who_waits() -> None:

@@ -64,8 +64,8 @@ def test_a_connection_whose_user_cannot_be_told_is_closed(
     def untold(sock: socket.socket) -> int:
         raise OSError("no")
 
-    monkeypatch.setattr(abstract, "user_of_peer", untold)
     with connect(name) as ours:
+        monkeypatch.setattr(abstract, "user_of_peer", untold)
         with pytest.raises(OSError, match="no") as caught:
             listener.accept()
         ours.settimeout(5)
