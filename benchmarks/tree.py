@@ -119,10 +119,10 @@ class Others:
                 continue
             if rank in self._place.leaders and messages == tensors > 100:
                 waiting[rank] = iter([self._said(rank, range(1, tensors))])
-                connection.send(frame(self._said(rank, range(1))))
+                connection.send_frame(frame(self._said(rank, range(1))))
                 continue
             for part in parts:
-                connection.send(frame(self._said(rank, part)))
+                connection.send_frame(frame(self._said(rank, part)))
         left = {rank: tensors for rank in self._connections if rank != self._place.parent}
         until = time.monotonic() + 60
         while any(left.values()):
@@ -135,7 +135,7 @@ class Others:
                     elif isinstance(message, Execute):
                         left[rank] -= len(message.items)
                         for more in waiting.pop(rank, ()):
-                            connection.send(frame(more))
+                            connection.send_frame(frame(more))
 
     def _said(self, rank: int, part: range) -> Message:
         if not self._next_number:
@@ -157,7 +157,7 @@ class Others:
             items.append(Response(part.what, signature=int(part.what.name.partition(".")[2])))
         for start, length in zip(message.whole[::2], message.whole[1::2], strict=True):
             items += range(start, start + length)
-        connection.send(frame(Execute(tuple(items))))
+        connection.send_frame(frame(Execute(tuple(items))))
 
     def know_numbers(self) -> None:
         self._next_number = 1

@@ -305,7 +305,7 @@ class Control:
                         self._receive(peer, message, time.monotonic())
                 if events & selectors.EVENT_WRITE:
                     connection.flush()
-                    if not connection.has_unsent:
+                    if not connection.pending:
                         self._sockets.modify(connection, selectors.EVENT_READ, peer)
             except (OSError, EOFError, ValueError) as error:
                 self._sockets.unregister(connection)
@@ -377,11 +377,11 @@ class Control:
         if connection is None:
             return
         try:
-            connection.send(framed)
+            connection.send_frame(framed)
         except OSError as error:
             # The reading side will see its end too, and may hold the reason (an Abort) that was sent before.
             logger.debug("sending to rank %d failed: %s", peer, error)
-        if connection.has_unsent:
+        if connection.pending:
             self._unsent.add(peer)
 
     def _gather(self, gatherer: Gatherer, now: float) -> None:
@@ -621,7 +621,7 @@ class Control:
         deadline = time.monotonic() + _FLUSH_SECONDS
         for connection in self._connections.values():
             try:
-                while connection.has_unsent and time.monotonic() < deadline:
+                while connection.pending and time.monotonic() < deadline:
                     with selectors.DefaultSelector() as selector:
                         selector.register(connection, selectors.EVENT_WRITE)
                         selector.select(max(0.0, deadline - time.monotonic()))

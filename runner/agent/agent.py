@@ -45,7 +45,7 @@ from hvdgloo.runner.agent.watchdog import Mark
 from hvdgloo.runner.processes import reaper
 from hvdgloo.runner.processes.worker import WorkerProcess
 from hvdgloo.runner.protocol import heartbeat
-from hvdgloo.runner.protocol.channel import Channel
+from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import (
     CHUNK,
     PREAMBLE,
@@ -115,7 +115,7 @@ class Agent:
         lifeline: a descriptor whose end means that the process that started the agent has ended; None if there is none.
     """
 
-    def __init__(self, channel: Channel, mark: Mark, environ: dict[str, str], lifeline: int | None = None) -> None:
+    def __init__(self, channel: FrameChannel, mark: Mark, environ: dict[str, str], lifeline: int | None = None) -> None:
         self._channel = channel
         self._lifeline = lifeline
         self._mark = mark
@@ -592,7 +592,7 @@ def main(preamble: bytes = PREAMBLE) -> int:
         os.dup2(null, 0)
         os.close(null)
         os.dup2(2, 1)
-        channel = Channel(receive, send)
+        channel = FrameChannel(receive, send)
         channel.send_bytes(preamble)
         Agent(channel, mark, dict(os.environ)).run()
 

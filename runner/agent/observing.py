@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from hvdgloo._platform.runtime import AGENT_SOCKET, agent_folder, remove_stale
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.protocol.channel import Channel
+from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import CHUNK, Frame, Observe, Observed, Traced, TraceSteps, Tracing
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Observing:
         handlers: frame type to handler.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, channel: Channel) -> None:
+    def __init__(self, selector: selectors.BaseSelector, channel: FrameChannel) -> None:
         self._selector = selector
         self._channel = channel
         self._folder = ""

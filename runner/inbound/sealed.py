@@ -15,18 +15,17 @@ import sys
 import msgspec
 
 from hvdgloo._net.frame_mac import FrameMac
-from hvdgloo._net.framing import HEAD
 from hvdgloo.runner.network.probe import probe_key
-from hvdgloo.runner.protocol.channel import Channel
-from hvdgloo.runner.protocol.frames import Frame, Noise, Serve, Spawn, Start, Survey, encode
+from hvdgloo.runner.protocol.channel import FrameChannel
+from hvdgloo.runner.protocol.frames import Frame, Noise, Serve, Spawn, Start, Survey
 
 SECRET = "HVDGLOO_SECRET"
 _ACKNOWLEDGED = struct.Struct("@2xBB52xI")
 """The kernel's ``struct tcp_info`` up to ``tcpi_last_ack_recv``, with ``tcpi_retransmits`` and ``tcpi_probes``."""
 
 
-class SealedChannel(Channel):
-    """A ``Channel`` over a socket.
+class SealedChannel(FrameChannel):
+    """A ``FrameChannel`` over a socket.
 
     Args:
         receive, send: descriptors of the socket. They differ: each is registered with a selector for its direction.
@@ -35,13 +34,11 @@ class SealedChannel(Channel):
     """
 
     def __init__(self, receive: int, send: int, *, sending: FrameMac, receiving: FrameMac, secret: bytes) -> None:
-        super().__init__(receive, send, mac=receiving)
-        self._mac = sending
+        super().__init__(receive, send, sending=sending, receiving=receiving)
         self._secret = secret
 
     def send(self, frame: Frame) -> None:
-        data = encode(withheld(frame))
-        self.send_bytes(data + self._mac.tag(memoryview(data)[HEAD:]))
+        super().send(withheld(frame))
 
     def unanswered(self) -> float:
         if sys.platform != "linux":

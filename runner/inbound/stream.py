@@ -10,7 +10,7 @@ from typing import IO
 
 from hvdgloo._net.handshake import Link
 from hvdgloo.runner.inbound.sealed import SealedChannel
-from hvdgloo.runner.protocol.channel import Channel
+from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import LAST_WORDS, Beat
 
 _LINGER = 2.0
@@ -42,7 +42,7 @@ class InboundStream:
         reading, self._writing = os.pipe()
         self.stderr: IO[bytes] = os.fdopen(reading, "rb", 0)
 
-    def channel(self) -> Channel:
+    def channel(self) -> FrameChannel:
         """Frames, which begin now: the agent waits for the first one."""
         receive, send, link = self.stdout.fileno(), self.stdin.fileno(), self._link
         channel = SealedChannel(receive, send, sending=link.sending, receiving=link.receiving, secret=self._secret)

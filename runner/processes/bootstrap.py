@@ -16,7 +16,7 @@ from typing import IO, NoReturn
 import hvdgloo
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.processes.worker import group_exists
-from hvdgloo.runner.protocol.channel import Channel
+from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import PREAMBLE
 from hvdgloo.version import __version__
 
@@ -114,9 +114,9 @@ class PipedProcess(subprocess.Popen[bytes]):
     def starved(self) -> bool:
         return False  # its agent is on another host, as far as is known here
 
-    def channel(self) -> Channel:
+    def channel(self) -> FrameChannel:
         """Return a channel over these streams; a login shell's greeting may precede its frames."""
-        return Channel(self.stdout.fileno(), self.stdin.fileno(), preamble=PREAMBLE)
+        return FrameChannel(self.stdout.fileno(), self.stdin.fileno(), preamble=PREAMBLE)
 
 
 class CommandStream(PipedProcess):

@@ -1,106 +1,93 @@
-"""A stream of frames over two descriptors that never blocks its owner.
+"""The stream of frames between the launcher and an agent.
 
-Launcher and agents each run one selector loop. A Channel reads what has arrived, and keeps what cannot be written yet;
-its users bound that amount (by credit for output, and a low-water mark for results).
+Launcher and agents each run one event loop, which no stream may block. How much waits to be written is bounded by the
+users of the channel (credit for output, a low-water mark for results).
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections import deque
+from typing import TYPE_CHECKING
 
-from hvdgloo._net.framing import Mac
+from hvdgloo._net.channel import Channel, Pipes
 from hvdgloo.runner.protocol.frames import Beat, Decoder, Frame, Noise, encode
 
-_READ = 256 * 1024
+if TYPE_CHECKING:
+    from hvdgloo._net.frame_mac import FrameMac
 
 
-class Channel:
-    """Frames over ``receive`` and ``send``, which become non-blocking.
+class FrameChannel(Channel[Frame | Noise]):
+    """Frames over ``receive_fd`` and ``send_fd``, which become non-blocking.
 
     Args:
+        receive, send: the descriptors.
         preamble: the bytes that precede the first frame that arrives.
-        mac: checks the tags that follow arriving frames; None if there are no tags.
+        sending, receiving: make and check the tags of frames; None if there are no tags.
 
     Attributes:
-        ended: True once all data from the other side has been received.
-        broken: True once the other side has stopped reading; frames are then dropped.
-        pending: bytes that wait to be written.
+        ended: True if everything that the other side ever sent has been received.
+        broken: True if the other side has stopped reading; what is sent is dropped.
     """
 
-    def __init__(self, receive: int, send: int, *, preamble: bytes = b"", mac: Mac | None = None) -> None:
+    def __init__(
+        self,
+        receive: int,
+        send: int,
+        *,
+        preamble: bytes = b"",
+        sending: FrameMac | None = None,
+        receiving: FrameMac | None = None,
+    ) -> None:
         self.receive_fd = receive
         self.send_fd = send
-        self.decoder = Decoder(preamble, mac)
+        self.decoder = Decoder(preamble, receiving)
         self.ended = False
         self.broken = False
-        self.pending = 0
-        self._out: deque[memoryview] = deque()
-        os.set_blocking(receive, False)
-        os.set_blocking(send, False)
+        super().__init__(Pipes(receive, send), self.decoder.feed, sending)
 
     @property
     def lost(self) -> bool:
-        """True if either of the two directions is closed."""
+        """True if one of the two directions is closed."""
         return self.ended or self.broken
 
     def receive(self) -> list[Frame | Noise]:
-        """Return the frames that have arrived; set ``ended`` at the end of the stream.
+        """Return what has arrived; set ``ended`` at the end of the stream.
 
         Raises:
             LaunchError: the bytes are not frames.
         """
         try:
-            data = os.read(self.receive_fd, _READ)
-        except BlockingIOError:
+            return super().receive()
+        except (EOFError, OSError):
+            self.ended = True
             return []
-        except OSError:
-            data = b""
-        if data:
-            return self.decoder.feed(data)
-        self.ended = True
-        return []
 
     def send(self, frame: Frame) -> None:
         """Write the frame, or keep it until ``flush``."""
-        self.send_bytes(encode(frame))
+        if not self.broken:
+            self.send_frame(encode(frame))
 
-    def send_bytes(self, data: bytes | bytearray) -> None:
-        if self.broken:
-            return
-        self._out.append(memoryview(data))
-        self.pending += len(data)
-        if len(self._out) == 1:
+    def send_bytes(self, data: bytes) -> None:
+        """Write bytes that are no frame, as ``send`` does."""
+        if not self.broken:
+            self._unsent += data
             self.flush()
 
     def beat(self) -> None:
-        """Send a heartbeat, unless other bytes are on their way."""
+        """Show life; unnecessary while other bytes are on their way."""
         if not self.pending:
             self.send(Beat())
 
     def unanswered(self) -> float:
-        """Return the seconds for which the other side's kernel, which answers even if its process is busy, has owed an
-        answer.
-
-        The result is infinite if the stream does not tell, as is the case for pipes.
+        """Return the seconds for which the other side's kernel has owed an answer, which it gives whatever its process
+        is doing. Infinite where the stream does not tell, as pipes do not.
         """
         return math.inf
 
     def flush(self) -> None:
         """Write as much as the stream accepts now."""
-        while self._out:
-            try:
-                written = os.write(self.send_fd, self._out[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                self.broken = True
-                self._out.clear()
-                self.pending = 0
-                return
-            self.pending -= written
-            if written == len(self._out[0]):
-                self._out.popleft()
-            else:
-                self._out[0] = self._out[0][written:]
+        try:
+            super().flush()
+        except OSError:
+            self.broken = True
+            self._unsent.clear()

@@ -541,7 +541,7 @@ class Decoder:
         """True if the beginning of a frame has arrived, but not its rest."""
         return bool(self._buffer) or self._frames.pending
 
-    def feed(self, data: bytes) -> list[Frame | Noise]:
+    def feed(self, data: bytes | memoryview) -> list[Frame | Noise]:
         """Return all frames that these bytes complete.
 
         Raises:

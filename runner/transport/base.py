@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import IO, Protocol
 
 from hvdgloo.runner.job.spec import HostEntry
-from hvdgloo.runner.protocol.channel import Channel
+from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.transport.failures import Diagnosis, Ending
 
 
@@ -20,7 +20,7 @@ class AgentStream(Protocol):
     stdout: IO[bytes]
     stderr: IO[bytes]
 
-    def channel(self) -> Channel:
+    def channel(self) -> FrameChannel:
         """Frames over these streams. To be called once."""
 
     def poll(self) -> int | None:

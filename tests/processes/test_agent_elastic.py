@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from hvdgloo.runner.protocol.channel import Channel
+from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import (
     PREAMBLE,
     Beat,
@@ -47,7 +47,7 @@ class Agent:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self.channel = Channel(self._process.stdout.fileno(), self._process.stdin.fileno(), preamble=PREAMBLE)
+        self.channel = FrameChannel(self._process.stdout.fileno(), self._process.stdin.fileno(), preamble=PREAMBLE)
         self.said: list[Frame] = []
         start = Start(f"test.{os.getpid()}", dict(os.environ), "/", 60.0, 60.0, 1.0, elastic=elastic)
         self.channel.send(start)

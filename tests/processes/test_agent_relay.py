@@ -13,7 +13,7 @@ from hvdgloo.config import parse_endpoint
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
 from hvdgloo.rendezvous._elastic.events import Rules
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
-from hvdgloo.runner.protocol.channel import Channel
+from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import Frame, Relay, Relaying
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.relayed import RelayedConnections
@@ -26,7 +26,7 @@ from tests.support.rendezvous import SECRET, until
 class Line:
     """What a ``Link`` is to relayed connections."""
 
-    channel: Channel
+    channel: FrameChannel
 
 
 class Launcher:

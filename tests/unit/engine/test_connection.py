@@ -127,8 +127,8 @@ def test_what_the_kernel_does_not_take_is_kept_and_sent_in_order(pair: tuple[soc
     sock, connection = pair
     messages = [Stacks(str(number) * 300_000) for number in range(5)]
     for message in messages:
-        connection.send(frame(message))  # nobody reads, and yet it returns
-    assert connection.has_unsent
+        connection.send_frame(frame(message))  # nobody reads, and yet it returns
+    assert connection.pending
     reader = ControlConnection(link_of(sock))
     arrived: list[Message] = []
     while len(arrived) < len(messages):
@@ -136,14 +136,14 @@ def test_what_the_kernel_does_not_take_is_kept_and_sent_in_order(pair: tuple[soc
         wait_readable(reader)
         arrived += reader.receive()
     assert arrived == messages
-    assert not connection.has_unsent
+    assert not connection.pending
 
 
 def test_sending_to_nobody_is_an_oserror(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
     sock.close()
     with pytest.raises(OSError, match=r"."):
-        connection.send(frame(Ping()))
+        connection.send_frame(frame(Ping()))
 
 
 def test_shutdown_ends_it_for_both_whoever_holds_the_descriptor(pair: tuple[socket.socket, ControlConnection]) -> None:
@@ -196,7 +196,7 @@ class TestForgeries:
         """Each direction has a key of its own."""
         left, right = link_pair()
         one, other = ControlConnection(left), ControlConnection(right)
-        one.send(frame(Ping()))
+        one.send_frame(frame(Ping()))
         heard = right.sock.recv(1000)
         right.sock.send(heard)
         self.refuse(one)

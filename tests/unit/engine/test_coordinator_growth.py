@@ -336,7 +336,7 @@ class Rank0:
     def hear(self, message: Submit) -> None:
         """The other ranks' messages arrive one by one, and each wakes the thread."""
         for other in self.others.values():
-            other.send(frame(message))
+            other.send_frame(frame(message))
             self.control._turn()
         self.control._look_around(0.0)
 
@@ -399,9 +399,9 @@ def test_what_a_connection_does_not_take_at_once_is_sent_when_it_does() -> None:
         large = Failed("x" * (4 << 20))
         connection = rank0.control._connections[2]
         rank0.control._send(2, frame(large))
-        assert connection.has_unsent
+        assert connection.pending
         arrived: list[Message] = []
-        while connection.has_unsent and not rank0.control._finished:
+        while connection.pending and not rank0.control._finished:
             arrived += rank0.others[2].receive()
             rank0.control._turn()  # the only thing that can wake it is that the connection takes more
         assert arrived + rank0.others[2].receive() == [large]

@@ -136,14 +136,14 @@ class TestControlPlane:
         for sender, receiver in ((here, there), (there, here)):
             arrived: list[Message] = []
             for message in messages:
-                sender.send(frame(message))  # nobody reads, and yet it returns
+                sender.send_frame(frame(message))  # nobody reads, and yet it returns
             deadline = time.monotonic() + 20
             while len(arrived) < len(messages):
                 assert time.monotonic() < deadline
                 sender.flush()
                 arrived += receiver.receive()
             assert arrived == messages
-            assert not sender.has_unsent
+            assert not sender.pending
         assert len(between.seen) > 6_000_000
         assert b"plain words" not in between.seen
         assert b"secret setting" not in between.seen

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous._beside import Arrived, Listening, ServerFailed, ServerRequest
-from hvdgloo.runner.protocol.channel import Channel
+from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import (
     KINDS,
     MAX_FRAME,
@@ -172,7 +172,7 @@ class TestChannel:
         theirs, ours = os.pipe()
         closed, other = os.pipe()
         try:
-            channel = Channel(closed, ours)
+            channel = FrameChannel(closed, ours)
             frames = [Output(0, 1, bytes([i]) * 50_000) for i in range(10)]
             for frame in frames:
                 channel.send(frame)
@@ -192,7 +192,7 @@ class TestChannel:
         """A peer that reads no more may still have sent its last words."""
         read_a, write_a = os.pipe()
         read_b, write_b = os.pipe()
-        channel = Channel(read_a, write_b)
+        channel = FrameChannel(read_a, write_b)
         os.write(write_a, encode(Exited(0, 0)))
         os.close(read_b)
         os.close(write_a)
@@ -207,7 +207,7 @@ class TestChannel:
 
     def test_a_beat_is_needless_while_other_bytes_wait(self) -> None:
         theirs, ours = os.pipe()
-        channel = Channel(theirs, ours)
+        channel = FrameChannel(theirs, ours)
         channel.send(Output(0, 1, b"x" * 200_000))
         waiting = channel.pending
         channel.beat()

@@ -17,7 +17,7 @@ from hvdgloo.runner.admission import Admission, Reached, _Guest
 from hvdgloo.runner.elastic_launch import _Giver
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.network.interfaces import Address
-from hvdgloo.runner.protocol.channel import Channel
+from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import Frame, Probe, Surveyed
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
@@ -46,8 +46,8 @@ class Command:
             for mode in ("wb", "rb", "rb")
         )
 
-    def channel(self) -> Channel:
-        return Channel(self.stdout.fileno(), self.stdin.fileno())
+    def channel(self) -> FrameChannel:
+        return FrameChannel(self.stdout.fileno(), self.stdin.fileno())
 
     def poll(self) -> int | None:
         return -9 if self.kills and self.ends else None
