@@ -35,11 +35,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from cheroot import server as cheroot_server
 
-from hvdgloo._net.event_loop import WakeUp
+from hvdgloo._net.event_loop import EventLoop
 from hvdgloo._net.tls import TLS_HELLO, Tls, pending, shake_hands
 from hvdgloo.rendezvous._server.http_connection import Gateway, HttpConnection
 from hvdgloo.rendezvous._server.pauses import Pause
@@ -103,8 +104,8 @@ class Front(cheroot_server.HTTPServer):
         self._dead_after = dead_after
         self._tls = tls
         self._listeners = list(listeners)
-        self._selector = selectors.DefaultSelector()
-        self._wake_up = WakeUp()
+        self._loop = EventLoop()
+        self._selector = self._loop.selector
         # Guards the selector and the tables below: pool threads give connections back.
         self._lock = threading.Lock()
         self._connections: set[HttpConnection] = set()
@@ -127,8 +128,7 @@ class Front(cheroot_server.HTTPServer):
         for listener in self._listeners:
             listener.setblocking(False)
             listener.listen(1024)
-            self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_up, selectors.EVENT_READ)
+        self._listen()
         self.ready = True
         started = threading.Event()
         name = f"{self.software}-front"
@@ -141,7 +141,7 @@ class Front(cheroot_server.HTTPServer):
         if not self.ready:
             return
         self.ready = False
-        self._wake_up.wake()
+        self._loop.wake_up.wake()
         if self._thread is not None:
             self._thread.join(5)
         self.pool.stop(_STOP_GRACE)
@@ -153,8 +153,7 @@ class Front(cheroot_server.HTTPServer):
             self.pool.stop(_STOP_GRACE)
         for listener in self._listeners:
             listener.close()
-        self._selector.close()
-        self._wake_up.close()
+        self._loop.close()
 
     # What pool threads call.
 
@@ -190,7 +189,7 @@ class Front(cheroot_server.HTTPServer):
                 connection.socket.setblocking(False)
                 self._register(connection)
         if begun or connection.on_close is None:
-            self._wake_up.wake()  # for its deadline
+            self._loop.wake_up.wake()  # for its deadline
 
     def error_log(self, msg: str = "", level: int = 20, traceback: bool = False) -> None:
         logger.log(level, "%s", msg, exc_info=traceback)
@@ -236,7 +235,7 @@ class Front(cheroot_server.HTTPServer):
                 connection.socket.setblocking(False)
                 self._lingering[connection] = time.monotonic() + LINGER_TIMEOUT
                 self._register(connection)
-        self._wake_up.wake()
+        self._loop.wake_up.wake()
 
     # The front's own thread.
 
@@ -244,8 +243,7 @@ class Front(cheroot_server.HTTPServer):
         started.set()
         while self.ready:
             try:
-                for key, _ in self._selector.select(self._patience()):
-                    self._handle(key)
+                self._loop.turn(self._next())
                 self._resume()
                 self._expire(time.monotonic())
             except Exception:  # one connection's failure must not end the service
@@ -255,8 +253,8 @@ class Front(cheroot_server.HTTPServer):
             self._resume()
             time.sleep(0.001 if self._parked else 0)
 
-    def _patience(self) -> float | None:
-        """Seconds until something expires, if nothing happens first."""
+    def _next(self) -> float:
+        """Return when something expires, if nothing happens first."""
         with self._lock:
             deadlines = [next(iter(table.values())) for table in (self._reading, self._lingering) if table]
         if self._accept_again:
@@ -265,15 +263,11 @@ class Front(cheroot_server.HTTPServer):
             deadlines.append(self._timers[0][0])
         if self._ready_again:
             return 0.0
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 60.0
+        return min(deadlines, default=time.monotonic() + 60.0)
 
-    def _handle(self, key: selectors.SelectorKey) -> None:
-        if isinstance(key.data, HttpConnection):
-            self._readable(key.data)
-        elif key.fileobj is self._wake_up:
-            self._wake_up.clear()
-        elif isinstance(key.fileobj, socket.socket):
-            self._accept(key.fileobj)
+    def _listen(self) -> None:
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
 
     def _readable(self, connection: HttpConnection) -> None:
         if not connection.greeted and not self._greet(connection):
@@ -356,7 +350,7 @@ class Front(cheroot_server.HTTPServer):
         """A pause is over; on any thread, which may hold locks."""
         self._ready_again.append((connection, pause))
         if threading.current_thread() is not self._thread:
-            self._wake_up.wake()
+            self._loop.wake_up.wake()
 
     def _resume(self) -> None:
         """Go on with all requests whose pauses are over."""
@@ -476,8 +470,7 @@ class Front(cheroot_server.HTTPServer):
     def _expire(self, now: float) -> None:
         if self._accept_again and now >= self._accept_again:
             self._accept_again = 0.0
-            for listener in self._listeners:
-                self._selector.register(listener, selectors.EVENT_READ)
+            self._listen()
         with self._lock:
             while self._lingering and next(iter(self._lingering.values())) <= now:
                 self._drop(next(iter(self._lingering)))
@@ -519,7 +512,7 @@ class Front(cheroot_server.HTTPServer):
 
     def _register(self, connection: HttpConnection) -> None:
         if not connection.registered and connection.socket.fileno() >= 0:
-            self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+            self._selector.register(connection.socket, selectors.EVENT_READ, partial(self._readable, connection))
             connection.registered = True
 
     def _unregister(self, connection: HttpConnection) -> None:
