@@ -31,7 +31,8 @@ from functools import partial
 
 from hvdgloo._net import ports
 from hvdgloo._net.proofs import NONCE_BYTES, PROOF_BYTES, derive, new_nonce, prove, proves
-from hvdgloo.errors import ConfigError
+from hvdgloo._net.visitors import Steps, Visitors, received, sent
+from hvdgloo.errors import AuthenticationError, ConfigError
 
 LAUNCHER = 2**32 - 1
 """The launcher's number among hosts."""
@@ -132,14 +133,6 @@ def judge(key: bytes, nonce: bytes, target: ProbeTarget, reply: bytes, source: s
     return Answer(ProbeResult.REACHED, source, host)
 
 
-@dataclass
-class _Visit:
-    """A connection whose question has not arrived completely."""
-
-    deadline: float
-    asked: bytes = b""
-
-
 class ProbeListener:
     """Answers probes at some addresses of this host.
 
@@ -163,11 +156,9 @@ class ProbeListener:
         addresses: Sequence[str],
         port_range: ports.PortRange | None,
     ) -> None:
-        self._selector = selector
         self._key = key
         self._host = host
         self._listeners: list[socket.socket] = []
-        self._visitors: dict[socket.socket, _Visit] = {}
         self.ports: dict[str, int] = {}
         self.failures: dict[str, str] = {}
         for address in addresses:
@@ -176,52 +167,34 @@ class ProbeListener:
             except ConfigError as error:
                 self.failures[address] = str(error)
                 continue
-            listener.setblocking(False)
             self._listeners.append(listener)
             self.ports[address] = listener.getsockname()[1]
-            selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
+        # Nobody is let in for long, so the oldest silent visitor may go as soon as there are too many.
+        self._visitors = Visitors(
+            selector,
+            self._listeners,
+            self._converse,
+            lambda *_: True,
+            patience=_VISIT_SECONDS,
+            most=_AT_ONCE,
+            grace=0.0,
+        )
+        self._visitors.keep_time(time.monotonic())
 
     def close(self) -> None:
         """Stop listening. May be repeated."""
-        for sock in (*self._listeners, *self._visitors):
-            self._selector.unregister(sock)
+        visitors = list(self._visitors)
+        self._visitors.close()
+        for sock in (*self._listeners, *visitors):
             sock.close()
         self._listeners.clear()
-        self._visitors.clear()
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return  # it has gone again
-        now = time.monotonic()
-        for visitor in [v for v, visit in self._visitors.items() if now >= visit.deadline]:
-            self._dismiss(visitor)
-        if len(self._visitors) >= _AT_ONCE:
-            self._dismiss(next(iter(self._visitors)))
-        sock.setblocking(False)
-        self._visitors[sock] = _Visit(now + _VISIT_SECONDS)
-        self._selector.register(sock, selectors.EVENT_READ, partial(self._serve, sock))
-
-    def _serve(self, sock: socket.socket) -> None:
-        visit = self._visitors.get(sock)
-        if visit is None:
-            return  # dismissed while this event was pending
-        try:
-            data = sock.recv(_QUESTION.size - len(visit.asked))
-            visit.asked += data
-            if data and len(visit.asked) < _QUESTION.size:
-                return  # the rest is on its way
-            reply = answer(self._key, visit.asked, self._host, sock.getsockname()[0]) if data else None
-            if reply is not None:
-                sock.send(reply)
-        except OSError:
-            pass
-        self._dismiss(sock)
-
-    def _dismiss(self, sock: socket.socket) -> None:
-        del self._visitors[sock]
-        self._selector.unregister(sock)
+    def _converse(self, sock: socket.socket, _: socket.socket) -> Steps:
+        self._visitors.keep_time(time.monotonic())  # the owner's loop does not
+        reply = answer(self._key, (yield from received(sock, _QUESTION.size)), self._host, sock.getsockname()[0])
+        if reply is None:
+            raise AuthenticationError("it does not know this job's secret")
+        yield from sent(sock, reply)
         sock.close()
 
 
