@@ -26,7 +26,8 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -252,27 +253,17 @@ class Handshake:
             BackendError: it was cancelled.
         """
         deadline = time.monotonic() + timeout
-        sock: socket.socket | None = None
-        try:
-            sock = _connected(address, port, deadline, cancelled)
+        hint = (
+            " (check that the address is reachable from this host; "
+            f"HVDGLOO_ADDRESS chooses another one on rank {self.parent}'s host)"
+        )
+        with self._connecting(rank, describe, f"at {address} port {port}", hint, address) as opened:
+            sock = opened.enter_context(_connected(address, port, deadline, cancelled))
             channel = b""
             if self.tls is not None:
                 sock, channel = self.tls.connected(sock, deadline, partial(_check, cancelled))
+                opened.enter_context(sock)
             return self.introduce(sock, rank, deadline, channel, cancelled)
-        except BackendError:
-            if sock is not None:
-                sock.close()
-            raise
-        except (OSError, EOFError, ValueError, AuthenticationError) as error:
-            if sock is not None:
-                sock.close()
-            raise ConnectError(
-                f"{describe(rank)} could not connect to {describe(self.parent)} at {address} port {port}: "
-                f"{error or type(error).__name__} (check that the address is reachable from this host; "
-                f"HVDGLOO_ADDRESS chooses another one on rank {self.parent}'s host)",
-                rank=self.parent,
-                address=address,
-            ) from error
 
     def connect_here(
         self,
@@ -288,30 +279,36 @@ class Handshake:
             name: of the ``abstract`` socket at which it listens, or soon will.
         """
         deadline = time.monotonic() + timeout
-        sock: socket.socket | None = None
-        try:
-            while sock is None:
+        with self._connecting(rank, describe, "on the same host") as opened:
+            while True:
                 try:
-                    sock = abstract.connect(name, deadline, cancelled or (lambda: False))
-                except OSError as error:
+                    sock = opened.enter_context(abstract.connect(name, deadline, cancelled or (lambda: False)))
+                    return self.introduce(sock, rank, deadline, cancelled=cancelled)
+                except ConnectionRefusedError:  # nothing listens there yet
                     _check(cancelled)
-                    # Nobody listens there yet.
-                    if not isinstance(error, ConnectionRefusedError) or time.monotonic() >= deadline:
+                    if time.monotonic() >= deadline:
                         raise
                     time.sleep(PAUSE)
-            return self.introduce(sock, rank, deadline, cancelled=cancelled)
-        except BackendError:
-            if sock is not None:
-                sock.close()
-            raise
-        except (OSError, EOFError, ValueError, AuthenticationError) as error:
-            if sock is not None:
-                sock.close()
-            raise ConnectError(
-                f"{describe(rank)} could not connect to {describe(self.parent)} on the same host: "
-                f"{error or type(error).__name__}",
-                rank=self.parent,
-            ) from error
+                except OSError:
+                    _check(cancelled)
+                    raise
+
+    @contextmanager
+    def _connecting(
+        self, rank: int, describe: Callable[[int], str], where: str, hint: str = "", address: str | None = None
+    ) -> Iterator[ExitStack]:
+        """Have an error name both ranks, and close what the stack holds if there is one."""
+        with ExitStack() as opened:
+            try:
+                yield opened
+            except (OSError, EOFError, ValueError, AuthenticationError) as error:
+                raise ConnectError(
+                    f"{describe(rank)} could not connect to {describe(self.parent)} {where}: "
+                    f"{error or type(error).__name__}{hint}",
+                    rank=self.parent,
+                    address=address,
+                ) from error
+            opened.pop_all()
 
     def name_here(self, world: str) -> str:
         """The name of the ``abstract`` socket at which the coordinator listens for ranks on its own host. Nobody

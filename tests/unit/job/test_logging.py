@@ -36,7 +36,7 @@ def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_our_own_handler_shows_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(Config(log_hide_time=True), 3)
     (line,) = shown(capsys)
-    assert line.startswith("[WARNING test_job_logging.py:")
+    assert line.startswith("[WARNING test_logging.py:")
     assert line.endswith(" [3]: look")
 
 
