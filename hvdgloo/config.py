@@ -720,8 +720,9 @@ class Config:
         flag="--check-weights",
         yaml="params.check_weights",
         parse=_boolean,
-        help="warn at the first step of PyTorch's DistributedOptimizer if ranks start from different weights; they are "
-        "compared by a checksum of a sample that travels with data exchanged at that step anyway",
+        help="warn if ranks train from different weights, compared once by a checksum of a sample of them: in the "
+        "first step of PyTorch's DistributedOptimizer, and in the second step elsewhere, since Keras and TensorFlow "
+        "programs may broadcast after the first",
     )
 
     # Stalls.

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec
+from hvdgloo._platform import interrupts
 from hvdgloo.errors import MismatchError
 from hvdgloo.types import Collective, ReduceOp
 
@@ -77,7 +78,12 @@ def agreed_labels(
         with names.turn:
             if key not in names.agreed:
                 chosen = _compared(frontend, names, begin, variables, paths, process_set, list(kinds or ()))
-                names.agreed[key] = labels(begin, chosen)
+                held = interrupts.hold()
+                try:
+                    names.agreed[key] = labels(begin, chosen)
+                    names.asked.pop(begin, None)
+                finally:
+                    interrupts.release(held)
     return names.agreed[key]
 
 
@@ -98,12 +104,18 @@ def _compared(
     digest = hashlib.sha256(repr((paths, kinds)).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
     highest = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(process_set))
-    key = begin, number
-    if key not in names.asked:  # a wait that was interrupted goes on
+    if begin not in names.asked:  # a wait that was interrupted goes on
         # A few bytes, and ranks that have joined need not answer.
-        names.asked[key] = frontend.start_array(highest, np.array([number, -number], np.int64), f"names.{begin}")
-    extremes = names.asked[key]()
-    del names.asked[key]
+        held = interrupts.hold()
+        try:
+            names.asked[begin] = frontend.start_array(highest, np.array([number, -number], np.int64), f"names.{begin}")
+        finally:
+            interrupts.release(held)
+    try:
+        extremes = names.asked[begin]()
+    except Exception:
+        del names.asked[begin]
+        raise
     if extremes[0] == -extremes[1]:
         return paths
     everyones = frontend.allgather_object((paths, kinds), f"names.{begin}", process_set)

@@ -170,21 +170,23 @@ class GradientReducer(Generic[T]):
             return
         held = transfer.held
         held[name] = gradient
-        self._open.add(name)
-        if len(held) == len(transfer.names):
-            try:
-                if self._gathered is not None:
-                    self._gathered()
-                if transfer.whole is not None:
-                    self._send(transfer, (transfer.whole,))
-                else:
-                    self._send(transfer, [held[member] for member in transfer.names])
-            except BaseException:
-                if transfer.pending is None and all(postponed is not transfer for postponed, _ in self._postponed):
-                    self._open.difference_update(transfer.names)
-                raise
-            finally:
-                transfer.held = {}
+        if len(held) < len(transfer.names):
+            self._open.add(name)
+            return
+        # The last one is not open before all are sent: after an interrupt it becomes ready again.
+        try:
+            if self._gathered is not None:
+                self._gathered()
+            if transfer.whole is not None:
+                self._send(transfer, (transfer.whole,))
+            else:
+                self._send(transfer, [held[member] for member in transfer.names])
+        except BaseException:
+            if transfer.pending is None and all(postponed is not transfer for postponed, _ in self._postponed):
+                self._open.difference_update(transfer.names)
+            raise
+        finally:
+            transfer.held = {}
 
     def merge(self, names: Sequence[str], whole: T) -> None:
         """From now on, send ``whole``, in whose memory these gradients lie, instead of them, when all of them are

@@ -32,6 +32,12 @@ from hvdgloo.types import ReduceOp
 FINITE = "gradients_are_finite"
 """The name under which ranks agree whether a step can be made."""
 
+REMEDY = (
+    "Pass hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit() on all ranks; in a loop of your own, call "
+    "hvd.broadcast_variables or hvd.broadcast_parameters of the backend's front-end, at the latest after the first step"
+)
+"""The advice if ranks train from different weights."""
+
 
 @dataclass(frozen=True)
 class KerasOptions(GradientOptions):
@@ -43,7 +49,13 @@ class KerasOptions(GradientOptions):
 
 
 class Sync(Protocol):
-    """How one backend reduces gradients."""
+    """One backend's way to reduce gradients.
+
+    Attributes:
+        arrived: the reduced gradients of a step that is under way, or was interrupted; to be emptied when it is over.
+    """
+
+    arrived: list[list[Any]]
 
     def track(self, variables: Sequence[Any], *, changes: bool) -> None:
         """The optimizer has been built for these variables; it ``changes`` gradients before it has them reduced."""
@@ -71,8 +83,14 @@ class DistributedKerasOptimizer:
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """The plain optimizer's step, which skips variables without gradients."""
-        grads, trainable_variables = _complete(self, self._hvd.sync, grads, trainable_variables)
-        super().apply(grads, trainable_variables)  # type: ignore[misc]
+        sync = self._hvd.sync
+        grads, trainable_variables = _complete(self, sync, grads, trainable_variables)
+        try:
+            # As one: between the two, the next step would be taken for this one.
+            return (super().apply(grads, trainable_variables), sync.arrived.clear())[1]  # type: ignore[misc,func-returns-value]
+        except Exception:
+            sync.arrived.clear()
+            raise
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         self._hvd.variables = list(trainable_variables)
@@ -290,19 +308,23 @@ def _agreeing(plain: Any) -> Any:
 
 def _reducing(plain: Any) -> Any:
     @functools.wraps(plain)
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if not isinstance(self.inner_optimizer, DistributedKerasOptimizer) or (
             trainable_variables is None and not self.built
         ):
-            plain(self, grads, trainable_variables)  # which says what is wrong, if so
-            return
+            return plain(self, grads, trainable_variables)  # which says what is wrong, if so
         trainable_variables = None if trainable_variables is None else list(trainable_variables)
         if not self.built:
             with keras.name_scope(self.name):
                 self.build(trainable_variables)  # plain would do so too late; what is local is known after this
-        grads, trainable_variables = _complete(self, self.inner_optimizer._hvd.sync, grads, trainable_variables)
-        with _reduced(self, grads, trainable_variables or self._trainable_variables) as reduced:
-            plain(self, reduced, trainable_variables)
+        sync = self.inner_optimizer._hvd.sync
+        grads, trainable_variables = _complete(self, sync, grads, trainable_variables)
+        try:
+            with _reduced(self, grads, trainable_variables or self._trainable_variables) as reduced:
+                return (plain(self, reduced, trainable_variables), sync.arrived.clear())[1]  # type: ignore[func-returns-value]
+        except Exception:
+            sync.arrived.clear()
+            raise
 
     return apply
 

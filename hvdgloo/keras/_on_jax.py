@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ from hvdgloo._platform.error_tokens import ForeignError, recall
 from hvdgloo._training.labels import agreed_labels
 from hvdgloo._training.options import make_reducer, named_groups
 from hvdgloo._training.reducer import GradientReducer
+from hvdgloo._training.weights import check_late, checksum, samples_of
 from hvdgloo.errors import HvdglooError
-from hvdgloo.keras._distributed import FINITE, KerasOptions, label_of
+from hvdgloo.keras._distributed import FINITE, REMEDY, DistributedKerasOptimizer, KerasOptions, label_of
 from hvdgloo.numpy._frontend import FRONTEND
 from hvdgloo.types import DType, ReduceOp, TensorSpec
 
@@ -29,6 +31,7 @@ class JaxSync:
 
     def __init__(self, options: KerasOptions) -> None:
         self._options = options
+        self.arrived: list[list[Any]] = []  # nothing, ever: Ctrl-C does not end a compiled step
         self._local = {id(variable) for variable in options.local_variables}
         make_reducer(FRONTEND, options, [])  # raises for what it cannot do
 
@@ -78,6 +81,16 @@ class JaxSync:
             results[index] = self._options.compression.decompress(tensor, ctx)
         return results
 
+    def compare(self, variables: Sequence[Any], values: Sequence[Any]) -> bool:
+        """See that ranks have the same weights; tell whether there is nothing left to do."""
+        if not self._ranks():
+            return not FRONTEND.may_share(self._options.process_set)  # others may come
+        pairs = [(v, value) for v, value in zip(variables, values, strict=True) if id(v) not in self._local]
+        shared = [variable for variable, _ in pairs]
+        label, *_ = agreed_labels(FRONTEND, label_of(shared), shared, self._options.process_set) or [""]
+        sample = functools.partial(_checksum, [value for _, value in pairs])
+        return check_late(FRONTEND, self._options.process_set, label, REMEDY, sample)
+
     def agree(self, holds: Any) -> Any:
         if not FRONTEND.may_share(self._options.process_set):
             return holds
@@ -113,6 +126,12 @@ def _outside(
     return list(io_callback(call, shapes, *tensors, ordered=True))
 
 
+def _checksum(values: Sequence[Any]) -> int | None:
+    """Return the checksum of a few elements of each array; None if there are none."""
+    elements = [value.reshape(-1)[samples_of(value.size)] for value in values if value.size]
+    return checksum(np.concatenate([np.asarray(each).astype(np.complex128) for each in elements])) if elements else None
+
+
 class _JaxCasts:
     """What compressors ask about JAX's arrays, also those of a step that is being compiled."""
 
@@ -134,11 +153,14 @@ class BF16Compressor(compression.BF16Compressor[Any]):
 
 
 def prepare() -> None:
-    """Have ``fit`` and the like raise our errors: JAX turns what a callback raises into an error of its own."""
+    """Have ``fit`` and the like raise our errors: JAX turns what a callback raises into an error of its own. And have
+    them compare the ranks' weights, which a compiled step could do only in each step."""
     for name in ("fit", "train_on_batch"):
         plain = getattr(keras.Model, name)
         if not hasattr(plain, "hvdgloo"):
             setattr(keras.Model, name, _translating(plain))
+    if not hasattr(keras.Model.make_train_function, "hvdgloo"):
+        keras.Model.make_train_function = _comparing(keras.Model.make_train_function)
 
 
 def _translating(plain: Any) -> Any:
@@ -154,6 +176,37 @@ def _translating(plain: Any) -> Any:
 
     call.hvdgloo = True  # type: ignore[attr-defined]
     return call
+
+
+def _comparing(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def make_train_function(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        optimizer = getattr(self, "optimizer", None)
+        stepping = getattr(optimizer, "inner_optimizer", optimizer)
+        if isinstance(stepping, DistributedKerasOptimizer) and not isinstance(self.train_function, _FirstSteps):
+            self.train_function = _FirstSteps(self, self.train_function, stepping)
+
+    make_train_function.hvdgloo = True  # type: ignore[attr-defined]
+    return make_train_function
+
+
+class _FirstSteps:
+    """A model's function that trains, until the ranks' weights have been compared; then Keras calls the plain one.
+
+    A call may be several steps, after which callbacks may broadcast weights.
+    """
+
+    def __init__(self, model: Any, plain: Callable[..., Any], optimizer: Any) -> None:
+        self._model = weakref.ref(model)
+        self._plain = plain
+        self._optimizer = optimizer
+
+    def __call__(self, state: Any, iterator: Any) -> Any:
+        model = self._model()
+        if model is not None and self._optimizer._hvd.sync.compare(model.trainable_variables, state[0]):
+            model.train_function = self._plain
+        return self._plain(state, iterator)
 
 
 def open_sync(options: KerasOptions) -> JaxSync:

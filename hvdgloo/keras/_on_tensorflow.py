@@ -9,7 +9,7 @@ import keras
 
 from hvdgloo.keras._distributed import FINITE, KerasOptions
 from hvdgloo.tensorflow import _xla as xla
-from hvdgloo.tensorflow._frontend import FRONTEND
+from hvdgloo.tensorflow._frontend import FRONTEND, in_graph
 from hvdgloo.tensorflow._gradients import GradientSync
 
 
@@ -21,6 +21,7 @@ class TensorFlowSync:
         for variable in options.local_variables:
             self._sync.register_local_source(variable)
         self._step: tuple[list[Any], list[Any]] = [], []  # what apply() was given
+        self.arrived: list[list[Any]] = []
 
     def track(self, variables: Sequence[Any], *, changes: bool) -> None:
         """Nothing to do: gradients are sent from where they are computed."""
@@ -33,6 +34,10 @@ class TensorFlowSync:
         # Those without gradients have been left out, and other ranks may have them.
         every = {id(variable) for variable in self._step[1]}
         among = self._step if all(id(variable) in every for variable in variables) else None
+        if not in_graph(given):
+            if not self.arrived:
+                self.arrived.append(self._sync.reduce(given, variables, among=among))
+            return self.arrived[0]
         return self._sync.reduce(given, variables, among=among)
 
     def agree(self, holds: Any) -> Any:

@@ -6,6 +6,9 @@ is sent, and hooks are no longer used. So gradients are not reduced in place: no
 accumulation, or a loss scale of the optimizer's own, there are no hooks to begin with.
 
 In an elastic job's next epoch everything begins anew, also hooks that had been given up: newcomers have them.
+
+After a Ctrl-C in a step, other ranks may have made it. So the next step continues the interrupted one, with what it has
+sent and received.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,11 +26,14 @@ from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._job.context import Context
+from hvdgloo._platform import interrupts
 from hvdgloo._training.labels import agreed_labels
 from hvdgloo._training.options import make_reducer, named_groups
-from hvdgloo.keras._distributed import KerasOptions, label_of
+from hvdgloo._training.weights import check_late
+from hvdgloo.keras._distributed import REMEDY, KerasOptions, label_of
 from hvdgloo.torch._compilation import uncompiled, uncompiled_methods
 from hvdgloo.torch._frontend import FRONTEND
+from hvdgloo.torch._weights import checksum_of
 from hvdgloo.types import Collective, ReduceOp
 
 Tensor = torch.Tensor
@@ -34,11 +41,26 @@ Tensor = torch.Tensor
 logger = logging.getLogger(__name__)
 
 # How the given gradients relate to those that hooks have sent; the greatest value of any rank counts.
-_NOTHING, _SENT, _CHANGED = range(3)
+_NOTHING, _SENT, _RENEWED, _CHANGED = range(4)
 
 _owners: weakref.WeakValueDictionary[int, TorchSync] = weakref.WeakValueDictionary()
 """A parameter's id to the TorchSync whose hook it may have: the latest one, by rule and not by the accidents of garbage
 collection, which differ between ranks. A TorchSync keeps its parameters, so their ids are theirs while it lives."""
+
+
+@dataclass
+class _Step:
+    """What is known of a step under way.
+
+    Attributes:
+        asked: the question how gradients relate to what hooks have sent.
+        is_settled: the hooks' gradients have arrived.
+        received: reduced gradients by name.
+    """
+
+    asked: Pending[Tensor] | None = None
+    is_settled: bool = False
+    received: dict[str, Tensor] = field(default_factory=dict)
 
 
 class TorchSync:
@@ -55,7 +77,12 @@ class TorchSync:
         self._hooked: dict[str, Any] = {}
         self._hooks: list[Any] = []
         self._sent: dict[str, tuple[Tensor, int]] = {}  # by hooks: gradients, and their versions at the time
-        self._asked: Pending[Tensor] | None = None  # the last question to the others
+        self.arrived: list[list[Any]] = []
+        self._step: _Step | None = None  # begun, and not ended
+        self._is_renewed = False  # no step followed the previous backward pass, or it was interrupted
+        self._agreeing: list[Pending[Tensor]] = []  # whether to step, while that is asked
+        self._label = ""  # of the first gradient
+        self._is_compared = False  # ranks' weights, in this job
         self._is_new = True  # no step since the hooks were made
         self._hooks_wanted = False
         self._context: Context | None = None  # of the last step
@@ -69,6 +96,7 @@ class TorchSync:
         if not self._is_agreed:
             labels = agreed_labels(FRONTEND, self._begin, self._shared, self._options.process_set)
             self._reducer.release(dict(zip(self._names.values(), labels, strict=True)))
+            self._label = next(iter(labels), "")
             self._is_agreed = True
         return True
 
@@ -93,18 +121,23 @@ class TorchSync:
 
     def ready(self, name: str, gradient: Tensor) -> None:
         """A backward pass has computed a gradient; from a parameter's hook."""
-        if not self.active:
+        if not self.active or self._step is not None or self._is_renewed:
             return
-        if self._reducer.is_open(name):
-            self._abandon()  # no step followed the previous backward pass
-        self._sent[name] = gradient, gradient._version
-        self._reducer.ready(name, gradient)
+        try:
+            if self._reducer.is_open(name):
+                self._is_renewed = True
+                return
+            self._sent[name] = gradient, gradient._version
+            self._reducer.ready(name, gradient)
+        except KeyboardInterrupt:
+            self._is_renewed = True
+            raise
 
     def complete(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         results = list(gradients)
         if not self.active:
             return results
-        hooks_ran = not self._is_first
+        hooks_ran = not (self._is_first or self._is_renewed) and self._step is None
         for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None and id(variable) not in self._local:
                 results[index] = zeros = torch.zeros_like(variable.value, requires_grad=False)
@@ -114,9 +147,15 @@ class TorchSync:
         return results
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        results = self._reduced(gradients, variables) if self.active else list(gradients)
+        try:
+            if not self.arrived:
+                self.arrived.append(self._reduced(gradients, variables) if self.active else list(gradients))
+        except Exception:
+            self._drop()
+            raise
+        self._step, self._is_renewed = None, False
         FRONTEND.end_step()
-        return results
+        return self.arrived[0]
 
     def _reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         results = list(gradients)
@@ -135,25 +174,49 @@ class TorchSync:
     def agree(self, holds: Any) -> Any:
         if not self.active:
             return holds
-        device = holds.device if isinstance(holds, Tensor) else "cpu"
-        flag = torch.as_tensor(holds, dtype=torch.uint8, device=device).reshape(1)
-        name = f"finite.{next(iter(self._names.values()), 'gradients')}"
-        return FRONTEND.allreduce(flag, op=ReduceOp.MIN, name=name, process_set=self._options.process_set).bool()[0]
+        if not self._agreeing:
+            device = holds.device if isinstance(holds, Tensor) else "cpu"
+            flag = torch.as_tensor(holds, dtype=torch.uint8, device=device).reshape(1)
+            least = CollectiveSpec(
+                Collective.ALLREDUCE, ReduceOp.MIN, process_set=process_set_id(self._options.process_set)
+            )
+            held = interrupts.hold()
+            try:
+                name = f"finite.{next(iter(self._names.values()), 'gradients')}"
+                self._agreeing.append(FRONTEND.start(least, [flag], name))
+            finally:
+                interrupts.release(held)
+        try:
+            return (self._agreeing[0].result(), self._agreeing.pop())[0][0].bool()[0]
+        except Exception:
+            self._agreeing.clear()
+            raise
 
     def _reduce(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._hooked:
-            hooked = {name: gradient for name, gradient in given.items() if name in self._hooked}
-            reduced = self._from_hooks(changed=not all(self._is_as_sent(name, g) for name, g in hooked.items()))
-            if reduced is not None:
-                return reduced | self._send({name: g for name, g in given.items() if name not in hooked})
-        return self._send(given)
+        if self._step is None:
+            self._step = _Step()
+        step = self._step
+        if self._hooked and not step.is_settled:
+            self._receive_from_hooks(step, given)
+        self._receive(step, {name: gradient for name, gradient in given.items() if name not in step.received})
+        return step.received
 
-    def _send(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._reducer.open:
-            self._reducer.reset()  # the previous step was interrupted
+    def _receive(self, step: _Step, given: dict[str, Tensor]) -> None:
+        """Send gradients, unless they are under way, and wait for them."""
         for name, gradient in given.items():
-            self._reducer.ready(name, gradient.detach())
-        return self._reducer.wait()
+            if not self._reducer.is_open(name):
+                self._reducer.ready(name, gradient.detach())
+        failure = self._reducer.rest()
+        if failure is None and not self._is_compared and self._shared:
+            self._is_compared = check_late(FRONTEND, self._options.process_set, self._label, REMEDY, self._checksum)
+        held = interrupts.hold()
+        try:
+            step.received.update(self._reducer.wait())
+        finally:
+            interrupts.release(held)
+
+    def _checksum(self) -> int | None:
+        return checksum_of(variable.value for variable in self._shared)
 
     def _is_as_sent(self, name: str, gradient: Tensor) -> bool:
         tensor, version = self._sent.get(name, (None, 0))
@@ -164,36 +227,60 @@ class TorchSync:
         """Whether this is a step for which no hook can have sent anything."""
         return self._is_new and not self._sent
 
-    def _from_hooks(self, *, changed: bool) -> dict[str, Tensor] | None:
-        """The results of what hooks have sent; None on all ranks if on any something else was given to be reduced.
+    def _receive_from_hooks(self, step: _Step, given: dict[str, Tensor]) -> None:
+        """Receive what hooks have sent; drop it on all ranks if something else is given to be reduced on any rank.
 
-        In that case hooks are given up, unless some are so new that they have sent nothing: the first step makes them.
+        Hooks are given up if gradients were changed after a backward pass. They stay if it was another backward pass
+        that computed them, or if some hooks are so new that they have sent nothing: the first step makes them.
         """
-        is_first, self._is_new = self._is_first, False
-        state = _NOTHING if is_first else _CHANGED if changed else _SENT
-        most = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(self._options.process_set))
-        mine = torch.tensor([state, is_first], dtype=torch.uint8, device="cpu")
-        if self._asked is not None:
-            self._asked.result()  # the previous step was interrupted
-        asked = self._asked = FRONTEND.start(most, [mine], f"changed.{next(iter(self._hooked))}")
-        if is_first and int(asked.result()[0][0]) == _NOTHING:
-            return None
-        reduced = self._settle()
-        greatest, some_are_first = asked.result()[0].tolist()
-        if greatest == _CHANGED:
-            logger.info(
-                "gradients have been changed since the backward pass computed them (clipped or scaled by the program?)"
-                ": from now on they are sent at each step"
+        if step.asked is None:
+            is_first = self._is_first
+            if is_first:
+                state = _NOTHING
+            elif self._is_renewed:
+                state = _RENEWED
+            else:
+                sent = all(self._is_as_sent(name, g) for name, g in given.items() if name in self._hooked)
+                state = _SENT if sent else _CHANGED
+            most = CollectiveSpec(
+                Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(self._options.process_set)
             )
-            self._unhook()
-        return None if greatest == _CHANGED or some_are_first else reduced
+            mine = torch.tensor([state, is_first], dtype=torch.uint8, device="cpu")
+            held = interrupts.hold()
+            try:
+                step.asked = FRONTEND.start(most, [mine], f"changed.{next(iter(self._hooked))}")
+                self._is_new = False
+            finally:
+                interrupts.release(held)
+        greatest, some_are_first = step.asked.result()[0].tolist()
+        if greatest != _NOTHING:
+            self._send_zeros()
+            self._reducer.rest()
+        held = interrupts.hold()
+        try:
+            reduced = self._reducer.wait()
+            self._sent.clear()
+            step.is_settled = True
+            if greatest == _CHANGED:
+                logger.info(
+                    "gradients have been changed since the backward pass computed them (clipped or scaled by the "
+                    "program?): from now on they are sent at each step"
+                )
+                self._unhook()
+            elif greatest == _SENT and not some_are_first:
+                step.received.update(reduced)
+        finally:
+            interrupts.release(held)
 
-    def _settle(self) -> dict[str, Tensor]:
-        """The results of the gradients that hooks have sent."""
-        # Other ranks' backward passes may have reached parameters that this one's has not.
+    def _send_zeros(self) -> None:
+        """Other ranks' backward passes may have reached parameters that this one's has not."""
         for name, parameter in self._hooked.items():
             if not self._reducer.is_open(name):
                 self._reducer.ready(name, torch.zeros_like(parameter, requires_grad=False))
+
+    def _settle(self) -> dict[str, Tensor]:
+        """The results of the gradients that hooks have sent."""
+        self._send_zeros()
         self._sent.clear()
         return self._reducer.wait()
 
@@ -208,7 +295,9 @@ class TorchSync:
 
     def _drop(self) -> None:
         self._sent.clear()
-        self._asked = None
+        self._step, self._is_renewed = None, False
+        self._agreeing.clear()
+        self.arrived.clear()
         try:
             self._reducer.reset()
         except Exception:  # noqa: BLE001 - as above
@@ -222,6 +311,7 @@ class TorchSync:
             self._drop()
             self._name(self._begin)
             self._is_new = True
+            self._is_compared = False
             if not self._hooked:
                 self._hook()
         self._context = FRONTEND.context

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdgloo._training.weights import broadcast_made, expect_broadcast
 from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.keras._functions import array_of, broadcast_weights
 from hvdgloo.numpy._adapter import Array
@@ -61,6 +62,7 @@ class BroadcastGlobalVariablesCallback(ForTfKeras, keras.callbacks.Callback):  #
         self.root_rank = root_rank
         self._local = {id(variable) for variable in local_variables or ()}
         self._done = False
+        self._token = object()
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Called by Keras."""
@@ -75,12 +77,14 @@ class BroadcastGlobalVariablesCallback(ForTfKeras, keras.callbacks.Callback):  #
         shapes = [([shape for _, shape in described], of_state) for _, described, of_state in everyone]
         if all(others == shapes[0] for others in shapes):
             broadcast_weights([*weights, *state], self.root_rank)
+        expect_broadcast(FRONTEND.context, self._token)  # until the first batch has ended, which may be several steps
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Called by Keras."""
         if not self._done:
             broadcast_weights([*self._weights(), *self._state()], self.root_rank)
             self._done = True
+            broadcast_made(FRONTEND.context, self._token)
 
     def _weights(self) -> list[Any]:
         try:

@@ -5,19 +5,34 @@ gradients are handed over last weight first, in about the order in which they ar
 engine looks at it, and travels while MXNet computes those of earlier layers. All are waited for once, at the end.
 
 An elastic job's next epoch is another Context, in which names and reducers are made anew: see ``reserved``.
+
+After a Ctrl-C in a step, the other ranks may have made it. So the next step with the same gradients continues the
+interrupted one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from hvdgloo._collectives.frontend import Frontend
-from hvdgloo._collectives.process_sets import process_set_id
+from hvdgloo._collectives.spec import gathering
 from hvdgloo._job.context import Context
+from hvdgloo._platform import interrupts
 from hvdgloo._training.options import GradientOptions, divided, make_reducer
 from hvdgloo._training.reducer import GradientReducer
+from hvdgloo._training.weights import check_late, checksum, samples_of
 from hvdgloo.errors import InvalidArgumentError, NotInitializedError
 from hvdgloo.mxnet._adapter import Tensor
+
+_REMEDY = (
+    "Call hvd.broadcast_parameters(net.collect_params(), root_rank=0) (or with a Module's get_params()) on all ranks "
+    "before the first step"
+)
 
 
 class MXNetGradientSync:
@@ -29,6 +44,9 @@ class MXNetGradientSync:
         label: begins the gradients' names; the same on all ranks. Objects that may reduce at the same time have
             different ones, see ``reserved``.
         wanted: what is reserved for it in later Contexts; None for the label.
+
+    Attributes:
+        step: what has been done of a step, for one that is repeated after an interrupt; to be emptied when it is over.
 
     Raises:
         InvalidArgumentError: (a ValueError) an option cannot be used.
@@ -46,6 +64,9 @@ class MXNetGradientSync:
         self._reducers: dict[tuple[Hashable, ...], GradientReducer[Tensor]] = {}
         self._label = label
         self._wanted = label if wanted is None else wanted
+        self._compared: set[Hashable] = set()  # steps whose weights have been, by their first key
+        self._under_way: tuple[Hashable, ...] = ()  # the last gradients that were sent
+        self.step: dict[str, Any] = {}
         self._context: Context | None = None  # that the label and the reducers are of
         self._when_job_ends: Callable[[], None] | None = None
         self._reducer(())  # raises for what cannot be used
@@ -84,6 +105,8 @@ class MXNetGradientSync:
     def _enter(self, context: Context) -> None:
         """Another job: its names, and nothing of what was under way in the last one."""
         self._reducers.clear()
+        self._compared.clear()
+        self.step.clear()
         (self._label,) = self._frontend.reserve_names([self._wanted])
         self._bind(context)
 
@@ -102,11 +125,12 @@ class MXNetGradientSync:
         if self._when_job_ends is not None and self._context is not None and self._context.config.elastic:
             self._when_job_ends()
 
-    def reduce(self, gradients: Mapping[Hashable, Tensor]) -> None:
+    def reduce(self, gradients: Mapping[Hashable, Tensor], weights: Callable[[], Sequence[Tensor]]) -> None:
         """Overwrite gradients with the ranks' average.
 
         Args:
             gradients: keyed by their weights, the same ones in the same order on all ranks; dense.
+            weights: returns the weights, which are compared with the other ranks' once.
 
         Raises:
             InvalidArgumentError: (a ValueError) one is sparse, or of a type that cannot be sent.
@@ -117,25 +141,48 @@ class MXNetGradientSync:
             self._step_begins = keys
         elif keys == self._step_begins:  # a Module's optimizer is given one weight after another
             self._frontend.end_step()
-        if not self.active:
+        if not self.active or self.step.get("reduced") == keys:
             return
         if keys not in self._reducers:
             self._reducers[keys] = self._reducer(keys)
+        if keys != self._under_way and self._under_way in self._reducers:
+            self._reducers[self._under_way].reset()  # an interrupted step that the program has not repeated
+        self._under_way = keys
         reducer = self._reducers[keys]
-        if reducer.open:
-            reducer.reset()  # the previous step was interrupted
         try:
             for key in reversed(keys):
-                reducer.ready(self._name(key), gradients[key])
-        except BaseException:
+                if not reducer.is_open(self._name(key)):
+                    reducer.ready(self._name(key), gradients[key])
+        except Exception:
             reducer.reset()  # memory is at rest then
             raise
-        reducer.wait()
+        failure = reducer.rest()
+        if failure is None and keys and keys[0] not in self._compared:
+            label, sample = self._name(keys[0]), functools.partial(_checksum, weights)
+            if check_late(self._frontend, self._options.process_set, label, _REMEDY, sample):
+                self._compared.add(keys[0])
+        held = interrupts.hold()
+        try:
+            reducer.wait()
+            self.step["reduced"] = keys
+        finally:
+            interrupts.release(held)
 
     def anywhere(self, flags: Sequence[bool]) -> list[bool]:
-        """Which flags are set on some rank."""
-        process_set = process_set_id(self._options.process_set)
-        everyones = self._frontend.gather_integers([int(flag) for flag in flags], process_set, f"{self._label}.flags")
+        """Return which flags are set on some rank; asked once in a step."""
+        if "flags" not in self.step:
+            gather = gathering(self._options.process_set)
+            own = np.array([flags], np.int64)
+            held = interrupts.hold()
+            try:
+                self.step["flags"] = self._frontend.start_array(gather, own, f"{self._label}.flags")
+            finally:
+                interrupts.release(held)
+        try:
+            everyones: npt.NDArray[np.int64] = self.step["flags"]()
+        except Exception:
+            self.step.clear()
+            raise
         return [bool(count) for count in everyones.sum(axis=0)]
 
     def _reducer(self, keys: tuple[Hashable, ...]) -> GradientReducer[Tensor]:
@@ -144,6 +191,12 @@ class MXNetGradientSync:
 
     def _name(self, key: Hashable) -> str:
         return f"{self._label}.{key}"
+
+
+def _checksum(weights: Callable[[], Sequence[Tensor]]) -> int | None:
+    """Return the checksum of a few elements of each weight; None if there are none."""
+    samples = [each.reshape((-1,))[samples_of(each.size)].asnumpy() for each in weights() if each.size]
+    return checksum(np.concatenate([each.astype(np.float64) for each in samples])) if samples else None
 
 
 def _loaded(frontend: Frontend[Tensor], options: GradientOptions, label: str, wanted: str) -> MXNetGradientSync:

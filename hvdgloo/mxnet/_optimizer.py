@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -64,11 +64,19 @@ class DistributedMXNetOptimizer:
         return _distributed, (self._plain, self._sync)
 
     def _update(self, step: Any, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        try:
+            # As one: between the two, the next step would be taken for this one.
+            return (self._reduce_and(step, index, weight, grad, state), self._sync.step.clear())[1]  # type: ignore[func-returns-value]
+        except Exception:
+            self._sync.step.clear()
+            raise
+
+    def _reduce_and(self, step: Any, index: Any, weight: Any, grad: Any, state: Any) -> None:
         if not isinstance(index, (list, tuple)):
-            self._sync.reduce({index: grad})
+            self._sync.reduce({index: grad}, lambda: [weight])
             step(index, weight, grad, state)
             return
-        self._sync.reduce(dict(zip(index, grad, strict=True)))
+        self._sync.reduce(dict(zip(index, grad, strict=True)), lambda: weight)
         at_once = self._plain.aggregate_num
         if at_once <= 0:
             for each in zip(index, weight, grad, state, strict=True):
@@ -213,7 +221,11 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         """
         if ignore_stale_grad and self._sync.active:
             self._share_freshness()
-        super().step(batch_size, ignore_stale_grad)
+        try:
+            super().step(batch_size, ignore_stale_grad)
+        except Exception:
+            self._sync.step.clear()
+            raise
 
     def allreduce_grads(self) -> None:
         """Average all gradients over the ranks, for ``update()``: to clip them in between, for instance.
@@ -226,7 +238,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         """
         if self._sync.active:
             self._share_freshness()
-        super().allreduce_grads()
+        return (super().allreduce_grads(), self._sync.step.clear())[1]  # type: ignore[func-returns-value]
 
     def load_states(self, fname: str) -> None:
         """Load what ``save_states`` has written: the optimizer, its state, and its options.
@@ -245,7 +257,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     def _allreduce_grads(self) -> None:
         trained = self._trained()
         try:
-            self._sync.reduce({index: self._params[index].list_grad()[0] for index in trained})
+            gradients: dict[Hashable, Any] = {index: self._params[index].list_grad()[0] for index in trained}
+            self._sync.reduce(gradients, lambda: [self._params[index].list_data()[0] for index in trained])
         except HorovodInternalError as error:
             self._joining = []
             if not isinstance(error, MismatchError):
@@ -260,11 +273,13 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         if ignore_stale_grad:
             for array in joining:
                 array._fresh_grad = True
-        super()._update(ignore_stale_grad)
+        return (super()._update(ignore_stale_grad), self._sync.step.clear())[1]  # type: ignore[func-returns-value]
 
     def _share_freshness(self) -> None:
         """Have all ranks average the same gradients, those that are new on any of them, and step with them if stale
         ones are to be ignored."""
+        if self._sync.step.get("shared"):
+            return  # the step was interrupted, and goes on; its gradients may be under way
         trained = self._trained()
         data = [self._params[index].list_data()[0] for index in trained]
         fresh = self._sync.anywhere([bool(array._fresh_grad) for array in data])
@@ -273,6 +288,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             if anywhere and not array._fresh_grad:
                 self._params[index].list_grad()[0][:] = 0
                 self._joining.append(array)
+        self._sync.step["shared"] = True
 
     def _drop_gradients(self) -> None:
         """An epoch of an elastic job has ended: gradients that are half reduced, or half added up, go into no step."""

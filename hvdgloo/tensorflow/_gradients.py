@@ -8,6 +8,10 @@ variable's gradient, which the backward pass computes first, is made first.
 **Elastic jobs.** A function that is traced in a job of one process reduces as well: the job may have grown when it
 runs. Its operators look at the size as they run, and with nobody to share with they give back what they got.
 
+**Interrupts.** Where Ctrl-C ends an eager reduction, other ranks may have made the step. So the next reduction of the
+same variables continues the interrupted one, and returns its results; a reduction of other variables completes it first
+and drops its results.
+
 **Names** are made of the variables' shapes, types and names, and of their places in the list. They do not depend on the
 order in which ranks trace their functions, on how often they did, or on what else a rank has built: see
 ``hvdgloo._training.labels``.
@@ -17,7 +21,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -28,13 +34,16 @@ from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, gathering
 from hvdgloo._job.context import Context
+from hvdgloo._platform import interrupts
 from hvdgloo._training.labels import agreed_labels, labels, path_of
 from hvdgloo._training.options import GradientOptions, check, label, make_reducer, named_groups
+from hvdgloo._training.weights import check_late
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.tensorflow import _sparse as sparse
 from hvdgloo.tensorflow._adapter import Tensor, record
 from hvdgloo.tensorflow._failures import also_tensorflows
 from hvdgloo.tensorflow._frontend import TensorFlowFrontend, effect, in_graph, is_ordered, operator, unique_in_graph
+from hvdgloo.tensorflow._weights import REMEDY, checksum_of
 from hvdgloo.types import Collective, ReduceOp
 
 
@@ -44,20 +53,19 @@ class GradientSync:
     Args:
         frontend: where collectives are submitted.
         options: how gradients are reduced.
-
-    Attributes:
-        unfinished: what a step that was interrupted, or failed, may have left under way.
+        compares: the variables are equal on all ranks when their gradients are reduced, and are compared once.
 
     Raises:
         InvalidArgumentError: (a ValueError) an option cannot be used.
     """
 
-    def __init__(self, frontend: TensorFlowFrontend, options: GradientOptions) -> None:
+    def __init__(self, frontend: TensorFlowFrontend, options: GradientOptions, *, compares: bool = True) -> None:
         self.frontend = frontend
         self.options = options
+        self.compares = compares
         self._sources: dict[int, Any] = {}
         self._latest: Context | None = None
-        self.unfinished: _Batch | None = None
+        self._asked: dict[str, Pending[Tensor]] = {}  # eager questions to all ranks, until they are answered
         make_reducer(frontend, options, [])  # raises for what it cannot do
         check(options.groups)
 
@@ -102,9 +110,21 @@ class GradientSync:
             new tensors, on every rank the same; None where None was given. Those of local variables are this rank's,
             divided by the number of ranks if ``scale_local_gradients``.
         """
-        results = list(gradients)
         if not self.active:
-            return results
+            return list(gradients)
+        if in_graph([None]):
+            return self._reduce_shared(gradients, variables, differentiable, among)
+        with _until_done(self.frontend):
+            return self._reduce_shared(gradients, variables, differentiable, among)
+
+    def _reduce_shared(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        differentiable: bool,
+        among: tuple[Sequence[Any], Sequence[Any]] | None,
+    ) -> list[Any]:
+        results = list(gradients)
         shared: list[int] = []
         for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
@@ -157,11 +177,27 @@ class GradientSync:
                 return [flag]
             number = process_set_id(self.options.process_set)
             agreement = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MIN, process_set=number)
+            if not in_graph([None]):
+                return self._ask(agreement, flag, name)
             return self.frontend.start(agreement, [flag], name, waits=True).result()
 
         flag = tf.cast(holds, tf.uint8)
         (everywhere,) = operator(exchange, [flag], [flag.dtype], [flag.shape]) if in_graph([None]) else exchange(flag)
         return tf.cast(everywhere, tf.bool)
+
+    def _ask(self, operation: CollectiveSpec, flag: Tensor, name: str) -> list[Tensor]:
+        """Exchange a flag; where that was interrupted, the next call goes on."""
+        if name not in self._asked:
+            held = interrupts.hold()
+            try:
+                self._asked[name] = self.frontend.start(operation, [flag], name, waits=True)
+            finally:
+                interrupts.release(held)
+        try:
+            return (self._asked[name].result(), self._asked.pop(name))[0]
+        except Exception:
+            self._asked.pop(name, None)
+            raise
 
     def renewed(self) -> Any:
         """Whether the job is another one than at the call before (in a graph, than when this ran before): ranks that
@@ -193,7 +229,8 @@ class GradientSync:
         def backward(tape: Tape[Tensor], arriving: Sequence[Tensor]) -> list[Tensor]:
             if self.options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
                 raise InvalidArgumentError("only what was reduced with op=Average or Sum can be differentiated again")
-            return self._reduce(arriving, variables, names)  # such a reduction is its own adjoint
+            with nullcontext() if in_graph([None]) else _until_done(self.frontend):
+                return self._reduce(arriving, variables, names)  # such a reduction is its own adjoint
 
         return record(forward, backward, gradients, keep=False)
 
@@ -211,8 +248,8 @@ class GradientSync:
                 parts.append([sent])
                 contexts.append(ctx)
         agreed = functools.partial(of.agreed, self.frontend, self.options.process_set)
-        batch = _Batch(self, names, self._groups(names, gradients, variables), agreed)
-        received = _in_graph(batch, parts) if in_graph([None]) else _eagerly(self, batch, parts)
+        batch = _Batch(self, names, self._groups(names, gradients, variables), agreed, of.variables)
+        received = _in_graph(batch, parts) if in_graph([None]) else _eagerly(batch, parts)
         return [
             sparse.combine(gradient, result, self.options.op, self.frontend.number_of(self.options.process_set))
             if sparse.is_sparse(gradient)
@@ -248,10 +285,13 @@ class _Names:
         begin: the prefix, which follows from shapes and types.
         variables: all that a step may have gradients of, also those without.
         kinds: of their gradients, see ``agreed_labels``.
+
+    Attributes:
+        variables: the argument.
     """
 
     def __init__(self, begin: str, variables: Sequence[Any], kinds: Sequence[str]) -> None:
-        self._variables = variables
+        self.variables = variables
         self._kinds = kinds
         self._begin = begin
         self._own = [f"{begin}.{index}" for index in range(len(variables))]
@@ -263,14 +303,14 @@ class _Names:
 
     def choose(self, variables: Sequence[Any]) -> list[str]:
         """This rank's names, of some of the variables."""
-        known = {id(inner(variable)): name for variable, name in zip(self._variables, self._own, strict=True)}
+        known = {id(inner(variable)): name for variable, name in zip(self.variables, self._own, strict=True)}
         return [known[id(inner(variable))] for variable in variables]
 
     def agreed(self, frontend: TensorFlowFrontend, process_set: ProcessSet) -> dict[str, str]:
         """Map each of this rank's names to the common one; collective."""
         everyones = self._own
         if not self._is_settled:
-            everyones = agreed_labels(frontend, self._begin, self._variables, process_set, self._kinds)
+            everyones = agreed_labels(frontend, self._begin, self.variables, process_set, self._kinds)
         return dict(zip(self._own, everyones, strict=True))
 
 
@@ -282,6 +322,11 @@ class _Batch:
         names: of the gradients.
         groups: of names, each sent as one.
         agreed: returns what each name stands for in messages; collective.
+        variables: that ranks have in common.
+
+    Attributes:
+        parts: in an eager step, the tensors of each gradient.
+        context: the job in which they are reduced.
     """
 
     def __init__(
@@ -290,14 +335,19 @@ class _Batch:
         names: Sequence[str],
         groups: Sequence[Sequence[str]],
         agreed: Callable[[], dict[str, str]],
+        variables: Sequence[Any] = (),
     ) -> None:
         self._frontend = sync.frontend
         self._agreed = agreed
         self._options = sync.options
+        self._may_compare = self._compares = sync.compares
         self._names = names
         self._groups = groups
+        self._variables = variables
+        self.parts: Sequence[Sequence[Tensor]] = ()
         self._sparse: dict[int, Pending[Tensor]] = {}
         self._own: dict[int, Sequence[Tensor]] = {}  # what there is nobody to share with
+        self._received: list[list[Tensor]] | None = None  # the step's results
         self._labels: dict[str, str] = {}  # until ranks have agreed
         self._lock = threading.Lock()
         self._open()
@@ -305,9 +355,10 @@ class _Batch:
     def begin(self) -> None:
         """A step begins: drop what is left over from one that did not finish. Before each step's first ``ready``."""
         self.abandon()
-        if self._context is not self._frontend.context:
+        if self.context is not self._frontend.context:
             self._open()
         self._own = {}
+        self._received = None
         if self._is_shared and not self._labels:
             self._labels = self._agreed()
             self._reducer.release(self._labels)
@@ -321,11 +372,23 @@ class _Batch:
             elif len(tensors) == 1:
                 self._reducer.ready(name, tensors[0])
             else:
-                self._sparse[index] = self._frontend.start(self._gather, tensors, self._labels[name], grouped=True)
+                held = interrupts.hold()
+                try:
+                    self._sparse[index] = self._frontend.start(self._gather, tensors, self._labels[name], grouped=True)
+                finally:
+                    interrupts.release(held)
+
+    def send(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Hand over all gradients, but for those that an interrupted call has handed over."""
+        self.parts = parts
+        for index in reversed(range(len(parts))):
+            is_under_way = index in self._sparse or self._reducer.is_open(self._names[index])
+            if not is_under_way and self._received is None:
+                self.ready(index, *parts[index])
 
     def wait(self) -> list[list[Tensor]]:
-        """Each gradient's result, with which a step ends."""
-        results = self._results()
+        """Return each gradient's result, with which a step ends; again, if an interrupted call has received them."""
+        results = self._results() if self._received is None else self._received
         self._frontend.end_step()
         return results
 
@@ -333,32 +396,46 @@ class _Batch:
         if not self._is_shared:
             # Copies: TensorFlow may write where a result is.
             return [[np.copy(tensor) for tensor in self._own[index]] for index in range(len(self._names))]
+        failure = self._reducer.rest()
+        # Also when reducing failed: memory must be at rest before the error leaves.
+        gathered = {index: _settled(pending) for index, pending in self._sparse.items()}
+        # Now that all gradients are known, the last step has changed the last variable, and this one has not begun to.
+        if self._compares and failure is None:
+            self._compares = not self._compare()
+        held = interrupts.hold()
         try:
             reduced = self._reducer.wait()
+            gathering, self._sparse = self._sparse, {}
+            results = []
+            for index, name in enumerate(self._names):
+                if name in reduced:
+                    results.append([reduced[name]])
+                else:
+                    error = gathered[index]
+                    if isinstance(error, Exception):
+                        raise error
+                    results.append(gathering[index].result())
+            self._received = results
         finally:
-            # Also when reducing failed: memory must be at rest before the error leaves.
-            gathered = {index: _settled(pending) for index, pending in self._sparse.items()}
-        gathering, self._sparse = self._sparse, {}
-        results = []
-        for index, name in enumerate(self._names):
-            if name in reduced:
-                results.append([reduced[name]])
-            else:
-                error = gathered[index]
-                if isinstance(error, Exception):
-                    raise error
-                results.append(gathering[index].result())
+            interrupts.release(held)
         return results
+
+    def _compare(self) -> bool:
+        """See that ranks have the same weights; tell whether that is done for this job."""
+        label = next(iter(self._labels.values()))
+        sample = functools.partial(checksum_of, [inner(variable) for variable in self._variables])
+        return check_late(self._frontend, self._options.process_set, label, REMEDY, sample)
 
     def _open(self) -> None:
         """Begin in a job, or in an elastic job's next epoch, in which process sets may have other numbers."""
         process_set = self._options.process_set
-        self._context = self._frontend.context
+        self.context = self._frontend.context
         self._is_shared = self._frontend.is_shared(process_set)
         self._gather = gathering(process_set)
         self._reducer = make_reducer(self._frontend, self._options, self._groups)
         self._reducer.hold()
         self._labels = {}
+        self._compares = self._may_compare  # until that is done in this job
 
     def abandon(self) -> None:
         """Wait for what is left over from a step that did not finish, and drop it."""
@@ -367,6 +444,42 @@ class _Batch:
         self._sparse = {}
         if self._reducer.open:
             self._reducer.reset()
+
+    def continues(self, other: _Batch, parts: Sequence[Sequence[Tensor]]) -> bool:
+        """Tell whether ``other``, given ``parts``, is this step once more, which was interrupted."""
+        return (
+            self._names == other._names
+            and [len(tensors) for tensors in self.parts] == [len(tensors) for tensors in parts]
+            and all(inner(a) is inner(b) for a, b in zip(self._variables, other._variables, strict=True))
+        )
+
+    def finish(self) -> None:
+        """Bring an interrupted step to its end, for the sake of the other ranks."""
+        with suppress(Exception):  # the next step raises it, if it is the job's
+            self.send(self.parts)
+            self.wait()
+        self.abandon()
+
+
+_interrupted: weakref.WeakKeyDictionary[Context, _Batch] = weakref.WeakKeyDictionary()
+"""The eager step of the main thread that is under way; when the next one begins, the one that was interrupted."""
+
+
+@contextmanager
+def _until_done(frontend: TensorFlowFrontend) -> Iterator[None]:
+    """Around an eager reduction, whose step is over when it returns, or fails."""
+    context = frontend.context
+    try:
+        yield
+        _forget(context)
+    except Exception:
+        _forget(context)
+        raise
+
+
+def _forget(context: Context) -> None:
+    if threading.current_thread() is threading.main_thread():  # no other thread has interrupts
+        _interrupted.pop(context, None)
 
 
 def _settled(pending: Pending[Tensor]) -> Exception | None:
@@ -377,16 +490,26 @@ def _settled(pending: Pending[Tensor]) -> Exception | None:
     return None
 
 
-def _eagerly(sync: GradientSync, batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    if sync.unfinished is not None:
-        sync.unfinished.abandon()
-    sync.unfinished = batch
-    batch.begin()
-    for index in reversed(range(len(parts))):
-        batch.ready(index, *parts[index])
-    results = batch.wait()
-    sync.unfinished = None
-    return results
+def _eagerly(batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    context = batch.context
+    if threading.current_thread() is threading.main_thread():
+        left = _interrupted.get(context)
+        if left is not None and left.continues(batch, parts):
+            batch = left
+        else:
+            if left is not None:
+                left.finish()
+            batch.begin()
+            batch.parts = parts
+            _interrupted[context] = batch
+    else:
+        batch.begin()
+    try:
+        batch.send(parts)
+        return batch.wait()
+    except Exception:
+        batch.abandon()
+        raise
 
 
 def _in_graph(batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:

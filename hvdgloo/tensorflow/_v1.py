@@ -94,8 +94,9 @@ def wrap(
     check_passes(passes)
     shell: Any = object.__new__(shell_class(DistributedV1Optimizer, type(optimizer)))
     shell.__dict__ = optimizer.__dict__
-    shell._sync = GradientSync(frontend, options)
     shell._adaptive = options.op == ReduceOp.ADASUM
+    # With Adasum, changes are reduced when each rank's weights have changed already.
+    shell._sync = GradientSync(frontend, options, compares=not shell._adaptive)
     shell._accumulation = (
         LocalGradientAggregationHelper(
             passes, shell._reduce, average_aggregated_gradients=average, renewed=shell._sync.renewed

@@ -33,12 +33,12 @@ from hvdgloo._backends import gpu
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import process_set_id
-from hvdgloo._collectives.spec import CollectiveSpec, reduction
+from hvdgloo._collectives.spec import reduction
 from hvdgloo._job.context import Context
 from hvdgloo._platform import interrupts
 from hvdgloo._training.options import Groups
 from hvdgloo._training.reducer import GradientReducer
-from hvdgloo._training.weights import all_equal, to_send, warning
+from hvdgloo._training.weights import all_equal, start_gathering, to_send, warn
 from hvdgloo.errors import (
     GradientsInFlightError,
     HorovodInternalError,
@@ -61,7 +61,7 @@ from hvdgloo.torch._parameters import (
 )
 from hvdgloo.torch._weights import checksum_of
 from hvdgloo.torch.compression import Compression
-from hvdgloo.types import Collective, ReduceOp
+from hvdgloo.types import ReduceOp
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,8 @@ T = TypeVar("T")
 
 _ELEMENTWISE = (Compression.none, Compression.fp16, Compression.bf16)
 """Compressors that treat many gradients at once just as they treat each of them."""
+
+_REMEDY = "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) on all ranks before the first step"
 
 _owners: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 """A parameter's id to the Session that reduces its gradient: the latest one, by rule and not by the accidents of
@@ -446,20 +448,14 @@ class Session:
             self._tell_of_weights(own)
 
     def _tell_of_weights(self, own: int | None) -> None:
-        """Ranks have different weights: have one of them say which."""
-        process_set = process_set_id(self.options.process_set)
-        ranks = self.frontend.sharers(self.options.process_set)
+        """Warn of different weights, on one rank."""
 
-        def ask() -> Callable[[], npt.NDArray[Any]]:
-            mine = np.array([[-1 if own is None else own]], np.int64)
-            gather = CollectiveSpec(Collective.ALLGATHER, process_set=process_set)
-            return self.frontend.start_array(gather, mine, None)
+        def ask() -> Callable[[], npt.NDArray[np.int64]]:
+            return start_gathering(self.frontend, own, self.options.process_set)
 
-        def use(everyones: npt.NDArray[Any]) -> None:
+        def use(checksums: npt.NDArray[np.int64]) -> None:
             self._differs = False
-            if self.frontend.context.rank == ranks[0]:
-                remedy = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
-                logger.warning("%s", warning(ranks, everyones[:, 0].tolist(), remedy))
+            warn(self.frontend, self.options.process_set, checksums, _REMEDY)
 
         self._agree("weights", ask, use)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from hvdgloo._training.weights import SAMPLE, checksum
+from hvdgloo._training.weights import checksum, samples_of
 
 
 def checksum_of(parameters: Iterable[torch.Tensor]) -> int | None:
@@ -21,7 +21,7 @@ def checksum_of(parameters: Iterable[torch.Tensor]) -> int | None:
         for parameter in parameters:
             is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter) and parameter.layout is torch.strided
             if is_plain and not parameter.is_meta and parameter.numel():
-                elements = parameter.detach().reshape(-1)[:: max(1, parameter.numel() // SAMPLE)][:SAMPLE]
+                elements = parameter.detach().reshape(-1)[samples_of(parameter.numel())]
                 real = torch.view_as_real(elements).reshape(-1) if elements.is_complex() else elements
                 samples.setdefault(parameter.device, []).append(real.double())
         found = [torch.cat(each).cpu().numpy() for each in samples.values()]

@@ -60,7 +60,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.data": set(),
     "hvdgloo.numpy": {"_collectives", "_job", "elastic"},
     "hvdgloo.torch": {"_backends", "_collectives", "_job", "_platform", "_training", "common", "config", "elastic"},
-    "hvdgloo.mxnet": {"_collectives", "_job", "_training", "common", "elastic"},
+    "hvdgloo.mxnet": {"_collectives", "_job", "_platform", "_training", "common", "elastic"},
     "hvdgloo.tensorflow": {"_collectives", "_job", "_platform", "_training", "common", "elastic"},
     "hvdgloo.tensorflow.data": {"_job", "_net", "_platform", "config", "rendezvous", "tensorflow"},
     "hvdgloo.tensorflow.keras": {"_collectives", "_training", "keras", "tensorflow"},

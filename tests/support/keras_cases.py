@@ -392,6 +392,98 @@ def like_models_are_told_apart_by_their_names() -> None:
 
 
 @case
+def different_weights_are_told_unless_they_are_broadcast() -> None:
+    """Also where a call is several steps, after which the callback broadcasts weights that were not built before."""
+    several = {} if BACKEND == "torch" else {"steps_per_execution": 2}
+    for callbacks, expected in (([], 1), ([hvd.callbacks.BroadcastGlobalVariablesCallback(0)], 0)):
+        with logged() as said:
+            keras.utils.set_random_seed(1 + hvd.rank())
+            model = keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)])
+            model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss="mse", **several)
+            for _ in range(2):
+                model.fit(
+                    own(X),
+                    own(Y),
+                    batch_size=BATCH // hvd.size(),
+                    epochs=2,
+                    shuffle=False,
+                    verbose=0,
+                    callbacks=callbacks,
+                )
+        told = [line for line in said if "same weights" in line]
+        assert len(told) == (expected if hvd.rank() == 0 else 0), said
+        if told:
+            assert told[0].startswith("rank 1 ")
+            assert "Pass hvd.callbacks.BroadcastGlobalVariablesCallback(0) to fit() on all ranks" in told[0] or (
+                BACKEND == "tensorflow" and "hvd.broadcast_variables(model.variables, root_rank=0)" in told[0]
+            )
+
+
+@case
+def different_weights_are_told_in_a_loop_of_one_s_own() -> None:
+    if BACKEND == "jax":  # whose compiled steps could look at weights only in each of them
+        return
+    with logged() as said:
+        model, variable = dense(), keras.Variable([1.0 + hvd.rank(), 2.0], name="own")
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        alike = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        for _ in range(3):
+            optimizer.apply([keras.ops.ones((2,))], [variable])
+            alike.apply([keras.ops.ones(v.shape) for v in model.trainable_variables], model.trainable_variables)
+    assert len([line for line in said if "same weights" in line]) == (hvd.rank() == 0), said
+
+
+@case
+@eagerly
+def a_step_that_is_repeated_after_ctrl_c_reduces_once() -> None:
+    """The first rank has it before some lines of the library; it repeats the whole step, or the optimizer's part."""
+    if BACKEND == "jax":  # whose step is compiled, and does not end in the middle
+        return
+    rank, rate = hvd.rank(), 0.1
+    interrupted_at = importlib.import_module("interrupting").interrupted_at  # beside this program
+    no_grad = importlib.import_module("torch").no_grad if BACKEND == "torch" else contextlib.nullcontext
+
+    def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+        with no_grad():
+            optimizer.apply(gradients, variables)
+
+    def train(line: int | None, which: int) -> tuple[bool, np.ndarray]:
+        variables = [keras.Variable(np.ones(shape, np.float32), name=f"v{len(shape)}") for shape in ((3,), (2, 2))]
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate))
+        optimizer.build(variables)
+
+        def backward(number: int) -> list[Any]:
+            if BACKEND == "tensorflow":
+                return [keras.ops.ones(v.shape) * (rank + number + 1.0) for v in variables]
+            for variable in variables:
+                variable.value.grad = None
+            (sum(v.value.sum() for v in variables) * (rank + number + 1.0)).backward()
+            return [variable.value.grad for variable in variables]
+
+        interrupted = False
+        for number in range(4):
+            if line is None or number != which:
+                apply(optimizer, backward(number), variables)
+                continue
+            gradients, before = backward(number), keras.ops.convert_to_numpy(variables[0]).copy()
+            interrupted = interrupted_at(line, functools.partial(apply, optimizer, gradients, variables))
+            is_made = not optimizer._hvd.sync.arrived and (keras.ops.convert_to_numpy(variables[0]) != before).any()
+            if interrupted and not is_made:  # or it came after the step
+                apply(optimizer, backward(number) if line % 2 else gradients, variables)
+        return interrupted, np.concatenate([keras.ops.convert_to_numpy(v).reshape(-1) for v in variables])
+
+    expected = 1.0 - rate * sum(number + 1 + (hvd.size() - 1) / 2 for number in range(4))
+    for which in (0, 1, 3):
+        line, goes_on = which, True
+        while goes_on:
+            interrupted, weights = train(line if rank == 0 else None, which)
+            np.testing.assert_allclose(weights, expected, rtol=1e-5, err_msg=f"step {which}, line {line}")
+            goes_on = hvd.broadcast_object(interrupted, 0, "interrupted")
+            line += 101
+        assert line > 200
+
+
+@case
 def with_jit_compile_it_trains() -> None:
     if BACKEND == "torch":
         import torch

@@ -39,7 +39,7 @@ def test_what_is_equal_in_each_element_has_the_same_checksum() -> None:
 
 
 def test_two_ranks_are_named_and_what_to_call() -> None:
-    text = weights.warning([1, 4, 6, 7], [-1, 9, 8, 7], "hvd.broadcast_variables(...)")
+    text = weights.warning([1, 4, 6, 7], [-1, 9, 8, 7], "Call hvd.broadcast_variables(...) on all ranks")
     assert text.startswith("rank 6 does not start from the same weights as rank 4 (nor do 1 more)")
     assert "Call hvd.broadcast_variables(...) on all ranks" in text
     assert "HVDGLOO_CHECK_WEIGHTS=0" in text
