@@ -720,9 +720,9 @@ class Config:
         flag="--check-weights",
         yaml="params.check_weights",
         parse=_boolean,
-        help="warn if ranks train from different weights, compared once by a checksum of a sample of them: in the "
-        "first step of PyTorch's DistributedOptimizer, and in the second step elsewhere, since Keras and TensorFlow "
-        "programs may broadcast after the first",
+        help="warn if ranks train from different weights; checksums of a sample are compared once, in the first step "
+        "of PyTorch's DistributedOptimizer and in the second step elsewhere, since Keras and TensorFlow programs may "
+        "broadcast after the first",
     )
 
     # Stalls.
