@@ -36,7 +36,8 @@ def _root_shows(record: logging.LogRecord) -> bool:
 
 
 def configure_logging(config: Config, rank: int | None) -> None:
-    """Show hvdgloo's messages on stderr as ``[time: LEVEL file:line] [rank]: text``.
+    """Show hvdgloo's messages on stderr as ``[time: LEVEL file:line] [rank]: text``, without the rank in workers that a
+    launcher's agent has started.
 
     A program that has attached handlers of its own to the ``hvdgloo`` logger keeps them, and no other is added. Where
     the root logger writes to the terminal (``logging.basicConfig()``, which importing MXNet calls), it shows them
@@ -52,7 +53,7 @@ def configure_logging(config: Config, rank: int | None) -> None:
         return
     handler = _Handler()
     time = "" if config.log_hide_time else "%(asctime)s.%(msecs)03d: "
-    place = "" if rank is None else f" [{rank}]"
+    place = "" if rank is None or config.agent_id else f" [{rank}]"  # the launcher's prefix, or the file, names the rank
     handler.setFormatter(
         logging.Formatter(f"[{time}%(levelname)s %(filename)s:%(lineno)d]{place}: %(message)s", "%Y-%m-%d %H:%M:%S")
     )

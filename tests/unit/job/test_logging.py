@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator
 
@@ -33,11 +34,14 @@ def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in (captured.err + captured.out).splitlines() if "look" in line]
 
 
-def test_our_own_handler_shows_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging(Config(log_hide_time=True), 3)
+@pytest.mark.parametrize(("agent", "place"), [("", " [3]"), ("0123", "")], ids=["alone", "under a launcher"])
+def test_our_own_handler_shows_the_rank_where_nothing_else_does(
+    agent: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging(Config(log_hide_time=True, agent_id=agent), 3)
     (line,) = shown(capsys)
-    assert line.startswith("[WARNING test_logging.py:")
-    assert line.endswith(" [3]: look")
+    assert line.startswith(f"[WARNING {os.path.basename(__file__)}:")
+    assert line.endswith(f"]{place}: look")
 
 
 @pytest.mark.parametrize("stream", ["stderr", "stdout"])
