@@ -298,7 +298,7 @@ def _listener(text: str) -> tuple[str, int]:
 
 def _whole(text: str) -> int:
     if not text.strip().isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 0")
+        raise argparse.ArgumentTypeError(f"expected a whole number, at least 0, not {text!r}")
     return int(text)
 
 

@@ -53,7 +53,9 @@ def configure_logging(config: Config, rank: int | None) -> None:
         return
     handler = _Handler()
     time = "" if config.log_hide_time else "%(asctime)s.%(msecs)03d: "
-    place = "" if rank is None or config.agent_id else f" [{rank}]"  # the launcher's prefix, or the file, names the rank
+    place = (
+        "" if rank is None or config.agent_id else f" [{rank}]"
+    )  # the launcher's prefix, or the file, names the rank
     handler.setFormatter(
         logging.Formatter(f"[{time}%(levelname)s %(filename)s:%(lineno)d]{place}: %(message)s", "%Y-%m-%d %H:%M:%S")
     )

@@ -8,6 +8,7 @@ configuration file (``yaml=``). Adding a flag takes one call in ``build_parser``
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -569,9 +570,20 @@ def split(argv: Sequence[str], values: Mapping[str, int]) -> tuple[list[str], li
             break
         flag, equals, _ = word.partition("=")
         if flag not in values:
-            raise ConfigError(_unknown(flag, values))
+            raise ConfigError(program_as_value(argv[:position], values) or _unknown(flag, values))
         position += 1 if equals else 1 + values[flag]
     return list(argv[:position]), list(argv[position:])
+
+
+def program_as_value(flags: Sequence[str], values: Mapping[str, int]) -> str:
+    """Return advice if the last flag, which lacks its value, has taken the program for it; empty otherwise."""
+    flag, value = ["", "", *flags][-2:]
+    name, equals, given = value.partition("=")
+    if equals:
+        flag, value = name, given
+    if values.get(flag) != 1 or "discovery" in flag or not value.endswith(".py") or not os.path.isfile(value):
+        return ""
+    return f"there is no command to run: {flag} took {value} as its value; write {PROGRAM} {flag} VALUE {value}"
 
 
 def misplaced(command: Sequence[str], spellings: Sequence[str]) -> str:

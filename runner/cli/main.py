@@ -23,7 +23,16 @@ from hvdgloo.rendezvous._auth import generate_secret
 from hvdgloo.runner.cli import config_file, setting_flags, tune
 from hvdgloo.runner.cli.config_file import FileContent
 from hvdgloo.runner.cli.elastic import examined, options_from
-from hvdgloo.runner.cli.flags import PROGRAM, TUNE_SECONDS, Parser, build_parser, judge_known_flags, misplaced, split
+from hvdgloo.runner.cli.flags import (
+    PROGRAM,
+    TUNE_SECONDS,
+    Parser,
+    build_parser,
+    judge_known_flags,
+    misplaced,
+    program_as_value,
+    split,
+)
 from hvdgloo.runner.cli.reach import exports_from, reach_from
 from hvdgloo.runner.cli.torchrun import as_command, on_each_host, processes_here
 from hvdgloo.runner.console.writer import is_broken_pipe
@@ -120,6 +129,8 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
         from hvdgloo.runner.cli.build_report import build_table
 
         return _print(build_table(), stdout, stderr)
+    if not command and (advice := program_as_value(flags, parser.values)):
+        raise ConfigError(advice)
     line = command_line(parser, given, command, doctor=doctor or tuned)
     for notice in line.notices:
         stderr.write(f"{PROGRAM}: {notice}\n")

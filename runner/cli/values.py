@@ -9,16 +9,16 @@ from hvdgloo.runner.job.hostlist import MOST_WORKERS
 
 
 def positive(text: str) -> int:
-    """Parse a whole number from 1."""
+    """Parse a whole number, at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+        raise argparse.ArgumentTypeError(f"expected a whole number, at least 1, not {text!r}")
     return int(text)
 
 
 def whole(text: str) -> int:
-    """Parse a whole number from 0."""
+    """Parse a whole number, at least 0."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+        raise argparse.ArgumentTypeError(f"expected a whole number, at least 0, not {text!r}")
     return int(text)
 
 

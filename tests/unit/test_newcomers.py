@@ -52,7 +52,8 @@ class TestFlags:
     @pytest.mark.parametrize(
         ("argv", "text"),
         [
-            (["-np", "0", "true"], "-np/--num-proc: '0' is not a whole number from 1"),
+            (["-np", "0", "true"], "-np/--num-proc: expected a whole number, at least 1, not '0'"),
+            (["-np", "two", "true"], "-np/--num-proc: expected a whole number, at least 1, not 'two'"),
             (["-np"], "-np/--num-proc: a value is missing"),
             (["--verbose=1", "true"], "--verbose: takes no value, but was given '1'"),
             (["-np", "2", "-c", "print(1)"], "there is no option -c; did you mean -np or python -c as the command?"),
@@ -64,6 +65,25 @@ class TestFlags:
 
 
 class TestPrograms:
+    @pytest.mark.parametrize(
+        "argv",
+        [
+            ["--output-filename", "train.py"],
+            ["--output-filename=train.py"],
+            ["--output-filename", "train.py", "--lr", "0.1"],
+        ],
+    )
+    def test_a_program_that_was_taken_for_a_flag_s_value(
+        self, argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert not complaint(capsys, *argv).startswith("there is no command to run: "), "so it may be a directory"
+        (tmp_path / "train.py").touch()
+        assert complaint(capsys, "-np", "2", *argv).startswith(
+            "there is no command to run: --output-filename took train.py as its value; write "
+            "hvdgloo-run --output-filename VALUE train.py"
+        )
+
     def resolve(self, *command: str, cwd: Path) -> tuple[str, ...]:
         return resolve_command(command, python="python", cwd=str(cwd), search_path="/usr/bin:/bin", module_path=())
 
