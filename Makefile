@@ -113,7 +113,7 @@ SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')
 demo: $(READY_DEMO)
 	@mkdir -p build
 	$(BIN)/hvdgloo-run -np 2 --page --report build/demo.html examples/torch_digits.py
-	@sed "s|^  hvdgloo-run|  $(BIN)/hvdgloo-run|" docs/after-the-demo.txt
+	@sed "s|^  hvdgloo-run|  $(BIN)/hvdgloo-run|; s|\.venv/bin|$(BIN)|" docs/after-the-demo.txt
 
 demo-elastic: $(READY_DEMO)
 	$(BIN)/python examples/demo_elastic.py

@@ -61,7 +61,8 @@ class Story:
         name = "-".join(place.rpartition("/")[2].split("-")[:2])
         self.doing = f"fetching {name}"
         if how != "Downloading":
-            return f"{name}, which is here already" if megabytes >= _SMALL_MB or how == "Processing" else None
+            where = "a file on this machine" if how == "Processing" else "pip's cache"
+            return f"{name}, from {where}" if megabytes >= _SMALL_MB or how == "Processing" else None
         self.megabytes += megabytes
         return f"{name}, {megabytes:.0f} MB" if megabytes >= _SMALL_MB else None
 
@@ -185,7 +186,8 @@ def main() -> int:
         arguments += requirements(known.extra)
     print(f"{known.python.parent.parent}: installing {known.what}", flush=True)
     if known.index and not answers(known.index):
-        _say(sys.stdout, f"{known.index} does not answer: pip asks where it always does, and torch may be CUDA's build")
+        usual = "pip takes torch from its usual index, where it may be the large build with CUDA"
+        _say(sys.stdout, f"{known.index} cannot be reached; {usual}")
     elif known.index:
         arguments += ["--index-url", known.index]
     return install(known.python, arguments, sys.stdout)

@@ -89,8 +89,8 @@ def test_if_pip_fails_all_that_it_said_is_shown(pip: Path, tmp_path: Path) -> No
         (LARGE, "torch-2.13.0, 192 MB"),
         (SMALL, None),
         ("  Downloading numpy-2.4-cp311-linux.whl.metadata (62 kB)", None),
-        ("  Using cached scipy-1.17.0-cp311-linux.whl (35.4 MB)", "scipy-1.17.0, which is here already"),
-        ("Processing /somewhere/torch-2.13.0+cpu-cp311-linux.whl", "torch-2.13.0+cpu, which is here already"),
+        ("  Using cached scipy-1.17.0-cp311-linux.whl (35.4 MB)", "scipy-1.17.0, from pip's cache"),
+        ("Processing /somewhere/torch-2.13.0+cpu-cp311-linux.whl", "torch-2.13.0+cpu, from a file on this machine"),
         ("Processing /the/checkout", None),
         ("Installing collected packages: hvdgloo", "unpacking 1 package; 0 MB fetched so far"),
         ("Requirement already satisfied: torch", None),
@@ -185,7 +185,10 @@ def test_the_demo_installs_no_tool_of_the_tests(tmp_path: Path) -> None:
     assert packages == ["https://download.pytorch.org/whl/cpu", "torch==2.13.0", ".[examples]"]
     (job,) = (line for line in recipe.splitlines() if "hvdgloo-run -np" in line)
     assert shlex.split(job)[1:] == ["-np", "2", "--page", "--report", "build/demo.html", "examples/torch_digits.py"]
-    assert "docs/after-the-demo.txt" in recipe
+    (shows,) = (line for line in recipe.splitlines() if "docs/after-the-demo.txt" in line)
+    said = subprocess.run(shlex.split(shows), cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    assert f"source {tmp_path}/venv/bin/activate" in said
+    assert f"  {tmp_path}/venv/bin/hvdgloo-run doctor" in said
     last = (ROOT / "docs/after-the-demo.txt").read_text(encoding="utf-8").splitlines()[-1]
     assert "build/demo.html" in last, "the demo ends with the path of its report"
 
