@@ -336,7 +336,7 @@ def test_its_output_may_go_nowhere() -> None:
         (["-np", "2", "--join", "now"], "--join is for elastic jobs"),
         (["-np", "2", "--min-np", "1", "--join", "later"], "invalid choice: 'later'"),
         (["-np", "2", "--min-np", "1", "--elastic-timeout", "0"], "expected a number greater than 0"),
-        (["-np", "2", "--min-np", "1", "--reset-limit", "-1"], "expected a whole number, at least 0, not '-1'"),
+        (["-np", "2", "--min-np", "1", "--reset-limit", "-1"], "at least 0, not '-1'"),
         (["-np", "2", "--min-np", "1", "--start-timeout", "9"], "--start-timeout is for a fixed number of workers"),
         (["-np", "2", "--min-nps", "1"], "did you mean --min-np?"),
         (["--status-token"], "--status-token needs the job's secret"),

