@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from hvdgloo._backends import gpu, nccl
+from hvdgloo._backends.alone import AloneBackend
 from hvdgloo._backends.base import Backend, Done, Mark, Plane, RendezvousStore, wait_for
 from hvdgloo._backends.memory import HostMemory
 from hvdgloo._backends.process_group import SIGNED, tensor_of
@@ -108,6 +109,8 @@ def open_planes(
     staged = Plane(host, HostMemory() if device is None else PinnedMemory(device))
     if operations == "gloo":
         return staged, staged
+    if operations == "auto" and len(ranks) == 1 and device is not None and device.type == "cuda":
+        return Plane(AloneBackend(device), DeviceMemory(device)), staged
     deadline = time.monotonic() + timeout
     gpus = _exchange(host, Gpu.of(device), rank, len(ranks), timeout)
     reason = obstacle(gpus, ranks)

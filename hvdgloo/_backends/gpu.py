@@ -154,6 +154,11 @@ def use_own_stream(device: torch.device) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
 
 
+def use(stream: Stream) -> None:
+    """Make a stream this thread's current one on its GPU, and that GPU this thread's current one."""
+    torch.cuda.set_stream(stream)
+
+
 def ignore_captures() -> None:
     """Let this thread ask for events and memory while another one captures a CUDA graph.
 

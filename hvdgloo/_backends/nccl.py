@@ -187,7 +187,7 @@ class NcclBackend(ProcessGroupBackend):
         prefix: of this group's keys in it, the same on all ranks and never used before.
         rank, size: within the group.
         device: the GPU, which no other rank has. Collectives are ordered on its stream that is current at the call.
-        connect_timeout: seconds until the ranks are connected.
+        connect_timeout: seconds until the ranks are connected, and until a collective has begun that connects others.
         cancelled: polled meanwhile to see whether to give up.
 
     Raises:
@@ -214,6 +214,8 @@ class NcclBackend(ProcessGroupBackend):
         self._aborted = threading.Event()
         self._abort: Call | None = None
         self._lock = threading.Lock()
+        self._connect_timeout = connect_timeout
+        self._routes: set[tuple[str, int, int]] = set()
         self._store = NcclStore(store, prefix, connect_timeout)
         of = threading.current_thread().name
         self._aside, self._aborter = Aside(f"NCCL of {of}"), Aside(f"NCCL's end of {of}")
@@ -266,6 +268,35 @@ class NcclBackend(ProcessGroupBackend):
         self.abort()
         self.abandon()
 
+    def _begin(self, function: Callable[..., Any], nbytes: int, *args: Any) -> Any:
+        """Call the group's method aside where it may connect ranks: NCCL connects a pair when it first needs it.
+
+        From version 2.22 on, it needs other pairs for each algorithm, which it chooses by kind and size, and for each
+        peer of an alltoall. A peer that is not reached would keep this thread for ever.
+        """
+        routes = _routes(function.__name__, nbytes, args)
+        if routes <= self._routes:
+            return function(*args)
+        stream, begun = gpu.current(self._device), []
+
+        def begin() -> None:
+            gpu.use(stream)
+            begun.append(function(*args))
+
+        call = self._aside.call(begin)
+        deadline = time.monotonic() + self._connect_timeout
+        while not call.returns_within(_TURN):
+            if self._aborted.is_set():
+                raise BackendError("the operation was aborted")
+            if time.monotonic() >= deadline:
+                raise BackendError(
+                    f"NCCL did not begin {function.__name__} within {round(self._connect_timeout, 1):g} s: it connects "
+                    "ranks when it first needs to, and did not reach one. NCCL_DEBUG=INFO makes NCCL say more; "
+                    "NCCL_RUNTIME_CONNECT=0 makes it connect all ranks at the beginning"
+                )
+        self._routes |= routes
+        return begun[0]
+
     def _work(self, what: str, work: Any, keep: object, finish: Callable[[], object] | None = None) -> Work:
         work.wait()  # the current stream waits for NCCL's own; this thread does not
         if finish is not None:
@@ -277,7 +308,7 @@ class NcclBackend(ProcessGroupBackend):
             return super().allgather(source, target, nbytes)
         # Blocks of unequal sizes: torch makes a group of broadcasts of it, straight into their places.
         blocks = list(torch.split(tensor_of(target, DType.UINT8), list(nbytes)))
-        work = self._group.allgather([blocks], [tensor_of(source, DType.UINT8)])
+        work = self._begin(self._group.allgather, target.nbytes, [blocks], [tensor_of(source, DType.UINT8)])
         return self._work("allgather", work, (source, target))
 
     def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
@@ -286,7 +317,8 @@ class NcclBackend(ProcessGroupBackend):
         kind = DType.UINT8 if source.dtype is DType.BOOL else SIGNED.get(source.dtype)
         options: Any = dist.ReduceScatterOptions()
         options.reduceOp = (BOOL_OPS if source.dtype is DType.BOOL else OPS)[op]
-        work = self._group._reduce_scatter_base(tensor_of(target, kind), tensor_of(source, kind), options)
+        begin = self._group._reduce_scatter_base
+        work = self._begin(begin, source.nbytes, tensor_of(target, kind), tensor_of(source, kind), options)
         return self._work("reducescatter", work, (source, target))
 
     def scale(self, buffer: Buffer, factor: float) -> None:
@@ -337,6 +369,14 @@ class NcclBackend(ProcessGroupBackend):
     def _end_threads(self) -> None:
         self._aside.end()
         self._aborter.end()
+
+
+def _routes(method: str, nbytes: int, args: Sequence[Any]) -> set[tuple[str, int, int]]:
+    """Return what NCCL may need connections for: kinds and orders of size, and for an alltoall its peers."""
+    if method != "alltoall_base":
+        return {(method, nbytes.bit_length(), -1)}
+    blocks = enumerate(map(max, *args[-2:]))
+    return {(method, block.bit_length(), peer) for peer, block in blocks if block}
 
 
 class _NcclWork(Passed):

@@ -80,6 +80,14 @@ class ProcessGroupBackend:
         """
         raise NotImplementedError
 
+    def _begin(self, function: Callable[..., Any], nbytes: int, *args: Any) -> Any:
+        """Call a method of the group that begins a collective, and return what it returns.
+
+        Args:
+            nbytes: the size of what is sent.
+        """
+        return function(*args)
+
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         what = f"allreduce of {buffer.nbytes} bytes"
         if buffer.dtype in (DType.INT16, DType.UINT16):  # neither Gloo nor NCCL has 16-bit integers
@@ -104,7 +112,8 @@ class ProcessGroupBackend:
         own, whole = tensor_of(source, DType.UINT8), tensor_of(target, DType.UINT8)
         keep = (source, target)
         if all(size == largest for size in nbytes):
-            return self._work("allgather", self._group._allgather_base(whole, own), keep)
+            work = self._begin(self._group._allgather_base, total, whole, own)
+            return self._work("allgather", work, keep)
         if largest * self._size > 2 * total:
             return self._gather_by_broadcasts(source, target, nbytes)
         padded_own = own.new_empty(largest)
@@ -115,13 +124,14 @@ class ProcessGroupBackend:
             blocks = [padded[rank * largest : rank * largest + size] for rank, size in enumerate(nbytes)]
             torch.cat(blocks, out=whole)
 
-        return self._work("allgather", self._group._allgather_base(padded, padded_own), keep, finish)
+        work = self._begin(self._group._allgather_base, padded.nbytes, padded, padded_own)
+        return self._work("allgather", work, keep, finish)
 
     def broadcast(self, buffer: Buffer, root: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        work = self._group.broadcast([tensor_of(buffer, DType.UINT8)], options)
+        work = self._begin(self._group.broadcast, buffer.nbytes, [tensor_of(buffer, DType.UINT8)], options)
         return self._work(f"broadcast of {buffer.nbytes} bytes", work, buffer)
 
     def alltoall(
@@ -135,14 +145,15 @@ class ProcessGroupBackend:
     ) -> Work:
         """See ``Backend``; ``finish`` is called once everything has come."""
         own, whole = tensor_of(source, DType.UINT8)[: sum(sent)], tensor_of(target, DType.UINT8)
-        work = self._group.alltoall_base(whole, own, list(received), list(sent))
+        work = self._begin(self._group.alltoall_base, sum(sent), whole, own, list(received), list(sent))
         return self._work("alltoall", work, (source, target), finish)
 
     def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
         # Gloo's own would move all of it to all ranks. In rank order, so that results do not depend on the timing.
         own = tensor_of(source, DType.UINT8)
         blocks = own.new_empty(nbytes[self._rank] * self._size)
-        work = self._group.alltoall_base(blocks, own, [nbytes[self._rank]] * self._size, list(nbytes))
+        received = [nbytes[self._rank]] * self._size
+        work = self._begin(self._group.alltoall_base, sum(nbytes), blocks, own, received, list(nbytes))
 
         def finish() -> None:
             if target.nbytes:
@@ -156,7 +167,7 @@ class ProcessGroupBackend:
         if options is None:
             options = self._options[op] = dist.AllreduceOptions()
             options.reduceOp = op
-        return self._group.allreduce([tensor], options)
+        return self._begin(self._group.allreduce, tensor.nbytes, [tensor], options)
 
     def _allreduce_unsigned(self, buffer: Buffer, op: ReduceOp, what: str) -> Work:
         """As signed integers, which wrap around alike; their order is the same if the highest bit is flipped."""

@@ -418,7 +418,13 @@ class Executor:
         if bucket.collective.changes_sets:
             self._change_sets(batch[bucket.parts[0].operation][0])
         transfer = Transfer(bucket, batch, group, plane, self._fusion_threshold)
-        begin(transfer)
+        try:
+            begin(transfer)
+        except Exception:
+            if plane.memory.in_order:  # a stream may still have to pack the tensors
+                transfer.work = plane.memory.mark()
+                self._under_way.append(transfer)
+            raise
         if counters is not None:
             self._count_from(transfer, counters, started, readable)
         if timeline is not None:

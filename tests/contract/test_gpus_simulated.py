@@ -212,6 +212,36 @@ def test_every_collective_in_every_order(gpus: Simulated, operations: str) -> No
         made.run(body)
 
 
+@pytest.mark.parametrize("operations", ["auto", "nccl"])
+def test_a_rank_that_is_alone_needs_no_communicator(gpus: Simulated, operations: str) -> None:
+    def body(context: Context) -> list[str]:
+        hvd = frontend_of(context)
+        for kind in (torch.float32, torch.int16, torch.bool):
+            tensor = rows(0).to(kind)
+            values = tensor.tolist()
+            for op in (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MAX, ReduceOp.ADASUM):
+                if kind is torch.float32 or op in (ReduceOp.SUM, ReduceOp.MAX):
+                    assert hvd.allreduce(tensor, op=op).tolist() == values
+            assert hvd.allgather(tensor).tolist() == values
+            assert hvd.broadcast(tensor, root_rank=0).tolist() == values
+            assert hvd.alltoall(tensor, splits=[1])[0].tolist() == values[:1]
+            if kind is not torch.bool:
+                assert hvd.reducescatter(tensor, op=ReduceOp.SUM).tolist() == values
+        scaled = hvd.allreduce(rows(0), op=ReduceOp.SUM, prescale_factor=3.0, postscale_factor=2.0)
+        assert scaled.tolist() == (6.0 * rows(0)).tolist()
+        many = [on_gpu(torch.full((n + 1,), float(n))) for n in range(12)]
+        for n, result in enumerate(hvd.grouped_allreduce(many)):
+            assert result.tolist() == [float(n)] * (n + 1)
+        pair = hvd.grouped_allgather([rows(0), on_gpu(torch.ones(1))])
+        assert [each.tolist() for each in pair] == [rows(0).tolist(), [1.0]]
+        return [plane.name for _, plane in enumerate(context.engine._groups[0].backends)]
+
+    with world(gpus, 1, operations) as made:
+        (names,) = made.run(body)
+    assert names[1] == ("alone" if operations == "auto" else "nccl")
+    assert bool(gpus.nccl.groups) == (operations == "nccl")
+
+
 @pytest.mark.parametrize("operations", ["nccl", "gloo"])
 def test_observers_learn_each_ranks_gpu_and_why_its_tensors_travel_as_they_do(gpus: Simulated, operations: str) -> None:
     def body(context: Context) -> tuple[int, int, list[tuple[str, str, str]]]:

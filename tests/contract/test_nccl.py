@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import threading
 import time
@@ -200,6 +201,60 @@ def test_a_rank_that_dies_while_nccl_connects_frees_the_others(gpus: Simulated, 
     world = World(SIZE, open_device=planes(60.0))
     assert max(world.run(body)) < MARGIN
     world.close()
+
+
+def test_a_collective_that_needs_other_connections_has_a_deadline(gpus: Simulated) -> None:
+    """From version 2.22 on, NCCL connects ranks when it first needs to."""
+
+    def body(context: Context) -> float:
+        hvd = frontend_of(context)
+        assert hvd.allreduce(on_gpu(torch.ones(2)), op=ReduceOp.SUM).tolist() == [3.0, 3.0]
+        hvd.barrier()
+        gpus.nccl.faults.begins_never["alltoall"] = {0, 1, 2}
+        begin = time.monotonic()
+        with pytest.raises(HorovodInternalError, match="NCCL did not begin alltoall_base within 1 s"):
+            hvd.alltoall(on_gpu(torch.ones(SIZE)))
+        return time.monotonic() - begin
+
+    with World(SIZE, open_device=planes(CONNECT_TIMEOUT)) as world:
+        took = world.run(body)
+    assert max(took) < CONNECT_TIMEOUT + MARGIN
+
+
+@pytest.mark.parametrize("kind", ["alltoall", "broadcast"])
+def test_a_rank_that_dies_while_a_collective_connects_frees_the_others_at_once(gpus: Simulated, kind: str) -> None:
+    """Even if NCCL does not end what it was about when it is told to. What was packed for it keeps its memory."""
+    gpus.nccl.faults.abort_blocks |= {0, 2}
+    died = threading.Event()
+
+    def body(context: Context) -> float:
+        hvd = frontend_of(context)
+        hvd.allreduce(on_gpu(torch.ones(2)), name="connects")
+        hvd.barrier()
+        if context.rank == 1:
+            gpus.nccl.faults.begins_never[kind] = {0, 2}
+        hvd.barrier()
+        tensor = on_gpu(torch.ones(SIZE))
+        operation = getattr(hvd, f"{kind}_async")
+        handle = operation(tensor, 0) if kind == "broadcast" else operation(tensor)
+        if context.rank == 1:
+            assert died.wait(10)
+            lose(context)
+            return 0.0
+        if context.rank == 0:
+            threading.Timer(0.3, died.set).start()
+        begin = time.monotonic()
+        with pytest.raises(HorovodInternalError, match="rank 1"):
+            hvd.synchronize(handle)
+        return time.monotonic() - begin
+
+    world = World(SIZE, open_device=planes(60.0))
+    assert max(world.run(body)) < executor._STUCK_SECONDS
+    world.close()
+    gpus.nccl.faults.over.set()
+    del world
+    gc.collect()
+    gpus.machine.check()
 
 
 # Ending.

@@ -78,6 +78,9 @@ class Simulated:
         if self.current(device) is self.machine.default_stream(device.index):
             self.machine.set_stream(self.machine.new_stream(device.index))
 
+    def use(self, stream: Stream) -> None:
+        self.machine.set_stream(stream)
+
     def record(self, device: torch.device) -> Event:
         return self.machine.record(self.current(device))
 

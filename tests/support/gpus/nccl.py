@@ -27,6 +27,7 @@ class Faults:
     Attributes:
         connects_never: connecting does not return before ``over``.
         connects_badly: connecting fails.
+        begins_never: nor does the first collective of a kind, which connects others, before ``over`` or ``abort``.
         abort_blocks: neither does ``abort``.
         shutdown_blocks: nor ``shutdown``.
         errors: what NCCL reports of everything that a rank has under way.
@@ -37,6 +38,7 @@ class Faults:
 
     connects_never: set[int] = field(default_factory=set)
     connects_badly: set[int] = field(default_factory=set)
+    begins_never: dict[str, set[int]] = field(default_factory=dict)
     abort_blocks: set[int] = field(default_factory=set)
     shutdown_blocks: set[int] = field(default_factory=set)
     errors: dict[int, str] = field(default_factory=dict)
@@ -176,6 +178,9 @@ class Group:
         if self.is_aborted:
             raise RuntimeError("NCCL communicator was aborted")
         there, device = machine(), writes[0].block.device
+        while self._rank in self._nccl.faults.begins_never.get(part.kind, ()):
+            if self.is_aborted or self._nccl.faults.over.wait(0.01):
+                raise RuntimeError("NCCL communicator was aborted")
         communicator, stream = self._connect(device)
         self._nccl.submitted += 1
         there.wait(stream, there.record(there.current_stream(device)))
