@@ -52,8 +52,13 @@ _LOOK_SECONDS = 0.2
 
 _LET_GO_SECONDS = 0.3
 """Seconds that the backend has to end what is under way after ``abort``. For about one killed rank in fifty, Gloo never
-ends an operation although all its connections have been shut down; a GPU may have much to do before it gets to ours.
-Handles are failed all the same. Memory and process group are released when what uses them has ended, else never."""
+ends an operation although all its connections have been shut down. Handles are failed all the same. Memory and process
+group are released when what uses them has ended, else never."""
+
+_GPU_LETS_GO_SECONDS = 2.0
+"""The same for a GPU, whose stream may have much to do before it gets to what was aborted. What has not ended keeps its
+memory, and a communicator, for as long as the process lives, in an elastic job each time. Less than ``_STUCK_SECONDS``.
+"""
 
 _NOT_WORTH_FUSING = 1 << 18
 """A bucket of this size that a GPU's stream has been given keeps no later one waiting: nothing is gained from fusing
@@ -422,7 +427,7 @@ class Executor:
             begin(transfer)
         except Exception:
             if plane.memory.in_order:  # a stream may still have to pack the tensors
-                transfer.work = plane.memory.mark()
+                transfer.work, transfer.in_order = plane.memory.mark(), True
                 self._under_way.append(transfer)
             raise
         if counters is not None:
@@ -603,10 +608,14 @@ def _let_go(transfers: Iterable[Transfer]) -> bool:
     Returns:
         whether all of it has ended.
     """
-    until = time.monotonic() + _LET_GO_SECONDS
+    begin = time.monotonic()
     earlier, _kept[:] = list(_kept), []
     _kept.extend(each for each in earlier if not has_ended(each.work, 0.0))
-    left = [each for each in transfers if not has_ended(each.work, max(0.0, until - time.monotonic()))]
+    left = []
+    for each in transfers:
+        until = begin + (_GPU_LETS_GO_SECONDS if each.in_order else _LET_GO_SECONDS)
+        if not has_ended(each.work, max(0.0, until - time.monotonic())):
+            left.append(each)
     _kept.extend(left)
     return not left
 

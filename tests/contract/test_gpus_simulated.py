@@ -557,6 +557,25 @@ class TestAborted:
         with world(late):  # but notices when they have ended
             until(lambda: released(memory))
 
+    def test_a_gpu_that_needs_a_second_to_end_what_was_aborted_leaves_nothing_behind(self, late: Simulated) -> None:
+        late.nccl.faults.hangs_after_abort.update(range(SIZE))
+
+        def body(context: Context) -> None:
+            hvd = frontend_of(context)
+            hvd.allreduce(rows(0), name="first")
+            late.nccl.faults.lost.add(1)
+            handle = hvd.allreduce_async_(on_gpu(torch.ones(LARGE)), name="lost")
+            until(lambda: all(group.is_aborted for group in late.nccl.groups))
+            if context.rank == 0:
+                threading.Timer(1.0, late.nccl.faults.hangs_after_abort.clear).start()
+            with pytest.raises(HorovodInternalError):
+                hvd.synchronize(handle)
+
+        with world(late, operation_timeout=1.0) as made:
+            made.run(body)
+        assert not executor._kept
+        assert all(group.is_shut_down for group in late.nccl.groups)
+
     def test_nothing_is_released_before_what_follows_an_aborted_collective_has_ended(self, late: Simulated) -> None:
         """Averaging and unpacking are queued behind it, and still write what the program owns."""
         left: list[str] = []
