@@ -110,7 +110,7 @@ def work_on(stream):
             torch.cuda._sleep(200_000_000)
             tensor += rank + 1
             # This mode is the whole process's, and through the host the data thread waits rightly.
-            torch.cuda.set_sync_debug_mode("error" if "nccl" in PLANES else "default")
+            torch.cuda.set_sync_debug_mode("default" if "shm" in PLANES[-1:] else "error")
             handle = hvd.allreduce_async_(tensor, op=hvd.Sum)
             torch.cuda.set_sync_debug_mode("default")
             by_stream = os.environ.get("HVDGLOO_GPU_COMPLETION") == "stream"
@@ -414,6 +414,14 @@ class Numbers(torch.utils.data.Dataset):
 for batch in torch.utils.data.DataLoader(Numbers(), batch_size=8, num_workers=2, pin_memory=not on_cpu):
     hvd.allreduce(batch.to(device, non_blocking=True))
 """
+
+PARTS = {
+    "collectives": COLLECTIVES + UNEVEN + SETS,
+    "training": TRAINING + CHANNELS_LAST,
+    "streams": STREAMS + CAPTURE + CAPTURE_BESIDE + "STEPS = 120\n" + STRESS,
+    "join": LOADER + JOIN,
+}
+"""What jobs of these tests run: a few long programs, since most of a short one's time is its start. With PLANES."""
 
 THROUGHPUT = """
 import json

@@ -10,17 +10,10 @@ import pytest
 from tests.gpu import programs
 from tests.support.job import Job
 
-PARTS = {
-    "dtypes": programs.COLLECTIVES,
-    "uneven": programs.UNEVEN,
-    "streams": programs.STREAMS,
-    "capture": programs.CAPTURE,
-    "channels_last": programs.CHANNELS_LAST,
-    "training": programs.TRAINING,
-    "join": programs.JOIN,
-}
-ALONE = ["local", "nccl"]
+ALONE = ["local", "alone"]
+OVER_NCCL = ["local", "nccl"]
 SHARED = ["shm"]
+NCCL = {"HVDGLOO_GPU_OPERATIONS": "nccl"}
 
 
 def run(
@@ -43,25 +36,33 @@ def run(
     return errors, errors[0]
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", programs.PARTS)
 def test_one_rank_over_nccl(tmp_path: Path, part: str) -> None:
-    run(1, PARTS[part], ALONE, tmp_path)
+    run(1, programs.PARTS[part], OVER_NCCL, tmp_path, **NCCL)
+
+
+def test_one_rank_without_a_communicator(tmp_path: Path) -> None:
+    run(1, "".join(programs.PARTS.values()), ALONE, tmp_path)
 
 
 def test_a_program_that_nothing_has_launched(tmp_path: Path) -> None:
     run(1, programs.COLLECTIVES, ALONE, tmp_path, launched=False)
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", programs.PARTS)
 def test_two_ranks_that_share_it_through_the_host(tmp_path: Path, part: str) -> None:
-    _, first = run(2, PARTS[part], SHARED, tmp_path)
+    _, first = run(2, programs.PARTS[part], SHARED, tmp_path)
     assert "ranks 0 and 1 use the same GPU" in first
 
 
-@pytest.mark.parametrize("part", ["streams", "capture", "training"])
-def test_completion_by_streams(tmp_path: Path, part: str) -> None:
+def test_sets_of_four_ranks_that_share_it(tmp_path: Path) -> None:
+    run(4, programs.SETS, SHARED, tmp_path)
+
+
+def test_completion_by_streams(tmp_path: Path) -> None:
     """The other tests complete on the host."""
-    run(1, PARTS[part], ALONE, tmp_path, HVDGLOO_GPU_COMPLETION="stream")
+    part = programs.PARTS["streams"] + programs.PARTS["training"]
+    run(1, part, OVER_NCCL, tmp_path, HVDGLOO_GPU_COMPLETION="stream", **NCCL)
 
 
 def test_the_host_if_it_is_asked_for(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ if not on_cpu:
         except Exception as error:
             print(error, file=__import__("sys").stderr)
 """
-    errors, _ = run(1, "hvd.allreduce(torch.ones(1, device=device))\n" + race, ALONE, tmp_path, fresh=True,
+    errors, _ = run(1, "hvd.allreduce(torch.ones(1, device=device))\n" + race, OVER_NCCL, tmp_path, fresh=True, **NCCL,
                     TORCH_CUDA_SANITIZER="1")  # fmt: skip
     assert "CSAN detected" in errors[0]
 
@@ -104,11 +105,17 @@ if not on_cpu:
     assert "CSAN detected" in errors[0]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_torch_s_sanitizer_finds_no_race(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(
+    ("planes", "size", "environ"),
+    [
+        pytest.param(OVER_NCCL, 1, {"HVDGLOO_GPU_COMPLETION": "stream", **NCCL}, id="NCCL"),
+        pytest.param(SHARED, 2, {}, id="staged"),
+    ],
+)
+def test_torch_s_sanitizer_finds_no_race(tmp_path: Path, planes: list[str], size: int, environ: dict[str, str]) -> None:
     part = programs.WATCHED + programs.COLLECTIVES + programs.CHANNELS_LAST
     # torch reads it when it is imported.
-    errors, _ = run(size, part, ALONE if size == 1 else SHARED, tmp_path, fresh=True, TORCH_CUDA_SANITIZER="1")
+    errors, _ = run(size, part, planes, tmp_path, fresh=True, TORCH_CUDA_SANITIZER="1", **environ)
     assert not [error for error in errors if "CSAN detected" in error]
 
 
@@ -133,10 +140,9 @@ assert hvd.allreduce(torch.ones(2, device=device), op=hvd.Sum).tolist() == [2.0,
     run(2, code, SHARED, tmp_path)
 
 
-@pytest.mark.parametrize("completion", ["host", "stream"])
-def test_pain_22_a_killed_rank_is_named(tmp_path: Path, completion: str) -> None:
+def test_pain_22_a_killed_rank_is_named(tmp_path: Path) -> None:
     code = programs.START + "WHEN = 'allreduce'\n" + programs.LOST
-    with Job(2, code, tmp_path, CUDA_VISIBLE_DEVICES="0", HVDGLOO_GPU_COMPLETION=completion) as job:
+    with Job(2, code, tmp_path, CUDA_VISIBLE_DEVICES="0") as job:
         survivor, _ = job.wait(50)
         assert (survivor.returncode, survivor.stdout.strip()) == (0, "done"), survivor.stderr
 

@@ -23,9 +23,8 @@ ON_CPU = {"HVDGLOO_TEST_DEVICE": "cpu"}
 
 def test_the_programs_on_the_cpu(tmp_path: Path) -> None:
     """All in one job; those about streams and captures do nothing there."""
-    beside = ("COLLECTIVES", "UNEVEN", "STREAMS", "CAPTURE", "CAPTURE_BESIDE", "CHANNELS_LAST", "LOADER")
-    names = (*beside, "TRAINING", "STRESS", "SETS", "JOIN", "END")
-    code = programs.START + "STEPS = 20\n" + "".join(getattr(programs, name) for name in names)
+    parts = "".join(programs.PARTS.values()).replace("STEPS = 120", "STEPS = 20")
+    code = programs.START + "PLANES = []\n" + parts + programs.END
     with Job(2, code, tmp_path, **ON_CPU) as job:
         for ended in job.wait(55):
             assert (ended.returncode, ended.stdout.strip()) == (0, "done"), ended.stderr
