@@ -36,7 +36,8 @@ _ALIGNMENT = 64
 class TensorFlowAdapter:
     """TensorAdapter for eager ``tf.Tensor``, ``tf.Variable`` and ``numpy.ndarray``.
 
-    Tensors in the CPU's memory are shared with the engine; variables, and tensors on other devices, are staged. What is
+    Tensors in the CPU's memory are shared with the engine; variables are staged, and tensors on other devices copied to
+    the host once. What is
     returned for a tensor "in place" is a new one; variables are assigned.
     """
 
@@ -63,13 +64,16 @@ class TensorFlowAdapter:
                 f"expected a tensor of TensorFlow, not {type(tensor).__name__}; tf.convert_to_tensor makes one"
             )
         self.describe(tensor)
-        array = np.asarray(tensor)
-        # A variable's memory may be a tensor's that the user has read from it. Other devices' is copied by asarray.
-        if writable or isinstance(tensor, tf.Variable) or not is_on_cpu(tensor):
+        is_variable, on_cpu = isinstance(tensor, tf.Variable), is_on_cpu(tensor)
+        # Of a variable, asarray would make a copy of its own; what is on another device, it copies to the host.
+        array = np.asarray(tensor.read_value() if is_variable else tensor)
+        # A variable's memory may be a tensor's that the user has read from it.
+        if writable or (is_variable and on_cpu):
             private = self._aligned(array.shape, array.dtype)
             np.copyto(private, array)
             return self._export_array(private, False)
-        return Buffer(_address(array), TensorSpec(_DTYPES[array.dtype.name], array.shape), tensor)
+        owner = tensor if on_cpu else array
+        return Buffer(_address(array), TensorSpec(_DTYPES[array.dtype.name], array.shape), owner)
 
     def allocate(self, spec: TensorSpec, like: Tensor) -> Tensor:
         return self._aligned(spec.shape, tf.as_dtype(spec.dtype.value).as_numpy_dtype)
