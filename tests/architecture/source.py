@@ -28,6 +28,9 @@ _LOOSE_FILES = (
     "setup.cfg",
     "setup.py",
     "MANIFEST.in",
+    "pyproject.toml",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
     "ruff.toml",
     ".gitignore",
 )

@@ -26,6 +26,12 @@ from tests.support.frameworks import need
 from tests.support.pages import ROOT, generated
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+"""What users read."""
+
+FOR_CONTRIBUTORS = [
+    ROOT / name
+    for name in ("CONTRIBUTING.md", "SECURITY.md", "tests/README.md", "tests/pains.md", "tests/mutants/README.md")
+]
 OTHER_OPTIONS = {
     "--agents",
     "--archives",
@@ -38,6 +44,7 @@ OTHER_OPTIONS = {
     "--index-url",
     "--ipc",
     "--network",
+    "--no-build-isolation",
     "--no-deps",
     "--nodes",
     "--ntasks-per-node",
@@ -171,7 +178,7 @@ def test_migrating_tells_of_every_flag_and_variable_of_horovods_that_does_nothin
     assert [name for name in WITHOUT_EFFECT if name in set(environment_names())] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_ids)
+@pytest.mark.parametrize("page", [*PAGES, *FOR_CONTRIBUTORS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert [link for link in _links(text) if not os.path.exists(page.parent / link.partition("#")[0])] == []
@@ -202,6 +209,32 @@ def test_requirements_agree_with_setup_cfg() -> None:
     }
 
 
+def test_warnings_are_errors() -> None:
+    """Pain 5: what Python, NumPy or a framework will remove is noticed before they do."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    assert setup["tool:pytest"]["filterwarnings"].split()[0] == "error"
+
+
+def test_pyproject_says_how_to_build_and_nothing_else() -> None:
+    """All other metadata, and the settings of tools, stay in setup.cfg: two places would contradict each other."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r"^\[.*\]$", text, re.MULTILINE) == ["[build-system]"]
+    (needed,) = re.findall(r'^requires = \["(.*)"\]$', text, re.MULTILINE)
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    (tool,) = (
+        each for each in setup["options.extras_require"]["packaging"].split("\n") if each.startswith("setuptools")
+    )
+    least = min(Version(each.version) for each in Requirement(tool).specifier)
+    assert least in Requirement(needed).specifier, "the extra's setuptools builds without isolation"
+
+
+def test_the_picture_of_the_architecture_is_up_to_date() -> None:
+    drawn = (ROOT / "docs/images/architecture.svg").read_text(encoding="utf-8")
+    assert drawn == generated("architecture"), "run: python docs/generate_architecture.py"
+
+
 def test_horovods_extras_are_there() -> None:
     """``horovod[tensorflow,keras,pytorch,mxnet]`` in somebody's requirements: only the first word has to change."""
     setup, stand_in = configparser.ConfigParser(), configparser.ConfigParser()
@@ -217,7 +250,7 @@ def test_horovods_extras_are_there() -> None:
 
 @pytest.mark.parametrize("name", [*FRAMEWORKS, "Python", "numpy", "flask", "cheroot", "cloudpickle"])
 def test_this_environment_is_in_the_matrix(name: str) -> None:
-    """Pain 3: whoever runs the tests hears of versions that the matrix lacks; that alone is no failure."""
+    """Pains 3 and 4: whoever runs the tests hears of versions that the matrix lacks; that alone is no failure."""
     if name in ("pygloo", "pyspark", "pyarrow", "fsspec", "ray"):
         pytest.importorskip(name, reason="its tests have an environment of their own")
     if name in ("torch", "tensorflow", "keras", "mxnet"):

@@ -132,7 +132,7 @@ def test_unsigned_numbers_are_not_taken_for_negative_ones(
 
 @pytest.mark.parametrize("dtype", [DType.UINT16, DType.BFLOAT16])
 def test_a_bfloat16_is_no_uint16(world: MakeWorld, dtype: DType) -> None:
-    """Their bits look alike, their sums do not; and ranks that mix them are told so."""
+    """Their bits look alike, their sums do not; and ranks that mix them are told so (pain 29)."""
 
     def rank(ctx: Context) -> None:
         two = to_memory(np.array([2.0]), dtype)

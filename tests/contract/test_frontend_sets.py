@@ -256,6 +256,8 @@ def test_grouped_allgather(world: MakeWorld, framework: Framework) -> None:
 
 
 def test_adasum_is_an_op_of_allreduce(world: MakeWorld, framework: Framework) -> None:
+    """Pain 29."""
+
     def rank_body(context: Context) -> None:
         frontend = framework.frontend(context)
         axis = np.zeros(4)

@@ -504,6 +504,7 @@ def thread_ranks(monkeypatch: pytest.MonkeyPatch, name: str, failing: int, error
 def test_what_one_member_cannot_do_none_does(
     monkeypatch: pytest.MonkeyPatch, name: str, failing: int, error: Exception, reason: str
 ) -> None:
+    """Pain 6: what only Linux has is not needed."""
     thread_ranks(monkeypatch, name, failing, error)
     results = meet(3)
     assert all(isinstance(result, Unsupported) for result in results), results

@@ -60,6 +60,8 @@ def test_the_wheel_of_the_sdist_is_the_wheel_of_the_checkout(built: Built) -> No
 
 
 def test_the_wheel_has_every_module_and_data_file_and_nothing_else(built: Built) -> None:
+    """Pain 1: nothing is compiled, so one wheel is for all Pythons, machines and frameworks."""
+    assert built.wheel.name.endswith("-py3-none-any.whl")
     inside = {name for name in wheel_files(built.wheel) if ".dist-info/" not in name}
     modules = {installed_as(module) for module in library().values()}
     stubs = {f"{installed_as(m)}i" for m in library().values() if m.path.with_suffix(".pyi").is_file()}
@@ -68,7 +70,7 @@ def test_the_wheel_has_every_module_and_data_file_and_nothing_else(built: Built)
 
 def test_the_sdist_has_every_file_of_the_project(built: Built) -> None:
     made = {name for name in built.sdist_files if name == "PKG-INFO" or name.startswith("hvdgloo.egg-info/")}
-    assert built.sdist_files - made == checked_in() - LINKS - {".gitignore"}
+    assert built.sdist_files - made == checked_in() - LINKS - {".gitattributes", ".gitignore"}
 
 
 def test_nothing_is_warned_of_while_building(built: Built) -> None:

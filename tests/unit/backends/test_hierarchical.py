@@ -1,4 +1,4 @@
-"""Reduced in the host first: the same results as a flat exchange, and each byte across a wire once."""
+"""Reduced in the host first: the same results as a flat exchange, and each byte across a wire once (pain 29)."""
 
 from __future__ import annotations
 
