@@ -42,6 +42,9 @@ SUBMODULES = {
 }
 """Modules that a package imports, so that programs need not; not in its ``__all__``."""
 
+_NOT_HOROVOD_S = ("torch.distributed",)
+"""Public modules that Horovod has nothing like."""
+
 _HAVE_RUN = ("", "runner")
 """Packages from which programs import ``run``, though ours do not list it."""
 
@@ -114,6 +117,7 @@ def stand_in() -> dict[Path, str]:
             if not any(part.startswith("_") and part != "__init__" for part in parts):
                 is_package = parts[-1] == "__init__"
                 modules[".".join(parts[:-1] if is_package else parts)] = is_package
+    modules = {name: is_package for name, is_package in modules.items() if name not in _NOT_HOROVOD_S}
     modules |= {"run": False, "runner": True}
     found: dict[Path, str] = {}
     for name, is_package in modules.items():

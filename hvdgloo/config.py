@@ -396,6 +396,16 @@ class Config:
         "(docs/migrating.md explains how to start Spark drivers)",
     )
 
+    as_gloo: bool = _setting(
+        False,
+        env="HVDGLOO_AS_GLOO",
+        flag="--as-gloo",
+        yaml="as_gloo",
+        parse=_boolean,
+        help="have torch.distributed's groups whose only backend is gloo use hvdgloo's shared memory and hierarchy, so "
+        "that a program written for gloo gains without an edit; it still sees the name gloo",
+    )
+
     # Timeouts: connecting, starting and operating are three different questions.
     connect_timeout: float = _setting(
         30.0,

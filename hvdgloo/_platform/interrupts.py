@@ -74,6 +74,11 @@ def release(held: Held) -> None:
         held(_signal.SIGINT, sys._getframe())
 
 
+def pending() -> bool:
+    """Tell whether a Ctrl-C waits for ``release``."""
+    return _came and threading.get_ident() == _main_thread and _signal.getsignal(_signal.SIGINT) is _note
+
+
 def _note(signum: int, frame: FrameType | None) -> None:
     global _came
     if _came and _handler is not None:

@@ -56,6 +56,7 @@ COMPANIONS = {"host_discovery_script": ("discovery_interval", "discovery_timeout
 
 _SECTIONS = {
     "as_horovod": "job",
+    "as_gloo": "job",
     "network": "network",
     "timeouts": "time",
     "elastic": "elastic",

@@ -35,6 +35,7 @@ FOR_CONTRIBUTORS = [
 OTHER_OPTIONS = {
     "--agents",
     "--archives",
+    "--backend",
     "--choice",
     "--epochs",
     "--field-selector",

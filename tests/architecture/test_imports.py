@@ -60,6 +60,16 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.data": set(),
     "hvdgloo.numpy": {"_collectives", "_job", "elastic"},
     "hvdgloo.torch": {"_backends", "_collectives", "_job", "_platform", "_training", "common", "config", "elastic"},
+    "hvdgloo.torch.distributed": {
+        "_backends",
+        "_net",
+        "_platform",
+        "_torch_backend",
+        "config",
+        "rendezvous",
+        "torch",
+    },
+    "hvdgloo._torch_backend": set(),
     "hvdgloo.mxnet": {"_collectives", "_job", "_platform", "_training", "common", "elastic"},
     "hvdgloo.tensorflow": {"_collectives", "_job", "_platform", "_training", "common", "elastic"},
     "hvdgloo.tensorflow.data": {"_job", "_net", "_platform", "config", "rendezvous", "tensorflow"},
@@ -209,6 +219,7 @@ _FACES = frozenset({"hvdgloo", "hvdgloo.runner"})
 """Packages from which programs take ``run``, as from Horovod's; it is imported on the first use of the name."""
 
 _HANDED_OVER = {
+    ("hvdgloo._torch_backend", "hvdgloo.torch.distributed._group"): "makes groups for torch.distributed",
     ("hvdgloo.tensorflow._optimizer", "hvdgloo.tensorflow.keras"): "wraps a Keras optimizer that TensorFlow's is given",
     ("hvdgloo.spark.common.store", "hvdgloo.spark.keras._models"): "puts weights into a Keras model that it is given",
 }
@@ -229,6 +240,7 @@ _ON_TOP = {"hvdgloo.spark.common.backend"}  # LocalBackend is hvdgloo.run.run
 FRAMEWORKS = frozenset({"torch", "tensorflow", "mxnet", "keras", "jax", "ray"})
 
 FRAMEWORK_EXCEPTIONS = {
+    ("hvdgloo._torch_backend", "torch"): "torch's entry point, which must not import the front-end",
     ("hvdgloo.keras._on_jax", "jax"): "Keras on JAX",
     ("hvdgloo.keras._on_torch", "torch"): "Keras on torch",
     ("hvdgloo.spark.keras._callbacks", "keras"): "ranks import it once it is known which Keras is meant",

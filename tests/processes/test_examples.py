@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
-from tests.support.launching import Launcher, launcher_in
+from tests.support.launching import Launcher, clean_environment, launcher_in
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -142,3 +142,20 @@ def test_metrics_are_written_to_tensorboard(launcher: Launcher) -> None:
         for (_, whole), *shares in zip(curves["step/seconds"], *parts, strict=True):
             assert abs(whole - sum(value for _, value in shares)) < 1e-6
         assert any(name.startswith("bytes per second/") and points[-1][1] > 0 for name, points in curves.items())
+
+
+@pytest.mark.parametrize("example", ["ddp_digits", "fsdp_digits"])
+@pytest.mark.parametrize("how", ["hvdgloo-run", "torchrun"])
+def test_programs_of_torch_distributed_learn_to_read(launcher: Launcher, example: str, how: str) -> None:
+    script = str(EXAMPLES / f"{example}.py")
+    if how == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+        done = subprocess.run(
+            command, env=clean_environment(), cwd=launcher.folder, capture_output=True, text=True, timeout=60
+        )
+    else:
+        done = launcher.run("-np", "2", warm.python(), script, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"2 ranks: ([\d.]+) % of the test images are read correctly", done.stdout)
+    assert len(found) == 1, done.stdout
+    assert float(found[0]) >= 95.0

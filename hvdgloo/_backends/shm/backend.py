@@ -17,12 +17,14 @@ from typing import Any
 from hvdgloo._backends.base import Done, RendezvousStore, Work
 from hvdgloo._backends.shm import system
 from hvdgloo._backends.shm.arena import Arena, arena_bytes
+from hvdgloo._backends.shm.calls import Calls
 from hvdgloo._backends.shm.direct import CHUNK, MOST_RANKS, Direct
 from hvdgloo._backends.shm.exchange import SegmentExchange
 from hvdgloo._backends.shm.fold import Folder, Reduction, scale
 from hvdgloo._backends.shm.resident import RESIDENT_FROM, Resident
 from hvdgloo._backends.shm.rounds import Course, Rounds, Steps, Wait
 from hvdgloo._backends.shm.segment import PAGE, smallest
+from hvdgloo._backends.shm.small import SmallCollectives
 from hvdgloo._backends.shm.system import Unsupported
 from hvdgloo._backends.shm.tensors import MAX_TENSORS, Tensors
 from hvdgloo._net.descriptors import bury
@@ -182,6 +184,26 @@ class ShmBackend:
         if len(self._known) > _MOST_KNOWN:
             del self._known[next(iter(self._known))]
         return known
+
+    def small_collectives(self, *, may_spin: bool) -> SmallCollectives:
+        """Return this rank's part in collectives that are waited for at once, while nothing else is under way.
+
+        Args:
+            may_spin: True if each rank of the host has a core of its own.
+        """
+        return SmallCollectives(self._segment, self._signals, self._rounds, may_spin=may_spin)
+
+    def calls(self) -> Calls:
+        """Return this rank's record of calls, which no other part of the backend uses."""
+        return Calls(self._segment)
+
+    def late(self) -> list[int]:
+        """Return the ranks that have made fewer steps than this one."""
+        return self._signals.late()
+
+    def wait(self, which: int, peer: int, value: int, deadline: float) -> bool:
+        """See ``Signals``."""
+        return self._signals.wait(which, peer, value, deadline)
 
     def allocate(self, nbytes: int) -> Any | None:
         """See ``Sharing``."""

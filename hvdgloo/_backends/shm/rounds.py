@@ -77,7 +77,7 @@ class Rounds:
 
     def __init__(self, segment: Segment, signals: Signals, folder: Folder, course: Course) -> None:
         self._rank, self._size = segment.rank, segment.size
-        self._segment, self._signals, self._folder, self._course = segment, signals, folder, course
+        self._segment, self._signals, self._folder, self.course = segment, signals, folder, course
         # Beginning with the next rank: all of them reading from the same one would be slower.
         self._peers = [(self._rank + n) % self._size for n in range(1, self._size)]
         self._capacity = segment.smallest
@@ -90,10 +90,15 @@ class Rounds:
         """Bytes per rank that are in use."""
         return self._capacity
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes per rank that one round carries at most."""
+        return self._capacity // SLOTS // _GRAIN * _GRAIN
+
     def allreduce(self, source: Tensors, target: Tensors, reduction: Reduction) -> Steps:
         """Combine all ranks' ``source`` into everybody's ``target``, which may be the same."""
         yield from self._grow(source.nbytes)
-        slot, course = self._slot_bytes(), self._course
+        slot, course = self.slot_bytes, self.course
         if source.nbytes <= min(slot, AT_ONCE_BYTES):
             yield from self._allreduce_at_once(source, target, reduction)
             return
@@ -131,7 +136,7 @@ class Rounds:
 
     def _begin_at_slot_0(self) -> None:
         """Leave slots unused, so that tensors that come again find the rounds that were prepared for them."""
-        course = self._course
+        course = self.course
         unused = -course.rounds % SLOTS
         if unused:
             course.rounds += unused
@@ -176,7 +181,7 @@ class Rounds:
         )
 
     def _allreduce_at_once(self, source: Tensors, target: Tensors, reduction: Reduction) -> Steps:
-        course = self._course
+        course = self.course
         yield from self._free(course.rounds)
         nbytes, at = source.nbytes, self._slot(course.rounds)
         mine = self._segment.data(self._rank, at, nbytes)
@@ -198,7 +203,7 @@ class Rounds:
     def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], reduction: Reduction) -> Steps:
         """Combine all ranks' ``source``; each gets its block of the result."""
         yield from self._grow(sum(nbytes))
-        piece = self._slot_bytes() // self._size // _GRAIN * _GRAIN
+        piece = self.slot_bytes // self._size // _GRAIN * _GRAIN
         begins = list(accumulate(nbytes, initial=0))
         whole, result = Tensors([source]), Tensors([target])
 
@@ -222,13 +227,13 @@ class Rounds:
 
                 self._folder.fold(fetch, own, out, reduction)
 
-        base = self._course.steps
+        base = self.course.steps
         yield from self._rounds(-(-max(nbytes) // piece), copy_in, take)
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Steps:
         """Put all ranks' ``source`` one after another into everybody's ``target``."""
         yield from self._grow(max(nbytes))
-        piece = self._slot_bytes()
+        piece = self.slot_bytes
         begins = list(accumulate(nbytes, initial=0))
         own, whole = _bytes(source), _bytes(target)
         in_place = source.address == target.address + begins[self._rank]
@@ -249,13 +254,13 @@ class Rounds:
                 begin = begins[peer]
                 np.copyto(whole[begin + low : begin + high], self._segment.data(peer, at, high - low))
 
-        base = self._course.steps
+        base = self.course.steps
         yield from self._rounds(-(-max(nbytes) // piece), copy_in, take)
 
     def broadcast(self, buffer: Buffer, root: int) -> Steps:
         """Fill everybody's buffer from that of ``root``."""
         yield from self._grow(buffer.nbytes)
-        piece = self._slot_bytes()
+        piece = self.slot_bytes
         whole = _bytes(buffer)
 
         def copy_in(k: int, at: int) -> None:
@@ -269,7 +274,7 @@ class Rounds:
                 low, high = _piece(k, piece, whole.size)
                 np.copyto(whole[low:high], self._segment.data(root, at, high - low))
 
-        base = self._course.steps
+        base = self.course.steps
         yield from self._rounds(-(-whole.size // piece), copy_in, take)
 
     def alltoall(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Steps:
@@ -284,10 +289,10 @@ class Rounds:
             yield from self._all(PROGRESS, base + k + 1)
             largest = max(int(self._segment.data(rank, at, 8).view(np.uint64)[0]) for rank in range(self._size))
 
-        base = self._course.steps
+        base = self.course.steps
         yield from self._rounds(1, show_size, see_sizes)
         yield from self._grow(largest * self._size)
-        piece = self._slot_bytes() // self._size // _GRAIN * _GRAIN
+        piece = self.slot_bytes // self._size // _GRAIN * _GRAIN
         starts, begins = list(accumulate(sent, initial=0)), list(accumulate(received, initial=0))
         own, whole = _bytes(source), _bytes(target)
 
@@ -307,12 +312,12 @@ class Rounds:
                 theirs = self._segment.data(peer, at + self._rank * piece, high - low)
                 np.copyto(whole[begins[peer] + low : begins[peer] + high], theirs)
 
-        base = self._course.steps
+        base = self.course.steps
         yield from self._rounds(-(-largest // piece), copy_in, take)
 
     def _rounds(self, count: int, copy_in: Callable[[int, int], None], take: Callable[[int, int], Steps]) -> Steps:
         """Rounds of one step each. ``copy_in`` and ``take`` get the round's number and the slot's offset."""
-        course = self._course
+        course = self.course
         base, first = course.steps, course.rounds
         for k in range(count + 1):
             if k < count:
@@ -332,19 +337,16 @@ class Rounds:
             return
         # Whoever makes this step has finished all earlier rounds: nobody reads a slot any more.
         self._segment.reserve(wanted)
-        self._course.steps += 1
-        self._signals.post(PROGRESS, self._course.steps)
-        yield from self._all(PROGRESS, self._course.steps)
+        self.course.steps += 1
+        self._signals.post(PROGRESS, self.course.steps)
+        yield from self._all(PROGRESS, self.course.steps)
         granted = self._segment.granted()
         self._may_grow = granted >= wanted
         self._capacity = max(self._capacity, granted)
 
-    def _slot_bytes(self) -> int:
-        return self._capacity // SLOTS // _GRAIN * _GRAIN
-
     def _slot(self, number: int) -> int:
         """The offset of a round's slot."""
-        return number % SLOTS * self._slot_bytes()
+        return number % SLOTS * self.slot_bytes
 
     def _free(self, number: int) -> Steps:
         """Wait until a round's slot may be written."""

@@ -31,7 +31,7 @@ SMALLEST = 1 << 16
 """Bytes of data per rank that are reserved from the beginning, if the ranks are not many, and the least limit."""
 
 # Words of 64 bits, each on a cache line of its own where somebody polls it.
-PROGRESS, RELEASED, GONE, PID, ADDRESS, GRANTED, ASLEEP, PLACE = 0, 8, 16, 24, 25, 32, 96, 104
+PROGRESS, RELEASED, GONE, PID, ADDRESS, GRANTED, ASLEEP, PLACE, CALLS = 0, 8, 16, 24, 25, 32, 96, 104, 256
 NONCE, NONCE_BYTES = 256, 32
 """Where the bytes stand that a peer must find when it reads this rank's memory (in bytes; the others in words)."""
 

@@ -58,6 +58,10 @@ class Signals(Protocol):
         """
         ...
 
+    def late(self) -> list[int]:
+        """Return the ranks that have made fewer steps than this one."""
+        ...
+
     def check_peers(self) -> None:
         """Check that every rank still keeps the memory that it has shown.
 
@@ -137,6 +141,10 @@ class FutexSignals:
             if left <= 0:
                 return False
             system.futex_wait(address, seen & 0xFFFFFFFF, min(left, _LOOK_SECONDS))
+
+    def late(self) -> list[int]:
+        own = self._own[layout.PROGRESS]
+        return [rank for rank, words in enumerate(self._words) if words[layout.PROGRESS] < own]
 
     def check_peers(self) -> None:
         self._look()
@@ -225,6 +233,11 @@ class PipeSignals:
                 return False
             self._poll.poll(left * 1000)
         return True
+
+    def late(self) -> list[int]:
+        self._receive()
+        seen = self._seen[PROGRESS]
+        return [rank for rank in range(len(seen)) if seen[rank] < seen[self._rank]]
 
     def check_peers(self) -> None:
         self._receive()

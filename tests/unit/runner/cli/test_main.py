@@ -179,7 +179,7 @@ class TestFile:
         for setting in settings().values():
             if setting.yaml is not None:
                 section, _, key = setting.yaml.partition(".")
-                flag = setting.yaml == "as_horovod" or "hide" in key or "mark" in key
+                flag = setting.yaml in ("as_horovod", "as_gloo") or "hide" in key or "mark" in key
                 value = texts.get(setting.yaml, "true" if flag else "2")
                 text = f"{section}:\n  {key}: {value}\n" if key else f"{section}: {value}\n"
                 environ, ignored = self.read(tmp_path, text)

@@ -1,0 +1,110 @@
+"""Record of the collectives that each rank of a segment has begun, for programs in which nothing else compares them.
+
+Each rank writes a number and a description of its call into a ring in its page of words before it makes the call's
+first step. Whoever has seen that step can compare the descriptions: ranks that call different collectives get an error
+that names both, instead of waiting for each other or combining what does not belong together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdgloo._backends.shm.segment import CALLS, Segment
+from hvdgloo.types import DType, ReduceOp
+
+_RING = 64
+"""Calls that are kept. No rank is further ahead of another: there are fewer slots, and each call uses one."""
+
+_NUMBER_BITS = 16
+_NUMBER_MASK = (1 << _NUMBER_BITS) - 1
+_DTYPES = list(DType)
+_NONE = 255
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective as all ranks must call it.
+
+    Attributes:
+        kind: one of ``KINDS``.
+        dtype, op: of a reduction; None where elements are only moved.
+        root: rank that sends or receives; 0 for calls without one.
+        count: elements of a reduction, bytes of what is moved; 0 where ranks may give different sizes.
+    """
+
+    kind: str
+    dtype: DType | None = None
+    op: ReduceOp | None = None
+    root: int = 0
+    count: int = 0
+
+    KINDS = (
+        "?", "all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
+        "barrier", "all_reduce_coalesced", "message",
+    )  # fmt: skip
+
+    def packed(self, number: int) -> tuple[int, int]:
+        """Return the two words that describe the call, each with its number."""
+        dtype = _NONE if self.dtype is None else _DTYPES.index(self.dtype)
+        op = _NONE if self.op is None else int(self.op)
+        first = self.KINDS.index(self.kind) | dtype << 8 | op << 16 | self.root << 24
+        return first << _NUMBER_BITS | number, (self.count & (1 << 48) - 1) << _NUMBER_BITS | number
+
+    @classmethod
+    def unpacked(cls, first: int, second: int) -> Call:
+        """Return the call that two words describe."""
+        first >>= _NUMBER_BITS
+        dtype, op = first >> 8 & 255, first >> 16 & 255
+        return cls(
+            cls.KINDS[first & 255],
+            None if dtype == _NONE else _DTYPES[dtype],
+            None if op == _NONE else ReduceOp(op),
+            first >> 24,
+            second >> _NUMBER_BITS,
+        )
+
+    def __str__(self) -> str:
+        if self.kind == "barrier":
+            return "barrier"
+        parts = [] if self.op is None else [self.op.name]
+        if self.count:
+            parts.append(f"{self.count} {'bytes' if self.dtype is None else f'x {self.dtype}'}")
+        if self.kind in ("broadcast", "reduce", "gather", "scatter"):
+            parts.append(f"root {self.root}")
+        return f"{self.kind}({', '.join(parts)})"
+
+
+class Calls:
+    """One rank's record, and its view of the others'."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._rank, self._words = segment.rank, [segment.words_of(rank) for rank in range(segment.size)]
+        self._own = self._words[segment.rank]
+        self._others = [(rank, words) for rank, words in enumerate(self._words) if rank != segment.rank]
+        self._number = 0
+        self._first = self._second = self._at = 0
+        self._known: dict[Call, tuple[int, int]] = {}
+
+    def begin(self, call: Call) -> None:
+        """Record a call, before its first step."""
+        known = self._known.get(call)
+        if known is None:
+            known = self._known[call] = call.packed(0)
+        number = self._number = self._number + 1 & _NUMBER_MASK
+        at = self._at = CALLS + 2 * (number % _RING)
+        self._first, self._second = known[0] | number, known[1] | number
+        self._own[at], self._own[at + 1] = self._first, self._second
+
+    def mismatch(self) -> str | None:
+        """Return the names of this rank's call and of another rank's, if the two differ; a rank that has not come as
+        far agrees."""
+        at, first, second = self._at, self._first, self._second
+        number = first & _NUMBER_MASK
+        for rank, words in self._others:
+            theirs = words[at], words[at + 1]
+            if theirs == (first, second):
+                continue
+            if theirs[0] & _NUMBER_MASK == number == theirs[1] & _NUMBER_MASK:
+                mine = Call.unpacked(first, second)
+                return f"rank {self._rank} called {mine}, but rank {rank} called {Call.unpacked(*theirs)}"
+        return None

@@ -1,0 +1,391 @@
+"""Messages between two ranks of a group: send and recv.
+
+They are in no order with collectives, so each direction between two ranks has a data plane of its own, which its first
+message opens. A message is a header and its tensor's bytes. One that no receive has asked for yet is kept.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from hvdgloo._backends import base
+from hvdgloo._backends.base import Backend, Done, Several
+from hvdgloo._backends.shm.calls import Call
+from hvdgloo.errors import BackendError
+from hvdgloo.torch.distributed import _tensors
+from hvdgloo.torch.distributed._connection import Connection
+from hvdgloo.torch.distributed._queue import Operation, OperationQueue
+from hvdgloo.torch.distributed._tensors import Finish
+from hvdgloo.types import Buffer
+
+_HEADER = struct.Struct("=qQ")
+"""Tag and number of bytes."""
+
+_TURN = 0.05
+_HEAD_START = 0.002
+"""Seconds after which a channel's thread takes over from a caller that has not come to wait: most come at once, and a
+message that arrives in the caller's own thread saves a switch between threads."""
+
+_FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
+_CLOSING_SECONDS = 5.0
+_SENDER, _RECEIVER = 0, 1
+_OPEN = "open"
+_MESSAGE = Call("message")
+
+
+class Messages:
+    """One rank's messages in a group.
+
+    Args:
+        store: torch's, with this group's prefix.
+        rank, size: within the group.
+        label: of the group.
+        seconds: until a message fails.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, label: str, seconds: float) -> None:
+        self._store, self.rank, self._size, self.label, self.seconds = store, rank, size, label, seconds
+        self._outgoing: dict[int, OperationQueue] = {}
+        self._incoming: dict[int, Incoming] = {}
+        self.posted: list[Receive] = []
+        self.changed = threading.Condition()
+        """Guards ``posted``; notified when a receive has ended."""
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int, result: Any) -> Operation:
+        """Send a contiguous tensor."""
+        queue = self._outgoing.get(to)
+        if queue is None:
+            store = PrefixStore(f"messages/{self.rank}to{to}", self._store)
+            label = f"messages from rank {self.rank} to rank {to} of {self.label}"
+
+            def connect(cancelled: Any) -> Connection:
+                store.set(_OPEN, "1")
+                return Connection(store, _SENDER, 2, label, self.seconds, cancelled, names=(self.rank, to))
+
+            queue = self._outgoing[to] = OperationQueue(label, connect)
+        payload = _tensors.content(tensor)
+        header = Buffer.of_array(np.frombuffer(bytearray(_HEADER.pack(tag, payload.nbytes)), np.uint8))
+
+        def start(backend: Backend) -> base.Work:
+            works = [backend.broadcast(header, _SENDER)]
+            if payload.nbytes:
+                works.append(backend.broadcast(payload, _SENDER))
+            return Several(works)
+
+        return queue.add(Operation(queue, _MESSAGE, start, None, result, self.seconds), waits=False)
+
+    def receive(self, memory: torch.Tensor, back: Finish | None, source: int | None, tag: int, result: Any) -> Receive:
+        """Receive into a contiguous tensor.
+
+        Args:
+            back: called once the message is there.
+            source: rank that the message comes from; None for any.
+        """
+        receive = Receive(self, memory, back, source, tag, result)
+        sources = [source] if source is not None else [rank for rank in range(self._size) if rank != self.rank]
+        with self.changed:
+            self.posted.append(receive)
+        channels = [self._channel(each) for each in sources]
+        for channel in channels:
+            channel.wake()
+        if source is not None:
+            receive.channel = channels[0]
+        return receive
+
+    def _channel(self, source: int) -> Incoming:
+        channel = self._incoming.get(source)
+        if channel is None:
+            store = PrefixStore(f"messages/{source}to{self.rank}", self._store)
+            label = f"messages from rank {source} to rank {self.rank} of {self.label}"
+            channel = self._incoming[source] = Incoming(self, store, source, label)
+        return channel
+
+    def is_waited_for(self, source: int) -> bool:
+        """Tell whether a receive may be answered by this rank."""
+        with self.changed:
+            return any(receive.wanted in (None, source) for receive in self.posted)
+
+    def claim(self, source: int, tag: int) -> Receive | None:
+        """Return the receive that was asked for first of those that a message answers."""
+        with self.changed:
+            for receive in self.posted:
+                if receive.tag == tag and receive.wanted in (None, source):
+                    self.posted.remove(receive)
+                    return receive
+        return None
+
+    def fail(self, source: int, error: Exception) -> list[Receive]:
+        """Return the receives that nothing can answer any more, now that a source has failed."""
+        with self.changed:
+            lost = [channel.failure is not None for channel in self._incoming.values()]
+            all_lost = len(lost) == self._size - 1 and all(lost)
+            failed = [each for each in self.posted if each.wanted == source or (each.wanted is None and all_lost)]
+            self.posted = [each for each in self.posted if each not in failed]
+        return failed
+
+    def overdue(self) -> list[Receive]:
+        """Return the receives whose timeout has passed."""
+        now = time.monotonic()
+        with self.changed:
+            late = [each for each in self.posted if now >= each.deadline]
+            self.posted = [each for each in self.posted if each not in late]
+        return late
+
+    def abort(self) -> None:
+        """Make what is under way fail soon."""
+        for queue in self._outgoing.values():
+            queue.abort()
+        for channel in self._incoming.values():
+            channel.abort()
+
+    def close(self) -> None:
+        """End all channels."""
+        for queue in self._outgoing.values():
+            queue.close()
+        for channel in self._incoming.values():
+            channel.close()
+
+    def after_fork_in_child(self) -> None:
+        """Make every message in a forked child fail."""
+        self.changed = threading.Condition()
+        self.posted = []
+        for queue in self._outgoing.values():
+            queue.after_fork_in_child()
+        for channel in self._incoming.values():
+            channel.after_fork_in_child()
+
+
+class Receive(Operation):
+    """A receive under way.
+
+    Args:
+        source: rank that the message must come from; None for any.
+    """
+
+    def __init__(
+        self, messages: Messages, memory: torch.Tensor, back: Finish | None, source: int | None, tag: int, result: Any
+    ) -> None:
+        super().__init__(None, _MESSAGE, None, back, result, messages.seconds)
+        self._messages = messages
+        self.memory, self.tag = memory, tag
+        self.wanted = source
+        self.deadline = time.monotonic() + messages.seconds
+        self.channel: Incoming | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        seconds = timeout.total_seconds()
+        until = time.monotonic() + seconds if seconds > 0 else None
+        if self.channel is not None:
+            self.channel.run_until_ended(self, until)
+        changed = self._messages.changed
+        with changed:
+            while not self.has_ended():
+                left = None if until is None else until - time.monotonic()
+                if left is not None and left <= 0:
+                    raise dist.DistBackendError(
+                        f"hvdgloo: no message with tag {self.tag} has arrived within this wait's timeout"
+                    )
+                changed.wait(left)
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def _wake(self) -> None:
+        pass  # its channels' threads are awake
+
+    def deliver(self, source: int, error: Exception | None) -> None:
+        """Take note of the message, or of why there is none."""
+        if error is None and self.finish is not None:
+            self.finish()
+        self.source = source
+        with self._messages.changed:
+            self.end(error)
+            self._messages.changed.notify_all()
+
+
+class Incoming:
+    """Messages from one rank, in the order in which it sends them.
+
+    Args:
+        store: torch's, with this direction's prefix.
+        source: the rank.
+    """
+
+    def __init__(self, messages: Messages, store: Store, source: int, label: str) -> None:
+        self._messages, self._store, self._source, self._label = messages, store, source, label
+        self._connection: Connection | None = None
+        self.failure: Exception | None = None
+        self._early: deque[tuple[int, torch.Tensor]] = deque()
+        self._header = np.zeros(_HEADER.size, np.uint8)
+        self._awaited: base.Work | None = None
+        """The next header, under way."""
+        self._carrying_out = threading.Lock()
+        self._pause = _FIRST_LOOK
+        self._more = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def wake(self) -> None:
+        """Have the channel's thread receive what is awaited."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"hvdgloo {self._label}", daemon=True)
+            self._thread.start()
+        self._more.release()
+
+    def run_until_ended(self, receive: Receive, until: float | None) -> None:
+        """Receive messages in the calling thread until one has answered a receive, or time is up."""
+        while not receive.has_ended() and (until is None or time.monotonic() < until):
+            if not self._carrying_out.acquire(timeout=_TURN):
+                continue
+            try:
+                ended = [] if receive.has_ended() else self._turn()
+            finally:
+                self._carrying_out.release()
+            for each in ended:
+                each.settle()
+
+    def _work(self) -> None:
+        while True:
+            self._more.acquire()
+            if not self._closed:
+                time.sleep(_HEAD_START)
+            while not self._closed:
+                with self._carrying_out:
+                    if not self._messages.is_waited_for(self._source):
+                        break
+                    ended = self._turn()
+                for each in ended:
+                    each.settle()
+            if self._closed:
+                return
+
+    def _turn(self) -> list[Receive]:
+        """Go on for a moment.
+
+        Returns:
+            the receives that have ended.
+        """
+        ended = self._messages.overdue()
+        for receive in ended:
+            receive.deliver(self._source, self._error(f"no message with tag {receive.tag} came in time"))
+        try:
+            if self.failure is None:
+                return [*ended, *self._receive()]
+        except Exception as failure:  # noqa: BLE001 - whoever receives gets it
+            self.failure = self._error(str(failure))
+            if self._connection is not None:
+                self._connection.backend.abort()
+        error = self.failure
+        assert error is not None
+        failed = self._messages.fail(self._source, error)
+        for receive in failed:
+            receive.deliver(self._source, error)
+        return [*ended, *failed]
+
+    def _error(self, text: str) -> Exception:
+        return dist.DistBackendError(f"hvdgloo: {self._label}: {text}")
+
+    def _receive(self) -> list[Receive]:
+        for tag, memory in list(self._early):
+            receive = self._messages.claim(self._source, tag)
+            if receive is not None:
+                self._early.remove((tag, memory))
+                self._check_size(receive, memory.nbytes)
+                receive.memory.view(-1).view(torch.uint8).copy_(memory)
+                receive.deliver(self._source, None)
+                return [receive]
+        connection = self._connect()
+        if connection is None:
+            return []
+        header = Buffer.of_array(self._header)
+        if self._awaited is None:
+            self._awaited = connection.backend.broadcast(header, _SENDER)
+        if not self._awaited.completes_within(_TURN):
+            connection.check_peers()
+            return []
+        self._awaited = None
+        tag, nbytes = _HEADER.unpack(self._header.tobytes())
+        receive = self._messages.claim(self._source, tag)
+        if receive is None:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        else:
+            if receive.memory.nbytes != nbytes:
+                receive.deliver(self._source, self._size_error(receive, nbytes))
+                raise BackendError(str(receive.error))
+            memory = receive.memory
+        payload = connection.backend.broadcast(_tensors.content(memory), _SENDER) if nbytes else Done()
+        while not payload.completes_within(_TURN):
+            connection.check_peers()
+        if receive is None:
+            self._early.append((tag, memory))
+            return []
+        receive.deliver(self._source, None)
+        return [receive]
+
+    def _check_size(self, receive: Receive, nbytes: int) -> None:
+        if receive.memory.nbytes != nbytes:
+            error = self._size_error(receive, nbytes)
+            receive.deliver(self._source, error)
+            raise error
+
+    def _size_error(self, receive: Receive, nbytes: int) -> Exception:
+        return self._error(
+            f"rank {self._source} sent {nbytes} bytes with tag {receive.tag}, and recv was given a tensor of "
+            f"{receive.memory.nbytes}"
+        )
+
+    def _connect(self) -> Connection | None:
+        """Return the connection, once the other rank has something to send."""
+        if self._connection is None:
+            if not self._store.check([_OPEN]):
+                time.sleep(self._pause)
+                self._pause = min(2 * self._pause, _LAST_LOOK)
+                return None
+            self._connection = Connection(
+                self._store,
+                _RECEIVER,
+                2,
+                self._label,
+                self._messages.seconds,
+                lambda: self._closed,
+                names=(self._source, self._messages.rank),
+            )
+        return self._connection
+
+    def abort(self) -> None:
+        """Make what is under way fail soon."""
+        if self._connection is not None:
+            self._connection.backend.abort()
+
+    def close(self) -> None:
+        """End the channel."""
+        self._closed = True
+        if self._thread is not None:
+            self._more.release()
+            if self._thread is not threading.current_thread():
+                self._thread.join(_CLOSING_SECONDS)
+        with self._carrying_out:
+            connection, self._connection = self._connection, None
+            if connection is None:
+                return
+            failed = self._awaited is not None or self.failure is not None
+            if failed:
+                connection.backend.abort()
+            connection.close(failed=failed)
+
+    def after_fork_in_child(self) -> None:
+        """Make every message in a forked child fail."""
+        if self._connection is not None:
+            self._connection.bury()
+        self.failure = self._error("they belong to the process that this one was forked from")
+        self._carrying_out, self._more, self._thread = threading.Lock(), threading.Semaphore(0), None

@@ -1,0 +1,415 @@
+"""The operations of one group in the order in which the program called them, and who carries them out.
+
+torch.distributed promises that all ranks call a group's collectives in one order, so nothing is negotiated: operations
+go straight to the data plane. A call that waits is carried out by the calling thread. One that does not wait is carried
+out by a thread of the group's, which starts with the first such call, or by whoever waits for it first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+
+from hvdgloo._backends import base
+from hvdgloo._backends.base import Backend
+from hvdgloo._backends.shm.backend import ShmBackend
+from hvdgloo._backends.shm.calls import Call
+from hvdgloo._backends.shm.small import Patience
+from hvdgloo._platform import interrupts
+from hvdgloo.errors import BackendError
+from hvdgloo.torch.distributed._connection import Connection
+from hvdgloo.torch.distributed._tensors import Finish
+
+logger = logging.getLogger(__name__)
+
+Start = Callable[[Backend], base.Work]
+
+_TURN = 0.05
+"""Seconds of a wait after which the other processes are looked at."""
+
+_CLOSING_SECONDS = 5.0
+
+_guard = threading.Lock()
+"""Between the end of an operation and the making of its future; never held for long."""
+
+_kept: list[Connection] = []
+"""A forked child's copies of its parent's connections, which must not be closed."""
+
+
+class Operation(Work):
+    """An operation of a group, as torch.distributed's Work.
+
+    Args:
+        queue: of the group.
+        call: what all ranks must call alike.
+        start: hands the operation to a data plane.
+        finish: copies results to where they belong, once the data plane has them.
+        result: tensors of the caller's.
+        seconds: until it fails, once those before it have ended.
+    """
+
+    def __init__(
+        self,
+        queue: OperationQueue | None,
+        call: Call,
+        start: Start | None,
+        finish: Finish | None,
+        result: Any,
+        seconds: float,
+    ) -> None:
+        super().__init__()
+        self._queue, self.call, self.seconds = queue, call, seconds
+        self.start = start
+        self.work: base.Work | None = None
+        self.finish = finish
+        self._ended = False
+        self.error: Exception | None = None
+        self.source = -1
+        self._result = result
+        self._future: torch.futures.Future[Any] | None = None
+        self._to_settle: torch.futures.Future[Any] | None = None  # asked for before the end
+
+    # What torch.distributed calls -------------------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end.
+
+        Args:
+            timeout: of this wait; zero or less for the operation's own. After it the operation is still under way.
+
+        Raises:
+            DistBackendError: the operation failed, or the timeout has passed.
+        """
+        seconds = timeout.total_seconds()
+        assert self._queue is not None
+        self._queue.wait_for(self, time.monotonic() + seconds if seconds > 0 else None)
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True once the operation has ended, with or without an error."""
+        if not self._ended:
+            self._wake()  # who polls expects it to go on meanwhile
+        return self._ended
+
+    def is_success(self) -> bool:
+        """Return True if the operation has ended without an error."""
+        return self._ended and self.error is None
+
+    def has_ended(self) -> bool:
+        """As ``is_completed``, without consequences."""
+        return self._ended
+
+    def exception(self) -> Exception | None:
+        """Return the error with which the operation has ended."""
+        return self.error
+
+    def result(self) -> Any:
+        """Return the tensors that hold the results."""
+        return self._result
+
+    def synchronize(self) -> None:
+        """Wait for the end, as ``wait`` does."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the tensors that hold the results."""
+        with _guard:
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+            ended = self._ended
+        if ended:
+            self._settle(future)
+        else:
+            self._wake()
+        return future
+
+    def _wake(self) -> None:
+        """See to it that the operation goes on without being waited for."""
+        assert self._queue is not None
+        self._queue.wake()
+
+    def _source_rank(self) -> int:
+        return self.source
+
+    def source_rank(self) -> int:
+        """Return the rank that a message came from."""
+        return self.source
+
+    # What the queue calls ---------------------------------------------------------------------------------------------
+
+    def end(self, error: Exception | None) -> None:
+        """Take note of the end; ``settle`` tells the future of it."""
+        self.start = self.work = self.finish = None
+        with _guard:
+            self.error, self._ended = error, True
+            self._to_settle = self._future
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        if self.error is not None:
+            future.set_exception(self.error)
+        else:
+            future.set_result(self._result)
+
+    def settle(self) -> None:
+        """Complete the future that somebody has asked for. Its callbacks run now, and may call collectives."""
+        if self._to_settle is not None:
+            self._settle(self._to_settle)
+
+
+class OperationQueue:
+    """The operations of one group.
+
+    Args:
+        label: of the group, for messages.
+        connect: connects the group's ranks, when its first operation is carried out; is handed a function to poll
+            whether to give up.
+    """
+
+    def __init__(self, label: str, connect: Callable[[Callable[[], bool]], Connection]) -> None:
+        self.label = label
+        self._connect = connect
+        self.connection: Connection | None = None
+        self.failure: Exception | None = None
+        self.carrying_out = threading.Lock()
+        """Held by the thread that carries out an operation."""
+        self.waiting: deque[Operation] = deque()
+        self._more = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+        self._closed = self._aborted = False
+
+    def add(self, operation: Operation, *, waits: bool) -> Operation:
+        """Add an operation behind all others.
+
+        Args:
+            waits: True if its caller waits for it at once, and carries it out.
+        """
+        self.waiting.append(operation)
+        if not waits:
+            self.wake()
+        return operation
+
+    def wake(self) -> None:
+        """Have the group's thread carry out what is waiting."""
+        if self._thread is None:
+            with _guard:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._work, name=f"hvdgloo {self.label}", daemon=True)
+                    self._thread.start()
+        self._more.release()
+
+    def wait_for(self, operation: Operation, deadline: float | None = None) -> None:
+        """Carry out operations until one has ended.
+
+        Raises:
+            DistBackendError: the deadline on the monotonic clock has passed.
+        """
+        while not operation.has_ended():
+            if deadline is None:
+                self.carrying_out.acquire()
+            elif not self.carrying_out.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise self._still_waiting(operation)
+            held = interrupts.hold()
+            try:
+                if operation.has_ended():
+                    return
+                first = self.waiting[0]
+                if not self._carry_out(first, deadline):
+                    raise self._still_waiting(operation)
+            finally:
+                self.carrying_out.release()
+                interrupts.release(held)
+            first.settle()
+
+    def _still_waiting(self, operation: Operation) -> Exception:
+        return dist.DistBackendError(
+            f"hvdgloo: {operation.call} in {self.label} has not ended within this wait's timeout"
+        )
+
+    def _work(self) -> None:
+        while True:
+            self._more.acquire()
+            while self.waiting:
+                if self._closed:
+                    return
+                with self.carrying_out:
+                    if not self.waiting:
+                        break
+                    first = self.waiting[0]
+                    self._carry_out(first)
+                first.settle()
+            if self._closed:
+                return
+
+    def _carry_out(self, operation: Operation, wait_until: float | None = None) -> bool:
+        """Carry out the first operation.
+
+        Returns:
+            False if it has not ended by ``wait_until`` on the monotonic clock.
+        """
+        error: Exception | None = None
+        try:
+            if self.failure is not None:
+                raise BackendError(f"the group failed before: {self.failure}")
+            connection = self.connect()
+            if operation.work is None:
+                assert operation.start is not None
+                if connection.calls is not None:
+                    connection.calls.begin(operation.call)
+                operation.work = operation.start(connection.backend)
+            if not self._wait_for_ranks(operation, connection, wait_until):
+                return False
+            if operation.finish is not None:
+                operation.finish()
+        except Exception as failure:  # noqa: BLE001 - whatever it is, the caller gets it
+            error = self.fail(operation.call, failure)
+        except BaseException as interrupt:
+            # What is half done can be neither repeated nor left to other ranks.
+            operation.end(self.fail(operation.call, BackendError(f"interrupted by {type(interrupt).__name__}")))
+            self.waiting.popleft()
+            raise
+        self.waiting.popleft()
+        operation.end(error)
+        return True
+
+    def _wait_for_ranks(self, operation: Operation, connection: Connection, wait_until: float | None) -> bool:
+        work = operation.work
+        assert work is not None
+        if work.completes_within(0.0):
+            self._compare(connection)
+            return True
+        lookout = Lookout(self, operation.call, operation.seconds)
+        while not work.completes_within(_TURN):
+            lookout.look(connection)
+            if wait_until is not None and time.monotonic() >= wait_until:
+                return False
+        self._compare(connection)
+        return True
+
+    @staticmethod
+    def _compare(connection: Connection) -> None:
+        if connection.calls is not None and connection.calls.mismatch():
+            connection.check_peers()
+
+    def connect(self) -> Connection:
+        """Return the connection of the group's ranks, which the first call makes.
+
+        Raises:
+            HvdglooError: they could not be connected.
+        """
+        if self.connection is None:
+            self.connection = self._connect(lambda: self._aborted)
+        return self.connection
+
+    def fail(self, call: Call, failure: BaseException) -> Exception:
+        """Take note that an operation has failed: no later one of the group can succeed.
+
+        Returns:
+            the error to raise.
+        """
+        error = dist.DistBackendError(f"hvdgloo: {call} in {self.label}: {failure}")
+        if self.failure is None:
+            self.failure = error
+            if self.connection is not None:
+                self.connection.backend.abort()
+        return error
+
+    def abort(self) -> None:
+        """Make what is under way fail soon; from any thread."""
+        self._aborted = True
+        connection = self.connection
+        if connection is not None:
+            connection.backend.abort()
+
+    def close(self) -> None:
+        """End the group: what is under way has ended, or fails."""
+        self._closed = True
+        if self.waiting:
+            self.abort()
+        if self._thread is not None:
+            self._more.release()
+            if self._thread is not threading.current_thread():
+                self._thread.join(_CLOSING_SECONDS)
+        with self.carrying_out:
+            closed = BackendError("the group was destroyed")
+            while self.waiting:
+                self.waiting.popleft().end(self.fail(Call("?"), closed))
+            connection, self.connection = self.connection, None
+            if self.failure is None:
+                self.failure = dist.DistBackendError(f"hvdgloo: {self.label} was destroyed")
+                if connection is not None:
+                    connection.close()
+            elif connection is not None:
+                connection.close(failed=True)
+
+    def after_fork_in_child(self) -> None:
+        """Make every call in a forked child fail: the group is its parent's."""
+        connection, self.connection = self.connection, None
+        self.failure = dist.DistBackendError(f"hvdgloo: {self.label} belongs to this process's parent")
+        self.waiting = deque()
+        self.carrying_out = threading.Lock()
+        self._thread, self._more = None, threading.Semaphore(0)
+        if connection is not None:
+            connection.bury()
+            _kept.append(connection)
+
+    def wait_small(self, call: Call, seconds: float) -> Patience:
+        """Return a function that waits for another rank's counter during a call that is carried out at once."""
+        lookout: Lookout | None = None
+        connection = self.connection
+        assert connection is not None
+        backend = cast(ShmBackend, connection.backend)
+
+        def wait(which: int, peer: int, value: int) -> None:
+            nonlocal lookout
+            while not backend.wait(which, peer, value, time.monotonic() + _TURN):
+                if lookout is None:
+                    lookout = Lookout(self, call, seconds)
+                lookout.look(connection)
+
+        return wait
+
+
+class Lookout:
+    """Attention to the other ranks while one operation waits for them.
+
+    Args:
+        seconds: after which the operation fails.
+    """
+
+    def __init__(self, queue: OperationQueue, call: Call, seconds: float) -> None:
+        self._queue, self._call, self._seconds = queue, call, seconds
+        self._began = time.monotonic()
+        self._warned = False
+
+    def look(self, connection: Connection) -> None:
+        """Look at the other ranks.
+
+        Raises:
+            BackendError: a process has ended, a rank called something else, or the timeout has passed.
+            KeyboardInterrupt: Ctrl-C was pressed during the wait.
+        """
+        connection.check_peers()
+        if interrupts.pending():
+            raise KeyboardInterrupt
+        waited = time.monotonic() - self._began
+        if waited >= self._seconds:
+            who = connection.describe(connection.late())
+            raise BackendError(f"{who or 'another rank'} did not come within {self._seconds:g} s")
+        if not self._warned and 0 < connection.stall_warning_time <= waited:
+            self._warned = True
+            who = connection.describe(connection.late())
+            logger.warning(
+                "%s in %s has waited for %s for %.0f s", self._call, self._queue.label, who or "other ranks", waited
+            )

@@ -1,0 +1,569 @@
+"""torch.distributed with the backend hvdgloo: real processes, whose ranks compute for themselves what must come out."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.job import Ended, Job
+from tests.support.launching import clean_environment, wait_for
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
+
+HEAD = """
+import functools, os, signal, sys, threading, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import hvdgloo.torch.distributed
+rank, size = int(os.environ["HVDGLOO_RANK"]), int(os.environ["SIZE"])
+
+def begin(**more):
+    options = {"timeout": timedelta(seconds=20), **more}
+    store = "file://" + os.environ["JOB_FOLDER"] + "/store"
+    dist.init_process_group("hvdgloo", init_method=store, rank=rank, world_size=size, **options)
+
+def given(of, count, dtype, number=0):
+    \"\"\"The tensor that a rank gives: anyone can make it.\"\"\"
+    return _given(of, count, dtype, number).clone()
+
+@functools.lru_cache(200)
+def _given(of, count, dtype, number):
+    generator = torch.Generator().manual_seed(1000 * of + number)
+    if dtype.is_floating_point or dtype.is_complex:
+        return (torch.randn(count, generator=generator, dtype=torch.float64) * 10).to(dtype)
+    return torch.randint(0, 2 if dtype is torch.bool else 5, (count,), generator=generator).to(dtype)
+
+def inputs(count, dtype, number=0, ranks=None):
+    return [given(of, count, dtype, number) for of in (range(size) if ranks is None else ranks)]
+
+def folded(tensors, combine):
+    \"\"\"Combined in the order of ranks; half types in float32, and rounded once.\"\"\"
+    dtype = tensors[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    result = tensors[0].to(wide)
+    for tensor in tensors[1:]:
+        result = combine(result, tensor.to(wide))
+    return result.to(dtype)
+"""
+
+
+def run(size: int, code: str, folder: Path, **environ: str) -> list[str]:
+    """Run ranks that must succeed; returns what each has printed."""
+    ended = ended_of(size, code, folder, **environ)
+    assert [worker.returncode for worker in ended] == [0] * size, [worker.stderr for worker in ended]
+    return [worker.stdout for worker in ended]
+
+
+def ended_of(size: int, code: str, folder: Path, **environ: str) -> list[Ended]:
+    with Job(size, HEAD + code, folder, SIZE=str(size), **environ) as job:
+        return job.wait()
+
+
+EXTENDED = pytest.mark.extended
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=EXTENDED)])
+def test_reductions_are_those_of_the_order_of_ranks(size: int, tmp_path: Path) -> None:
+    """Of every element type and size: one that goes at once, one that the segment grows for, and one in many rounds."""
+    run(
+        size,
+        """
+begin()
+combine = {"SUM": torch.add, "MIN": torch.minimum, "MAX": torch.maximum, "PRODUCT": torch.mul}
+integers = (torch.int32, torch.int64, torch.uint8, torch.int8, torch.int16)
+for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, *integers):
+    for count in (1, 1000, 40_000, 1_200_000):
+        if count in (1, 1_200_000) and dtype not in (torch.float32, torch.bfloat16):
+            continue
+        for name, function in combine.items():
+            tensors = inputs(count, dtype)
+            if name == "PRODUCT" and dtype not in (torch.float32, torch.int64):
+                continue
+            own = tensors[rank].clone()
+            dist.all_reduce(own, getattr(dist.ReduceOp, name))
+            assert torch.equal(own, folded(tensors, function)), (dtype, count, name)
+            block = torch.empty(count, dtype=dtype)
+            many = [given(of, count * size, dtype) for of in range(size)]
+            dist.reduce_scatter_tensor(block, many[rank], getattr(dist.ReduceOp, name))
+            expected = folded([whole[rank * count : (rank + 1) * count] for whole in many], function)
+            assert torch.equal(block, expected), (dtype, count, name)
+        if dtype.is_floating_point:
+            own = inputs(count, dtype)[rank]
+            dist.all_reduce(own, dist.ReduceOp.AVG)
+            mean = folded([t.float() if dtype.itemsize == 2 else t for t in inputs(count, dtype)], torch.add) / size
+            assert torch.allclose(own, mean.to(dtype), rtol=2**-7 if dtype is torch.bfloat16 else 2**-9), (dtype, count)
+premultiplied = torch.ones(3) + rank
+dist.all_reduce(premultiplied, dist._make_nccl_premul_sum(0.5))
+assert premultiplied.tolist() == 3 * [sum(0.5 * (1 + of) for of in range(size))]
+for op, function in (("BAND", torch.bitwise_and), ("BOR", torch.bitwise_or), ("BXOR", torch.bitwise_xor)):
+    for dtype in (torch.int32, torch.uint8, torch.bool):
+        own = inputs(1000, dtype)[rank]
+        dist.all_reduce(own, getattr(dist.ReduceOp, op))
+        assert torch.equal(own, folded(inputs(1000, dtype), function)), (op, dtype)
+for dtype in (torch.complex64, torch.complex128):
+    own = inputs(1000, dtype)[rank]
+    dist.all_reduce(own)
+    assert torch.equal(own, folded(inputs(1000, dtype), torch.add))
+flags = torch.tensor([True, rank == 0, False])
+dist.all_reduce(flags, dist.ReduceOp.MAX)
+assert flags.tolist() == [True, True, False]
+dist.destroy_process_group()
+""",
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=EXTENDED)])
+def test_every_other_collective_moves_the_right_bytes(size: int, tmp_path: Path) -> None:
+    run(
+        size,
+        """
+import warnings
+warnings.simplefilter("ignore")
+begin()
+last = size - 1
+for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16):
+    for count in (1, 1001, 70_000):
+        same = lambda a, b: torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        own, everybody = given(rank, count, dtype), inputs(count, dtype)
+        tensor = own.clone()
+        dist.broadcast(tensor, last)
+        assert same(tensor, everybody[last])
+        whole = torch.empty(size * count, dtype=dtype)
+        dist.all_gather_into_tensor(whole, own)
+        assert same(whole, torch.cat(everybody))
+        parts = [torch.empty(count, dtype=dtype) for _ in range(size)]
+        dist.all_gather(parts, own)
+        assert all(same(part, tensor) for part, tensor in zip(parts, everybody))
+        dist.gather(own, parts if rank == last else None, last)
+        assert rank != last or all(same(part, tensor) for part, tensor in zip(parts, everybody))
+        block = torch.empty(count, dtype=dtype)
+        dist.scatter(block, inputs(count, dtype, 7) if rank == last else None, last)
+        assert same(block, inputs(count, dtype, 7)[rank])
+        given_to = [given(rank, count, dtype, number) for number in range(size)]
+        dist.all_to_all(parts, given_to)
+        assert all(same(part, given(of, count, dtype, rank)) for of, part in enumerate(parts))
+        dist.all_to_all_single(whole, torch.cat(given_to))
+        assert same(whole, torch.cat([given(of, count, dtype, rank) for of in range(size)]))
+splits = [rank + of for of in range(size)]  # of two dimensions, some of them empty
+rows = torch.arange(sum(splits) * 3.0).view(-1, 3) + 100 * rank
+out = torch.empty(sum(splits), 3)
+dist.all_to_all_single(out, rows, splits, splits)
+at = [sum(of + to for to in range(rank)) for of in range(size)]
+expected = [torch.arange(sum(of + to for to in range(size)) * 3.0).view(-1, 3) + 100 * of for of in range(size)]
+blocks = [whole[begin : begin + rank + of] for of, (begin, whole) in enumerate(zip(at, expected))]
+assert torch.equal(out, torch.cat(blocks))
+root = torch.full((3,), 1.0 + rank)
+dist.reduce(root, 0)
+assert root.tolist() == 3 * [size * (size + 1) / 2 if rank == 0 else 1.0 + rank]
+pair = [torch.full((2,), 1.0), torch.full((3, 2), float(rank))]
+dist.all_reduce_coalesced(pair)
+assert pair[0].tolist() == 2 * [size] and pair[1].unique().tolist() == [size * (size - 1) / 2]
+with dist._coalescing_manager(async_ops=True) as manager:
+    tensors = [torch.ones(count) for count in (1, 10, 70_000)]
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+manager.wait()
+assert all(tensor.unique().tolist() == [size] for tensor in tensors)
+strided = torch.arange(12.0).view(3, 4).t()[:, :2]
+dist.all_reduce(strided)
+assert torch.equal(strided, size * torch.arange(12.0).view(3, 4).t()[:, :2])
+dist.all_reduce(torch.empty(0))
+objects = [None] * size
+dist.all_gather_object(objects, {"rank": rank, "text": "x" * 1000 * rank})
+assert [len(each["text"]) for each in objects] == [1000 * of for of in range(size)]
+dist.barrier()
+alone = dist.new_group([0])
+if rank == 0:
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=alone)
+    assert tensor.tolist() == [1, 1, 1]
+dist.destroy_process_group()
+""",
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=EXTENDED)])
+def test_overlapping_groups_and_asynchronous_calls_do_not_wait_for_each_other(size: int, tmp_path: Path) -> None:
+    """Each rank waits for its operations in an order of its own; a future's callback calls a collective itself."""
+    run(
+        size,
+        """
+import itertools, random
+begin()
+sets = [list(each) for number in range(2, size + 1) for each in itertools.combinations(range(size), number)]
+groups = [(members, dist.new_group(members)) for members in sets]
+order, own_order = random.Random(5), random.Random(rank)
+for turn in range(6):
+    works = []
+    for members, group in order.sample(groups, len(groups)):
+        count = order.choice([1, 300, 30_000, 300_000])
+        if rank not in members:
+            continue
+        tensor = given(rank, count, torch.float32, turn)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        works.append((work, tensor, folded(inputs(count, torch.float32, turn, members), torch.add)))
+    for work, tensor, expected in own_order.sample(works, len(works)):
+        if own_order.random() < 0.3:
+            work.get_future().wait()
+        elif own_order.random() < 0.3:
+            while not work.is_completed():
+                time.sleep(0)
+        work.wait()
+        assert torch.equal(tensor, expected)
+tensor = torch.ones(2)
+
+def again(future):
+    (result,) = future.value()
+    dist.all_reduce(result)
+    return result
+
+assert dist.all_reduce(tensor, async_op=True).get_future().then(again).wait().tolist() == 2 * [size**2]
+dist.destroy_process_group()
+""",
+        tmp_path,
+    )
+
+
+def test_messages_find_their_receives_by_source_and_tag(tmp_path: Path) -> None:
+    run(
+        3,
+        """
+begin()
+others = [of for of in range(size) if of != rank]
+for count in (1, 30_000, 2_000_000):
+    sends = [dist.isend(given(rank, count, torch.float32, to), to) for to in others]
+    for of in reversed(others):
+        tensor = torch.empty(count)
+        dist.recv(tensor, of)
+        assert torch.equal(tensor, given(of, count, torch.float32, rank))
+    for send in sends:
+        send.wait()
+next, previous = (rank + 1) % size, (rank - 1) % size
+sends = [dist.isend(torch.full((tag + 1,), float(tag)), next, tag=tag) for tag in range(5)]
+tensors = {tag: torch.empty(tag + 1) for tag in (3, 0, 4, 1, 2)}
+receives = {tag: dist.irecv(tensor, previous, tag=tag) for tag, tensor in tensors.items()}
+for tag in (4, 3, 2, 1, 0):
+    receives[tag].wait()
+    assert tensors[tag].tolist() == (tag + 1) * [float(tag)]
+for send in sends:
+    send.wait()
+if rank == 0:
+    found = set()
+    for _ in others:
+        tensor = torch.empty(1)
+        source = dist.recv(tensor)
+        found.add((source, tensor.item()))
+    assert found == {(1, 1.0), (2, 2.0)}, found
+else:
+    dist.send(torch.tensor([float(rank)]), 0)
+ops = [dist.P2POp(dist.isend, torch.ones(3) * rank, next), dist.P2POp(dist.irecv, received := torch.empty(3), previous)]
+for work in dist.batch_isend_irecv(ops):
+    work.wait()
+assert received.tolist() == 3 * [previous]
+dist.barrier()
+if rank == 0:
+    dist.send(torch.ones(4), 1)
+elif rank == 1:
+    try:
+        dist.recv(torch.empty(3), 0)
+    except dist.DistBackendError as error:
+        assert "rank 0 sent 16 bytes with tag 0, and recv was given a tensor of 12" in str(error), error
+    else:
+        raise AssertionError("a message of another size was received")
+dist.destroy_process_group()
+""",
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize("how", ["small", "large", "future", "recv"])
+def test_a_killed_rank_is_an_error_that_names_it_within_a_second(how: str, tmp_path: Path) -> None:
+    ended = ended_of(
+        2,
+        f"""
+how = {how!r}
+begin()
+small, large = torch.ones(4), torch.ones(3_000_000)
+dist.all_reduce(small)
+dist.all_reduce(large)
+if how == "recv":
+    dist.send(small, 0) if rank else dist.recv(small, 1)
+dist.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+began = time.monotonic()
+try:
+    if how == "small":
+        dist.all_reduce(small)
+    elif how == "large":
+        dist.all_reduce(large)
+    elif how == "future":
+        dist.all_reduce(large, async_op=True).get_future().wait()
+    else:
+        dist.recv(small, 1)
+except Exception as error:
+    assert time.monotonic() - began < 1
+    print(type(error).__name__, error)
+try:
+    dist.all_reduce(small)
+except dist.DistBackendError as error:
+    print("and then", error)
+""",
+        tmp_path,
+    )
+    assert [each.returncode for each in ended] == [0, -signal.SIGKILL], ended[0].stderr
+    first, then = ended[0].stdout.splitlines()
+    # A future tells its waiter in torch's own class.
+    assert re.search(r"rank 1 \(host \S+, pid \d+\) has ended", first), first
+    assert first.startswith("DistBackendError") or how == "future"
+    assert "rank 1" in then
+
+
+def test_ranks_that_call_different_collectives_get_an_error_that_names_both(tmp_path: Path) -> None:
+    outputs = run(
+        2,
+        """
+begin()
+for name, call in (
+    ("kind", lambda group: dist.all_reduce(torch.ones(4), group=group) if rank else dist.barrier(group)),
+    ("count", lambda group: dist.all_reduce(torch.ones(4 + rank), group=group)),
+    ("dtype", lambda group: dist.all_reduce(torch.ones(4, dtype=[torch.int32, torch.float32][rank]), group=group)),
+    ("op", lambda group: dist.all_reduce(torch.ones(4), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank], group=group)),
+    ("root", lambda group: dist.broadcast(torch.ones(4), rank, group=group)),
+    ("large", lambda group: dist.all_reduce(torch.ones(3_000_000 + rank), group=group)),
+):
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1), group=group)
+    try:
+        call(group)
+        dist.barrier(group)
+    except dist.DistBackendError as error:
+        print(name, error)
+    else:
+        print(name, "no error")
+""",
+        tmp_path,
+    )
+    for output in outputs:
+        lines = dict(line.split(" ", 1) for line in output.splitlines())
+        assert list(lines) == ["kind", "count", "dtype", "op", "root", "large"], output
+    said = {
+        name: [text for output in outputs for text in re.findall(rf"^{name} (.*)", output, re.M)]
+        for name in ("kind", "count", "dtype", "op", "root", "large")
+    }
+    for name, pair in {
+        "kind": ("barrier", "all_reduce(SUM, 4 x float32)"),
+        "count": ("all_reduce(SUM, 4 x float32)", "all_reduce(SUM, 5 x float32)"),
+        "dtype": ("all_reduce(SUM, 4 x int32)", "all_reduce(SUM, 4 x float32)"),
+        "op": ("all_reduce(SUM, 4 x float32)", "all_reduce(MAX, 4 x float32)"),
+        "root": ("broadcast(16 bytes, root 0)", "broadcast(16 bytes, root 1)"),
+        "large": ("all_reduce(SUM, 3000000 x float32)", "all_reduce(SUM, 3000001 x float32)"),
+    }.items():
+        # Whoever sees the difference first tells both calls; the other may only learn that the first gave up.
+        assert any(all(call in text for call in pair) for text in said[name]), (name, said[name])
+        assert "no error" not in said[name], (name, said[name])
+
+
+def test_a_late_rank_is_warned_of_and_then_an_error_that_names_it(tmp_path: Path) -> None:
+    outputs = run(
+        2,
+        """
+import logging
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+begin(timeout=timedelta(seconds=2))
+dist.all_reduce(torch.ones(3))
+if rank == 0:
+    try:
+        dist.all_reduce(torch.ones(3))
+    except dist.DistBackendError as error:
+        print(error)
+    open(os.environ["JOB_FOLDER"] + "/over", "w").close()
+while not os.path.exists(os.environ["JOB_FOLDER"] + "/over"):
+    time.sleep(0.01)
+""",
+        tmp_path,
+        HVDGLOO_STALL_CHECK_TIME_SECONDS="0.5",
+    )
+    warning, error = outputs[0].splitlines()
+    assert re.search(
+        r"all_reduce\(SUM, 3 x float32\) in the default process group has waited for rank 1 \(host", warning
+    )
+    assert re.search(r"rank 1 \(host \S+, pid \d+\) did not come within 2 s", error), error
+
+
+def test_groups_leave_nothing_behind_and_can_be_made_again(tmp_path: Path) -> None:
+    run(
+        2,
+        """
+def held():
+    maps = [line for line in open("/proc/self/maps") if "hvdgloo" in line]
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    fds = [os.readlink(link) for link in links if os.path.islink(link)]
+    return len(maps), len([fd for fd in fds if "memfd" in fd or "pidfd" in fd]), threading.active_count()
+
+def once(number):
+    store = "file://" + os.environ["JOB_FOLDER"] + f"/store{number}"
+    dist.init_process_group("hvdgloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+    group = dist.new_group()
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor, async_op=True).wait()
+    dist.all_reduce(tensor, group=group)
+    (dist.send if rank else dist.recv)(tensor, 1 - rank)
+    assert tensor[0] == size**2
+    dist.barrier()
+    dist.destroy_process_group()
+
+once(0)
+before = held()
+for number in range(1, 4):
+    once(number)
+assert held() == before == (0, 0, 1), (held(), before)
+""",
+        tmp_path,
+    )
+
+
+def test_a_forked_child_has_no_part_in_its_parent_s_groups(tmp_path: Path) -> None:
+    outputs = run(
+        2,
+        """
+begin()
+dist.all_reduce(torch.ones(2), async_op=True).wait()
+child = os.fork()
+if child == 0:
+    try:
+        dist.all_reduce(torch.ones(2))
+    except dist.DistBackendError as error:
+        print(error, flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+tensor = torch.ones(2)
+dist.all_reduce(tensor)
+assert tensor.tolist() == [2, 2]
+dist.destroy_process_group()
+""",
+        tmp_path,
+    )
+    assert all("belongs to this process's parent" in output for output in outputs), outputs
+
+
+def test_tensors_without_memory_on_the_cpu_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    run(
+        2,
+        """
+begin()
+freed = torch.ones(4)
+freed.untyped_storage().resize_(0)
+for tensor, text in (
+    (torch.ones(2, device="meta"), "a meta tensor has no values"),
+    (torch.eye(3).to_sparse(), "send tensor.to_dense()"),
+    (freed, "memory has been freed"),
+):
+    for call in (dist.all_reduce, lambda t: dist.broadcast(t, 0), lambda t: dist.all_gather([t, t], t)):
+        try:
+            call(tensor)
+        except (ValueError, RuntimeError) as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"{text}: it was sent")
+for call, text in (
+    (lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND), "BAND, BOR and BXOR are for integers"),
+    (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn)), "it can move them unchanged"),
+):
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(text)
+tensor = torch.ones(2)
+dist.all_reduce(tensor)
+assert tensor.tolist() == [2, 2]
+dist.destroy_process_group()
+""",
+        tmp_path,
+    )
+
+
+def test_importing_torch_is_enough_and_imports_nothing_more(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+import torch.distributed as dist
+assert dist.Backend.HVDGLOO == "hvdgloo"
+print(sorted(name for name in sys.modules if name.partition(".")[0] in ("hvdgloo", "msgspec", "requests", "flask")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "['hvdgloo', 'hvdgloo._torch_backend', 'hvdgloo.version']"
+    off = subprocess.run(
+        [sys.executable, "-c", "import torch.distributed as dist\nprint(hasattr(dist.Backend, 'HVDGLOO'))"],
+        env={**clean_environment(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert off.stdout.split() == ["False"], off.stderr
+
+
+def test_a_program_that_says_gloo_gets_hvdgloo_where_that_is_asked_for(tmp_path: Path) -> None:
+    """And only where gloo is a group's only backend."""
+    code = """
+import os, sys
+import torch, torch.distributed as dist
+rank = int(os.environ["HVDGLOO_RANK"])
+store = "file://" + os.environ["JOB_FOLDER"] + "/store"
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+dist.monitored_barrier()
+print(dist.get_backend(), type(dist.group.WORLD).__name__, type(dist.new_group()).__name__, tensor.tolist())
+print(type(dist.new_group(backend="cpu:gloo,cuda:gloo")).__name__)
+dist.destroy_process_group()
+"""
+    with Job(2, code, tmp_path, fresh=True, HVDGLOO_AS_GLOO="1") as job:
+        ended = job.wait()
+    for each in ended:
+        assert each.returncode == 0, each.stderr
+        first, other = each.stdout.splitlines()
+        assert first == "gloo HvdglooProcessGroup HvdglooProcessGroup [2.0, 2.0, 2.0]"
+        assert other in ("HvdglooProcessGroup", "ProcessGroup")
+
+
+def test_ctrl_c_in_a_wait_ends_it_and_the_group(tmp_path: Path) -> None:
+    code = """
+begin()
+dist.all_reduce(torch.ones(2))
+if rank == 1:
+    while not os.path.exists(os.environ["JOB_FOLDER"] + "/over"):
+        time.sleep(0.01)
+    sys.exit()
+print("waits", flush=True)
+try:
+    dist.all_reduce(torch.ones(2))
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+try:
+    dist.all_reduce(torch.ones(2))
+except dist.DistBackendError as error:
+    print(error, flush=True)
+open(os.environ["JOB_FOLDER"] + "/over", "w").close()
+"""
+    with Job(2, HEAD + code, tmp_path, SIZE="2") as job:
+        wait_for(lambda: "waits" in job.output(0).stdout, 20)
+        os.kill(job.workers[0].pid, signal.SIGINT)
+        ended = job.wait()
+    assert "interrupted" in ended[0].stdout, ended[0].stderr
+    assert "interrupted by KeyboardInterrupt" in ended[0].stdout
