@@ -38,7 +38,7 @@ from hvdgloo._engine.readiness import masks_of
 from hvdgloo._engine.runs import runs_of_mask, runs_of_masks
 from hvdgloo._engine.seat import Seat, seat
 from hvdgloo._engine.tree import PATIENCE_SECONDS, Gatherer
-from hvdgloo._job.links import Meeting, World, seat_of
+from hvdgloo._job.control_plane import ControlPlane, World, seat_of
 from hvdgloo._job.settings import engine_settings
 from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo._net.handshake import Link, listen
@@ -251,8 +251,8 @@ def be_rank(rank: int, slots: Sequence[int], fanin: int, endpoint: str, seconds:
     place = seat_of(rank, topology)
     assert place is not None
     with RendezvousClient(endpoint, _SECRET) as client, listen("127.0.0.1", None) as listener:
-        meeting = Meeting(config, _SECRET, None, client, World(rank, topology, "soak"), "127.0.0.1")
-        links, decided = meeting.connect(place, listener if rank == 0 else None, [])
+        control_plane = ControlPlane(config, _SECRET, None, client, World(rank, topology, "soak"), "127.0.0.1")
+        links, decided = control_plane.connect(place, listener if rank == 0 else None, [])
     # No tensor is large enough for a data plane.
     engine = Engine(rank, topology, links, LocalGroup(1).backend(0), engine_settings(config, decided), seat=place)
     engine.start()

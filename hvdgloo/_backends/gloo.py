@@ -52,7 +52,7 @@ from hvdgloo._backends.driver import Driver
 from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
 from hvdgloo._backends.sockets import Connections
 from hvdgloo._net.cancelling import LONGEST_TURN, TURN
-from hvdgloo._net.descriptors import bury, reserve_descriptors
+from hvdgloo._net.descriptors import close_keeping_numbers, reserve_descriptors
 from hvdgloo._net.proofs import NONCE_BYTES, PROOF_BYTES, derive, new_nonce, prove, proves
 from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError
 from hvdgloo.types import Buffer, ReduceOp
@@ -614,4 +614,4 @@ class GlooBackend(ProcessGroupBackend):
         if self._group is not None:
             self.abandon()
         if self._connections is not None:
-            bury(list(self._connections.descriptors(connected=False)))
+            close_keeping_numbers(list(self._connections.descriptors(connected=False)))

@@ -35,7 +35,7 @@ from hvdgloo._backends.pygloo_helper import Command, Op, Order, Tell, Type, Verb
 from hvdgloo._backends.shm import limits, system
 from hvdgloo._backends.shm.segment import array_at
 from hvdgloo._net.cancelling import TURN
-from hvdgloo._net.descriptors import bury, reserve_descriptors
+from hvdgloo._net.descriptors import close_keeping_numbers, reserve_descriptors
 from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, DType, ReduceOp
 
@@ -228,7 +228,7 @@ class Helper:
         """Let go of the descriptors in a forked child: the helper is to end with its worker."""
         if self._channel.fileno() >= 0:
             assert self._process.stdin is not None
-            bury([self._channel.fileno(), self._process.stdin.fileno(), self._memory])
+            close_keeping_numbers([self._channel.fileno(), self._process.stdin.fileno(), self._memory])
             self._process.returncode = 0  # it is no child of this process
 
 

@@ -26,7 +26,7 @@ from hvdgloo._engine.planes import Group
 from hvdgloo._engine.settings import Choice
 from hvdgloo._engine.stacks import THREAD_PREFIX
 from hvdgloo._engine.submission import PersistentRequest, Submission
-from hvdgloo._net.descriptors import bury
+from hvdgloo._net.descriptors import close_keeping_numbers
 from hvdgloo._net.handshake import Link
 from hvdgloo._observe.counters import Counters
 from hvdgloo._platform import interrupts
@@ -503,7 +503,7 @@ class Engine:
     def _after_fork_in_child(self) -> None:
         """A forked child that kept a connection open would hide this rank's death from its peers."""
         self._forked = True
-        bury(self._control.descriptors)
+        close_keeping_numbers(self._control.descriptors)
         for group in self._groups.values():
             for backend in group.backends:
                 forget = getattr(backend, "after_fork_in_child", None)

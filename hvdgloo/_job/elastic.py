@@ -28,11 +28,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvdgloo._engine.engine import Engine
-from hvdgloo._job.access import Access, check_addresses
-from hvdgloo._job.alone import ProvisionalEngine, open_alone
 from hvdgloo._job.context import Context
-from hvdgloo._job.links import World
-from hvdgloo._net.descriptors import bury
+from hvdgloo._job.control_plane import World
+from hvdgloo._job.participant import Participant, check_addresses
+from hvdgloo._job.single_rank import ProvisionalEngine, open_single_rank
+from hvdgloo._net.descriptors import close_keeping_numbers
 from hvdgloo._net.ports import PortHold, hold_free_port
 from hvdgloo._platform.spelling import followed_by
 from hvdgloo.errors import (
@@ -97,7 +97,7 @@ class Membership:
     """One worker's membership. One thread at a time may call, unless something else is said.
 
     Args:
-        access: to the rendezvous server, which is left when the membership ends.
+        participant: to the rendezvous server, which is left when the membership ends.
 
     Attributes:
         placement: in the current epoch; None while this worker is alone.
@@ -107,8 +107,8 @@ class Membership:
         launched: a launcher has started this worker, and sees how it ends.
     """
 
-    def __init__(self, access: Access) -> None:
-        self.config = config = access.config
+    def __init__(self, participant: Participant) -> None:
+        self.config = config = participant.config
         self.placement: Placement | None = None
         self.context: Context | None = None
         self.is_new = True
@@ -116,9 +116,9 @@ class Membership:
         self.master: tuple[str, int] | None = None
         self._sets: Sequence[Sequence[int]] = ()
         self._install: Callable[[Context], None] = lambda _: None
-        self._access = access
+        self._participant = participant
         self._client = ElasticClient(
-            access.client, config.worker or secrets.token_hex(8), patience=config.start_timeout
+            participant.client, config.worker or secrets.token_hex(8), patience=config.start_timeout
         )
         self._epoch = -1  # the last one that this worker was told of
         self._is_in = False  # elastic.run
@@ -247,7 +247,7 @@ class Membership:
             self.finished()
         self._closed.set()
         self._close_context(reason)
-        self._access.client.close()
+        self._participant.client.close()
         self._thread.join(_LISTENER_SECONDS)
 
     # Epochs.
@@ -262,7 +262,7 @@ class Membership:
             with self._listening() as listener:
                 answer = self._ask(why, listener, ready=ready, digest=digest)
                 if isinstance(answer, Alone):
-                    engine = open_alone(self.config, ProvisionalEngine, counters=self._access.counters)
+                    engine = open_single_rank(self.config, ProvisionalEngine, counters=self._participant.counters)
                     self._take(Context(self.config, engine.topology, 0, engine, plan=answer))
                     return None
                 self.placement, self._epoch = answer, answer.topology.epoch
@@ -298,7 +298,7 @@ class Membership:
         deadline = time.monotonic() + (self.config.elastic_timeout if self.context is not None else 0.0)
         while True:
             try:
-                return self._access.listen()
+                return self._participant.listen()
             except ConnectError as error:
                 if time.monotonic() >= deadline or self._closed.is_set():
                     raise ConfigError(str(error)) from error
@@ -310,7 +310,7 @@ class Membership:
         try:
             return self._client.next_epoch(
                 self._epoch,
-                self._access.info(rank, listener.getsockname()[1]),
+                self._participant.info(rank, listener.getsockname()[1]),
                 ready=ready,
                 serial=self._serial,
                 digest=digest,
@@ -332,7 +332,7 @@ class Membership:
             ConnectError: other workers are, which are new.
         """
         try:
-            check_addresses(placement.topology, self._access.reached_from)
+            check_addresses(placement.topology, self._participant.reached_from)
         except ConfigError as error:
             unfit = [] if placement.fresh else self._unfit(placement)
             if placement.rank in unfit or not unfit:
@@ -346,7 +346,7 @@ class Membership:
         old = [rank for rank in range(placement.topology.size) if rank not in placement.new]
         for rank in new:
             try:
-                check_addresses(placement.topology.restricted(sorted([*old, rank])), self._access.reached_from)
+                check_addresses(placement.topology.restricted(sorted([*old, rank])), self._participant.reached_from)
             except ConfigError:
                 unfit.append(rank)
         return unfit or new
@@ -357,7 +357,7 @@ class Membership:
         config = replace(self.config, epoch=epoch)
         world = World(rank, topology, f"{epoch}.0", 0, (first.address, first.port), scope=self._client.scope(epoch))
         engine: Engine
-        engine, decided = self._access.open(
+        engine, decided = self._participant.open(
             world,
             listener,
             self._sets,
@@ -367,7 +367,7 @@ class Membership:
         host, port = decided.get("master", ("", 0))
         self.master = (str(host), int(port)) if port else None
         clock_offset = decided["clock_offset"]
-        reporting = self._access.report(engine, clock_offset)
+        reporting = self._participant.report(engine, clock_offset)
         return Context(
             config, topology, rank, engine, clock_offset=clock_offset, world=decided["world"], reporting=reporting
         )
@@ -445,7 +445,7 @@ class Membership:
 
     def _after_fork_in_child(self) -> None:
         """A forked child that kept a connection open would hide this worker's end from the server."""
-        bury(self._access.client.descriptors)
+        close_keeping_numbers(self._participant.client.descriptors)
 
 
 _MEMBERSHIPS: weakref.WeakSet[Membership] = weakref.WeakSet()

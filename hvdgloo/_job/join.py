@@ -11,10 +11,10 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
-from hvdgloo._job.access import Access, check_addresses
-from hvdgloo._job.alone import open_alone
 from hvdgloo._job.context import Context
-from hvdgloo._job.links import World
+from hvdgloo._job.control_plane import World
+from hvdgloo._job.participant import Participant, check_addresses
+from hvdgloo._job.single_rank import open_single_rank
 from hvdgloo._observe.counters import Counters
 from hvdgloo.config import Config
 from hvdgloo.errors import InvalidArgumentError
@@ -22,21 +22,21 @@ from hvdgloo.rendezvous import Registration
 from hvdgloo.topology import Topology
 
 
-def connected(config: Config, counters: Counters | None = None) -> Access | None:
+def connected(config: Config, counters: Counters | None = None) -> Participant | None:
     """The way into the job that ``config`` describes; None for a job of a single process, if it describes none.
 
     Args:
         counters: as for ``join``.
 
     Raises:
-        ConfigError, RendezvousError: see ``Access``.
+        ConfigError, RendezvousError: see ``Participant``.
     """
-    return None if config.rendezvous is None else Access(config, counters)
+    return None if config.rendezvous is None else Participant(config, counters)
 
 
 def join(
     config: Config,
-    access: Access | None,
+    participant: Participant | None,
     ranks: Sequence[int] | None = None,
     process_sets: Sequence[Sequence[int]] = (),
     counters: Counters | None = None,
@@ -44,11 +44,11 @@ def join(
     """Join a job of fixed size, or form one of a single process.
 
     Args:
-        access: what ``connected`` has returned; left at the end of the Context, or of an attempt that fails.
+        participant: what ``connected`` has returned; left at the end of the Context, or of an attempt that fails.
         ranks: those of the job's ranks that form a world of their own, in which they are renumbered in ascending order;
             None for all. This process is one of them.
         process_sets: the ranks of the sets that will be added at once, which must be the same on all ranks.
-        counters: of this process, in a job of its own; else ``access`` has them.
+        counters: of this process, in a job of its own; else ``participant`` has them.
 
     Raises:
         InvalidArgumentError: (a ValueError) ranks that do not exist or do not include this one; process sets that
@@ -58,14 +58,14 @@ def join(
         ConnectError: ranks cannot be connected with each other.
         MissingDependencyError: several hosts need Gloo, which torch and pygloo provide.
     """
-    if access is None:
+    if participant is None:
         _check_ranks(ranks, 0, 1)
-        engine = open_alone(config, counters=counters)
+        engine = open_single_rank(config, counters=counters)
         return Context(config, engine.topology, 0, engine)
     try:
-        return _connect(access, ranks, process_sets)
+        return _connect(participant, ranks, process_sets)
     except BaseException:
-        access.client.close()
+        participant.client.close()
         raise
 
 
@@ -76,8 +76,8 @@ _generations: Counter[tuple[str, int, str]] = Counter()
 """How often this process has joined each world of each."""
 
 
-def _connect(access: Access, ranks: Sequence[int] | None, process_sets: Sequence[Sequence[int]]) -> Context:
-    config, client = access.config, access.client
+def _connect(participant: Participant, ranks: Sequence[int] | None, process_sets: Sequence[Sequence[int]]) -> Context:
+    config, client = participant.config, participant.client
     assert config.rendezvous is not None
     job = (config.rendezvous, config.epoch)
     registration = _registrations.get(job)
@@ -85,13 +85,13 @@ def _connect(access: Access, ranks: Sequence[int] | None, process_sets: Sequence
     # Without a launcher any worker may turn out to be rank 0, which is the one that listens. Which rank will be the
     # first of a world of some ranks is known only after registration.
     may_be_first = rank in (None, 0) and ranks is None
-    listener = access.listen() if may_be_first else None
+    listener = participant.listen() if may_be_first else None
     try:
         if registration is None:
             port = listener.getsockname()[1] if listener is not None else 0
-            info = access.info(config.rank, port)
+            info = participant.info(config.rank, port)
             registration = client.register(config.epoch, info, timeout=config.start_timeout)
-            check_addresses(registration.topology, access.reached_from)
+            check_addresses(registration.topology, participant.reached_from)
             _registrations[job] = registration
         rank, topology, name = _world(registration, ranks)
         which = (*job, name)
@@ -100,15 +100,15 @@ def _connect(access: Access, ranks: Sequence[int] | None, process_sets: Sequence
         first = topology.workers[0]
         is_known = first.port and not name and generation == 0
         if rank == 0 and listener is None:
-            listener = access.listen()
+            listener = participant.listen()
         key = f"{config.epoch}.{generation}{name}"
         endpoint = (first.address, first.port) if is_known else None
-        engine, decided = access.open(World(rank, topology, key, generation, endpoint), listener, process_sets)
+        engine, decided = participant.open(World(rank, topology, key, generation, endpoint), listener, process_sets)
     finally:
         if listener is not None:
             listener.close()
     clock_offset = decided["clock_offset"]
-    reporting = access.report(engine, clock_offset)
+    reporting = participant.report(engine, clock_offset)
     return Context(
         config,
         topology,

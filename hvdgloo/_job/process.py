@@ -65,12 +65,12 @@ def init(
                 return _begin(_membership, ranks, process_sets, prepare)
             with meeting(config) as config:
                 counters = _counters if config.observe else None
-                access = connected(config, counters)
-                if access is not None and access.config.elastic:
+                participant = connected(config, counters)
+                if participant is not None and participant.config.elastic:
                     from hvdgloo._job.elastic import Membership
 
-                    return _begin(Membership(access), ranks, process_sets, prepare)
-                context = join(config, access, ranks, process_sets, counters)
+                    return _begin(Membership(participant), ranks, process_sets, prepare)
+                context = join(config, participant, ranks, process_sets, counters)
                 try:
                     _show(context)
                     _warn(context)

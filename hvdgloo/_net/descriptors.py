@@ -68,7 +68,7 @@ def _held() -> int:
         return 3  # it cannot be told here; the spare ones have to do
 
 
-def bury(descriptors: Sequence[int]) -> None:
+def close_keeping_numbers(descriptors: Sequence[int]) -> None:
     """Close descriptors without freeing their numbers, which other code may still consider its own and close."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:

@@ -203,15 +203,15 @@ class Handshake:
             MissingDependencyError: certificates cannot be made.
         """
         deadline = time.monotonic() + timeout
-        doors = {listener: _Door(ranks, self.tls)}
+        expected = {listener: _Expected(ranks, self.tls)}
         if here is not None:
-            doors[here[0]] = _Door(here[1], None)
-        count = sum(len(door.ranks) for door in doors.values())
+            expected[here[0]] = _Expected(here[1], None)
+        count = sum(len(group.ranks) for group in expected.values())
         reserve_descriptors(count, describe(self.parent), f"{self.purpose}s of other ranks")
         if self.tls is not None:
             self.tls.fingerprint  # noqa: B018 - if there is no certificate, that is no visitor's fault
-        with _Reception(doors, self, settings, deadline) as reception:
-            while reception.missing:
+        with _Acceptor(expected, self, settings, deadline) as acceptor:
+            while acceptor.missing:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     why = (
@@ -220,15 +220,15 @@ class Handshake:
                     )
                     raise ConnectError(
                         f"{describe(self.parent).partition(' (')[0]} waited {timeout:g} s on {_name(listener)} for "
-                        f"{self.purpose}s from {', '.join(map(describe, reception.missing))}. "
-                        f"{OUT_OF_DESCRIPTORS if reception.exhausted else why}",
-                        rank=reception.missing[0],
+                        f"{self.purpose}s from {', '.join(map(describe, acceptor.missing))}. "
+                        f"{OUT_OF_DESCRIPTORS if acceptor.exhausted else why}",
+                        rank=acceptor.missing[0],
                         address=_name(listener),
-                        missing=reception.missing,
+                        missing=acceptor.missing,
                     )
                 _check(cancelled)
-                reception.serve(min(left, TURN))
-            return reception.members
+                acceptor.serve(min(left, TURN))
+            return acceptor.members
 
     def connect(
         self,
@@ -253,11 +253,15 @@ class Handshake:
             BackendError: it was cancelled.
         """
         deadline = time.monotonic() + timeout
-        hint = (
-            " (check that the address is reachable from this host; "
-            f"HVDGLOO_ADDRESS chooses another one on rank {self.parent}'s host)"
-        )
-        with self._connecting(rank, describe, f"at {address} port {port}", hint, address) as opened:
+
+        def text(why: object) -> str:
+            return (
+                f"{describe(rank)} could not connect to {describe(self.parent)} at {address} port {port}: {why} "
+                "(check that the address is reachable from this host; "
+                f"HVDGLOO_ADDRESS chooses another one on rank {self.parent}'s host)"
+            )
+
+        with self._connecting(text, address) as opened:
             sock = opened.enter_context(_connected(address, port, deadline, cancelled))
             channel = b""
             if self.tls is not None:
@@ -279,7 +283,11 @@ class Handshake:
             name: of the ``abstract`` socket at which it listens, or soon will.
         """
         deadline = time.monotonic() + timeout
-        with self._connecting(rank, describe, "on the same host") as opened:
+
+        def text(why: object) -> str:
+            return f"{describe(rank)} could not connect to {describe(self.parent)} on the same host: {why}"
+
+        with self._connecting(text) as opened:
             while True:
                 try:
                     sock = opened.enter_context(abstract.connect(name, deadline, cancelled or (lambda: False)))
@@ -294,19 +302,14 @@ class Handshake:
                     raise
 
     @contextmanager
-    def _connecting(
-        self, rank: int, describe: Callable[[int], str], where: str, hint: str = "", address: str | None = None
-    ) -> Iterator[ExitStack]:
-        """Have an error name both ranks, and close what the stack holds if there is one."""
+    def _connecting(self, text: Callable[[object], str], address: str | None = None) -> Iterator[ExitStack]:
+        """If connecting fails, raise a ConnectError with ``text`` of the reason, and close what the stack holds."""
         with ExitStack() as opened:
             try:
                 yield opened
             except (OSError, EOFError, ValueError, AuthenticationError) as error:
                 raise ConnectError(
-                    f"{describe(rank)} could not connect to {describe(self.parent)} {where}: "
-                    f"{error or type(error).__name__}{hint}",
-                    rank=self.parent,
-                    address=address,
+                    text(str(error) or type(error).__name__), rank=self.parent, address=address
                 ) from error
             opened.pop_all()
 
@@ -490,8 +493,8 @@ def _name(listener: socket.socket) -> str:
 
 
 @dataclass(frozen=True)
-class _Door:
-    """What is particular to one listener.
+class _Expected:
+    """The ranks that one listener waits for.
 
     Attributes:
         ranks: that are expected there.
@@ -502,8 +505,8 @@ class _Door:
     tls: Tls | None
 
 
-class _Reception:
-    """The coordinator's thread while members come, through one door or two.
+class _Acceptor:
+    """The coordinator's thread while members come, at one listener or two.
 
     Attributes:
         members: connections of those who have proved to be members, by rank. Closed on leaving, if that is by an
@@ -512,19 +515,19 @@ class _Reception:
 
     def __init__(
         self,
-        doors: Mapping[socket.socket, _Door],
+        expected: Mapping[socket.socket, _Expected],
         handshake: Handshake,
         settings: Mapping[str, Any],
         deadline: float,
     ) -> None:
         self.members: dict[int, Link] = {}
-        self._doors = doors
+        self._expected = expected
         self._handshake = handshake
         self._settings = settings
         self._selector = selectors.DefaultSelector()
         self._visitors = Visitors(
             self._selector,
-            doors,
+            expected,
             self._converse,
             self._refused,
             patience=handshake.proof_timeout,
@@ -539,8 +542,8 @@ class _Reception:
         """The ranks that have not come, or have not yet been told that they are in."""
         return [
             rank
-            for door in self._doors.values()
-            for rank in door.ranks
+            for group in self._expected.values()
+            for rank in group.ranks
             if rank not in self.members or self.members[rank].sock in self._visitors
         ]
 
@@ -557,12 +560,12 @@ class _Reception:
             key.data()
 
     def _wrapped(self, sock: socket.socket, listener: socket.socket) -> socket.socket:
-        tls = self._doors[listener].tls
+        tls = self._expected[listener].tls
         return sock if tls is None else tls.accepted(sock)
 
     def _converse(self, sock: socket.socket, listener: socket.socket) -> Steps:
-        door = self._doors[listener]
-        rank, link = yield from self._handshake.admit(sock, door.ranks, door.tls)
+        group = self._expected[listener]
+        rank, link = yield from self._handshake.admit(sock, group.ranks, group.tls)
         if self.members.setdefault(rank, link) is not link:
             raise AuthenticationError(f"rank {rank} is already connected")
         yield from sent(sock, link.signed(_ANSWER.encode(_Answer(time.time(), self._settings))))
@@ -572,7 +575,7 @@ class _Reception:
         # A member that broke off after its proof is kept: the next reader of its connection learns that it is lost.
         return all(link.sock is not sock for link in self.members.values())
 
-    def __enter__(self) -> _Reception:
+    def __enter__(self) -> _Acceptor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -31,7 +31,7 @@ from hvdgloo.ray._placement import Reservation, reserve
 from hvdgloo.ray._settings import Demand, Settings
 from hvdgloo.ray._worker import Kind
 from hvdgloo.runner.inbound.job import run_function
-from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.listener import TaskListener
 
 _GRACE = 3.0
 """Seconds that other ranks have to end a call in which one rank failed, as in any job."""
@@ -81,7 +81,7 @@ class Workers:
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._exit = ExitStack()
-        self._reception: Reception | None = None
+        self._listener: TaskListener | None = None
         self._job = threading.Thread(target=self._run, name="hvdgloo-ray-job", daemon=True)
         self.actors: list[Any] = []
         self._numbers = [0] * demand.workers  # of each actor's next call
@@ -116,8 +116,8 @@ class Workers:
     def _start_in(self, reservation: Reservation) -> None:
         import ray
 
-        self._reception = self._exit.enter_context(
-            Reception(
+        self._listener = self._exit.enter_context(
+            TaskListener(
                 self._demand.workers,
                 what="Ray actors",
                 addresses=[ray.util.get_node_ip_address()],
@@ -142,7 +142,7 @@ class Workers:
         self._job.start()
         ranks = self._gathered(
             [
-                actors[which].bring.remote(self._reception.invitation, index, places[which], gpus[places[which].node])
+                actors[which].bring.remote(self._listener.invitation, index, places[which], gpus[places[which].node])
                 for index, which in enumerate(order)
             ],
             "no worker has been started by",
@@ -183,12 +183,12 @@ class Workers:
 
     def _run(self) -> None:
         """Supervise the job, on a thread of its own."""
-        assert self._reception is not None
+        assert self._listener is not None
         failure: BaseException | None = None
         try:
-            self._reception.gather(remedy="Can the nodes reach the driver's machine?")
+            self._listener.gather(remedy="Can the nodes reach the driver's machine?")
             run_function(
-                self._reception,
+                self._listener,
                 _worker.serve,
                 env=self._env,
                 verbose=self._settings.verbose,
@@ -219,8 +219,8 @@ class Workers:
 
     def fail(self, reason: str, error: BaseException | None = None) -> None:
         """Have all workers ended for this reason; return at once."""
-        if self._reception is not None:
-            self._reception.fail(reason, error)
+        if self._listener is not None:
+            self._listener.fail(reason, error)
 
     def close(self, reason: str = "the executor was shut down") -> None:
         """End all workers and release all resources. Idempotent."""

@@ -21,7 +21,7 @@ from hvdgloo.ray._cluster import check_ray
 from hvdgloo.ray._settings import Settings
 from hvdgloo.runner import arguments
 from hvdgloo.runner.inbound.job import run_elastic_function
-from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.runner.inbound.task import Invitation
 
 __all__ = ["ElasticRayExecutor", "RayHostDiscovery"]
@@ -204,17 +204,17 @@ class ElasticRayExecutor:
         settings = self._settings
         start_timeout = Config.from_env().start_timeout if settings.timeout_s is None else settings.timeout_s
         with (
-            Reception(
+            TaskListener(
                 None,
                 what="Ray actors",
                 addresses=[ray.util.get_node_ip_address()],
                 start_timeout=max(start_timeout, settings.elastic_timeout),
-            ) as reception,
-            _Actors(reception.invitation, self._discovery, self._room, settings.max_num_proc),
+            ) as listener,
+            _Actors(listener.invitation, self._discovery, self._room, settings.max_num_proc),
         ):
-            reception.gather(least=settings.min_num_proc, remedy="`ray status` shows the cluster's resources")
+            listener.gather(least=settings.min_num_proc, remedy="`ray status` shows the cluster's resources")
             return run_elastic_function(
-                reception,
+                listener,
                 worker_fn,
                 np=settings.min_num_proc,
                 min_np=settings.min_num_proc,

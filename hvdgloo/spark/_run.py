@@ -23,7 +23,7 @@ from hvdgloo.errors import ConfigError, UnusableHostsError
 from hvdgloo.runner import arguments
 from hvdgloo.runner.inbound.hello import TaskHello
 from hvdgloo.runner.inbound.job import run_elastic_function, run_function
-from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.spark import _failures
 from hvdgloo.spark._agent_task import lists, make_task
 from hvdgloo.spark._session import Session, active, checked_number
@@ -249,7 +249,7 @@ def _call(
     """Have tasks started, and a function called beside them. Arguments are as for ``run``.
 
     Args:
-        run_on: calls it on the agents of a reception.
+        run_on: calls it on the agents of a listener.
         call: the function and its arguments.
     """
     arguments.check_call("run", *call)
@@ -261,18 +261,18 @@ def _call(
     python_path = variables.pop("PYTHONPATH", "")
     say = _Speaker(stderr, verbose)
     job.check_slots(time.monotonic() + start_timeout, say)
-    reception = Reception(
+    listener = TaskListener(
         None if job.least is not None else job.size,
         what="Spark tasks",
         addresses=job.addresses,
         port_range=Config.from_env().port_range,
         start_timeout=start_timeout,
     )
-    with reception, job.running(reception, python_path, executable):
-        say.started(reception.gather(remedy=job.remedy, poll=job.check_executors, least=job.least))
+    with listener, job.running(listener, python_path, executable):
+        say.started(listener.gather(remedy=job.remedy, poll=job.check_executors, least=job.least))
         with _interrupts_for_ranks():
             return run_on(
-                reception,
+                listener,
                 *call,
                 env=variables,
                 verbose=verbose > 1,
@@ -423,12 +423,12 @@ class _Job:
         )
 
     @contextmanager
-    def running(self, reception: Reception, python_path: str, executable: str | None) -> Iterator[None]:
+    def running(self, listener: TaskListener, python_path: str, executable: str | None) -> Iterator[None]:
         """The tasks run while this lasts; afterwards nothing of the job is left."""
         from pyspark import InheritableThread
 
         self._lacking = self._context.accumulator([], lists())
-        task = make_task(reception.invitation, python_path, executable, self._lacking, again=self.least is not None)
+        task = make_task(listener.invitation, python_path, executable, self._lacking, again=self.least is not None)
 
         def job() -> None:
             try:
@@ -437,10 +437,10 @@ class _Job:
                 (tasks.barrier() if self._barrier else tasks).mapPartitionsWithIndex(task).collect()
             except Exception as error:  # noqa: BLE001 - whatever Spark and its JVM raise, it is why tasks are gone
                 self._wrong_python = _failures.wrong_python(str(error))
-                reception.fail(self._why(str(error)))
+                listener.fail(self._why(str(error)))
             else:
                 if not _happens(over, _OVER_S):
-                    reception.fail("all Spark tasks have ended")
+                    listener.fail("all Spark tasks have ended")
 
         over = threading.Event()
         # It has the caller's scheduler pool and job tags.

@@ -14,7 +14,7 @@ from hvdgloo.config import without_place
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.conclusion import ResultFiles, conclude
 from hvdgloo.runner.elastic.options import FAILURES_ON_ONE_HOST, ElasticOptions
-from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.runner.inbound.stream import InboundStream
 from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.environment import for_other_hosts, working_directory
@@ -40,22 +40,22 @@ _INTERVAL = 0.5
 class InboundSpawner:
     """Takes agents that have come, instead of starting any."""
 
-    def __init__(self, reception: Reception) -> None:
-        self._reception = reception
+    def __init__(self, listener: TaskListener) -> None:
+        self._listener = listener
 
     def start(self, host: HostEntry) -> InboundStream:
         assert host.premises is not None
-        return self._reception.hand_over(host.premises.key)
+        return self._listener.hand_over(host.premises.key)
 
     def is_local(self, host: HostEntry) -> bool:
         return False
 
     def diagnose(self, host: HostEntry, ending: Ending) -> Diagnosis:
-        return Diagnosis(Cause.OTHER, self._reception.reason or "its task has ended")
+        return Diagnosis(Cause.OTHER, self._listener.reason or "its task has ended")
 
 
 def run_function(
-    reception: Reception,
+    listener: TaskListener,
     func: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -78,7 +78,7 @@ def run_function(
     this process's settings of hvdgloo.
 
     Args:
-        reception: whose ``gather`` has returned.
+        listener: whose ``gather`` has returned.
         env: variables for all workers.
         verbose: say what is being done.
         stdout, stderr: for what workers print, each line with its rank; by default this process's.
@@ -100,8 +100,8 @@ def run_function(
     """
     excepthook.install()
     given = dict(env or {})
-    hosts = () if elastic is not None else _hosts(reception)
-    secret = reception.secret
+    hosts = () if elastic is not None else _hosts(listener)
+    secret = listener.secret
     spec = assemble(
         Inventory(hosts, len(hosts) or None),
         _environment(given),
@@ -130,14 +130,14 @@ def run_function(
             quiet=not verbose,
             signals=LIBRARY_SIGNALS,
             results=results,
-            spawner=InboundSpawner(reception),
-            outside=reception.passed_to,
+            spawner=InboundSpawner(listener),
+            outside=listener.passed_to,
         )
-        return conclude(explained(report, reception), results)
+        return conclude(explained(report, listener), results)
 
 
 def run_elastic_function(
-    reception: Reception,
+    listener: TaskListener,
     func: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -151,7 +151,7 @@ def run_elastic_function(
     env: Mapping[str, str] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """As ``run_function``, for a reception at which tasks may come and go (``count=None``): an agent that comes is
+    """As ``run_function``, for a listener at which tasks may come and go (``count=None``): an agent that comes is
     another slot, and one that is lost takes only its own worker with it. Agents of one machine form one host.
 
     Args:
@@ -169,7 +169,7 @@ def run_elastic_function(
     asked = ElasticOptions(
         min_np=min_np,
         max_np=max_np,
-        discovery=reception,
+        discovery=listener,
         reset_limit=reset_limit,
         elastic_timeout=elastic_timeout,
         failures_per_host=failures_per_agent,
@@ -178,16 +178,16 @@ def run_elastic_function(
     elastic = asked.spec(Inventory((), asked.size(np)), _environment(env or {}))
     assert elastic is not None, "a discovery makes it elastic"
     return run_function(
-        reception, func, args, kwargs, env=env, elastic=replace(elastic, entry=reception.entry), **options
+        listener, func, args, kwargs, env=env, elastic=replace(elastic, entry=listener.entry), **options
     )
 
 
-def _hosts(reception: Reception) -> tuple[HostEntry, ...]:
+def _hosts(listener: TaskListener) -> tuple[HostEntry, ...]:
     """All tasks that ``gather`` has returned, or an error: without one that has gone since then the job is smaller."""
     try:
-        return reception.hosts()
+        return listener.hosts()
     except LaunchError as error:
-        raise LaunchError(reception.await_reason(_REASON_TIME) or str(error)) from None
+        raise LaunchError(listener.await_reason(_REASON_TIME) or str(error)) from None
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -195,12 +195,12 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
     return without_place({**for_other_hosts(os.environ, frozenset(), export_all=False), **given})
 
 
-def explained(report: Report, reception: Reception) -> Report:
+def explained(report: Report, listener: TaskListener) -> Report:
     """The report with what the other system says about an agent that was lost, or about a worker that was killed."""
     first = report.outcome.first
     if first is None or not _from_outside(first):
         return report
-    why = reception.await_reason(_REASON_TIME if first.rank is None else _KILL_TIME)
+    why = listener.await_reason(_REASON_TIME if first.rank is None else _KILL_TIME)
     if not why or why in first.reason:
         return report
     report.outcome.first = replace(first, reason=f"{first.reason}: {why}")

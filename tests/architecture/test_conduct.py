@@ -20,7 +20,7 @@ READS_ENVIRONMENT = {
     "hvdgloo._backends.gpu": "TORCH_NCCL_ASYNC_ERROR_HANDLING and its like can be told to torch in no other way",
     "hvdgloo._job.environment": "a program finds its place there, which changes while it runs",
     "hvdgloo._job.other_launchers": "torchrun, mpirun and srun say there what they have started, and so must we",
-    "hvdgloo._job.access": "NCCL_SOCKET_IFNAME is NCCL's, which hvdgloo-run sets for its workers, too",
+    "hvdgloo._job.participant": "NCCL_SOCKET_IFNAME is NCCL's, which hvdgloo-run sets for its workers, too",
     "hvdgloo.common.util": "env() sets variables for programs, and puts them back",
     "hvdgloo._platform.temporary_variables": "gives torch's C code variables for a moment, and users theirs back",
     "hvdgloo._torch_backend": "every import of torch calls it, so it must not import the settings",

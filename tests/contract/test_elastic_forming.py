@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hvdgloo._backends.select import Planes
+from hvdgloo._job.control_plane import ControlPlane
 from hvdgloo._job.elastic import Membership
-from hvdgloo._job.links import Meeting
 from hvdgloo.rendezvous import ElasticClient
 from tests.support.elastic_job import WAIT, ElasticJob, Worker, everywhere
 from tests.support.rendezvous import Task
@@ -18,8 +18,8 @@ from tests.support.rendezvous import Task
 POINTS: dict[str, tuple[type, str, bool]] = {
     "before it has asked": (ElasticClient, "next_epoch", False),
     "when it knows its place": (ElasticClient, "next_epoch", True),
-    "before its links": (Meeting, "connect", False),
-    "with its links": (Meeting, "connect", True),
+    "before its links": (ControlPlane, "connect", False),
+    "with its links": (ControlPlane, "connect", True),
     "with its data plane": (Planes, "open", True),
     "before it has said that it is connected": (ElasticClient, "up", False),
     "after it has said so": (ElasticClient, "up", True),
@@ -50,7 +50,7 @@ def test_a_second_death_while_the_next_epoch_is_formed(
             result = called(self, *arguments, **named) if late or not is_doomed(self, doomed) else None
             if is_doomed(self, doomed):
                 doomed._closed.set()
-                doomed._access.client.close()
+                doomed._participant.client.close()
                 let_go(result)
                 raise Killed
             return result
@@ -82,12 +82,12 @@ def let_go(result: Any) -> None:
 
 def is_doomed(part: Any, membership: Membership) -> bool:
     """Whether an object is one of this worker's."""
-    access = membership._access
+    participant = membership._participant
     match part:
         case ElasticClient():
             return part is membership._client
-        case Meeting():
-            return part.client is access.client
+        case ControlPlane():
+            return part.client is participant.client
         case Planes():
-            return part._store._client is access.client  # type: ignore[attr-defined]
+            return part._store._client is participant.client  # type: ignore[attr-defined]
     raise AssertionError(part)

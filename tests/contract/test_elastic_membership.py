@@ -19,9 +19,9 @@ from hvdgloo._collectives import process_sets
 from hvdgloo._collectives.process_sets import ProcessSet
 from hvdgloo._engine.stacks import python_stacks
 from hvdgloo._job import elastic
-from hvdgloo._job.access import Access
+from hvdgloo._job.control_plane import World
 from hvdgloo._job.elastic import _Why
-from hvdgloo._job.links import World
+from hvdgloo._job.participant import Participant
 from hvdgloo.errors import ConfigError, ConnectError, DismissedError, PeerLostError, RendezvousError
 from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._client import elastic as client_of_elastic
@@ -127,16 +127,16 @@ def test_who_cannot_connect_ends_the_waits_of_all_others(monkeypatch: pytest.Mon
     with ElasticJob(3, connect_timeout=60.0) as job:
         workers = job.start(3)
         epoch = workers[0].context.topology.epoch
-        opened = Access.open
+        opened = Participant.open
         refused: list[float] = []
 
-        def refuse(self: Access, world: World, *arguments: Any, **named: Any) -> Any:
+        def refuse(self: Participant, world: World, *arguments: Any, **named: Any) -> Any:
             if world.topology.epoch == epoch + 1 and world.rank == 2:
                 refused.append(time.monotonic())
                 raise ConnectError("refused here", rank=0)
             return opened(self, world, *arguments, **named)
 
-        monkeypatch.setattr(Access, "open", refuse)
+        monkeypatch.setattr(Participant, "open", refuse)
         contexts = everywhere(workers, lambda worker: worker.again(1))
         assert time.monotonic() - refused[0] < 5.0
         assert [(context.rank, context.topology.epoch) for context in contexts] == [(0, 2), (1, 2), (2, 2)]
@@ -220,7 +220,7 @@ def test_who_cannot_listen_any_more_tries_again_and_then_gives_up(monkeypatch: p
     monkeypatch.setattr(elastic, "_PAUSE", 0.02)
     attempts: list[int] = []
 
-    def refuse(self: Access) -> socket.socket:
+    def refuse(self: Participant) -> socket.socket:
         attempts.append(1)
         if len(attempts) == 3:
             return listen(self)
@@ -228,8 +228,8 @@ def test_who_cannot_listen_any_more_tries_again_and_then_gives_up(monkeypatch: p
 
     with ElasticJob(1, elastic_timeout=0.3) as job:
         (worker,) = job.start(1)
-        listen = Access.listen
-        monkeypatch.setattr(Access, "listen", refuse)
+        listen = Participant.listen
+        monkeypatch.setattr(Participant, "listen", refuse)
         worker.again(1)
         assert len(attempts) == 3
         with pytest.raises(ConfigError, match="every port is taken"):

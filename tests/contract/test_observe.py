@@ -15,9 +15,9 @@ import pytest
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet
 from hvdgloo._engine.settings import Choice
-from hvdgloo._job.alone import open_alone
 from hvdgloo._job.context import Context
 from hvdgloo._job.observing import _Rank
+from hvdgloo._job.single_rank import open_single_rank
 from hvdgloo._observe.counters import Counters
 from hvdgloo.config import Config
 from hvdgloo.numpy._adapter import NumpyAdapter
@@ -305,7 +305,7 @@ def test_totals_go_on_in_the_next_engine() -> None:
     counters = Counters()
     config = Config()
     for epoch in (1, 2):
-        engine = open_alone(config, counters=counters)
+        engine = open_single_rank(config, counters=counters)
         context = Context(config, engine.topology, 0, engine)
         frontend_of(context).allreduce(np.ones(2000, np.float32), name="x")
         context.end_step()

@@ -26,7 +26,7 @@ from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo.errors import JobFailedError, RemoteTraceback
 from hvdgloo.rendezvous._identity import host_identity
 from hvdgloo.runner.inbound.job import run_function
-from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.runner.inbound.sealed import SealedChannel
 from hvdgloo.runner.inbound.task import Invitation
 from hvdgloo.runner.network.probe import probe_key
@@ -45,8 +45,8 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def run(reception: Reception, func: Any, *args: Any, **options: Any) -> list[Any]:
-    return run_function(reception, func, args, stdout=io.StringIO(), stderr=io.StringIO(), **options)
+def run(listener: TaskListener, func: Any, *args: Any, **options: Any) -> list[Any]:
+    return run_function(listener, func, args, stdout=io.StringIO(), stderr=io.StringIO(), **options)
 
 
 def lines(text: str) -> set[str]:
@@ -69,8 +69,8 @@ def test_two_tasks_of_one_machine_are_one_host_with_shared_memory() -> None:
         )
 
     out = io.StringIO()
-    with gathered({"name": "executor 1"}, {"name": "executor 2"}) as (reception, tasks):
-        results = run_function(reception, work, (10,), stdout=out, stderr=io.StringIO())
+    with gathered({"name": "executor 1"}, {"name": "executor 2"}) as (listener, tasks):
+        results = run_function(listener, work, (10,), stdout=out, stderr=io.StringIO())
     name = socket.gethostname()
     assert results == [([0, 2, 0, 2, 0, 1], 21.0, name), ([1, 2, 1, 2, 0, 1], 21.0, name)]
     assert lines(out.getvalue()) == {"[0]<stdout>:rank 0 is here", "[1]<stdout>:rank 1 is here"}
@@ -106,11 +106,11 @@ def test_a_worker_has_what_its_task_has(tmp_path: Path, monkeypatch: pytest.Monk
         return (os.getcwd(), mine.NAME, *(os.environ.get(name, "") for name in names))
 
     monkeypatch.setenv("OF_THE_TASK", "seen")  # whose environment is this process's, too
-    with gathered(*options) as (reception, _):
+    with gathered(*options) as (listener, _):
         monkeypatch.setenv("OF_THE_DRIVER", "not seen")
         monkeypatch.setenv("HVDGLOO_LOG_LEVEL", "error")
         env = {"WANTED": "yes", "CUDA_VISIBLE_DEVICES": "7", "PYTHONPATH": str(shared)}
-        results = run(reception, work, env=env)
+        results = run(listener, work, env=env)
     for index, found in enumerate(results):
         folder = str(tmp_path / f"task{index}")
         assert found == (folder, f"module of task {index}", str(index), "3", "yes", "error", "seen", "")
@@ -124,21 +124,21 @@ def test_tasks_that_share_no_memory_are_several_hosts() -> None:
         return hvd.local_size(), hvd.cross_size(), os.environ["GROUP_RANK"], os.environ["GROUP_WORLD_SIZE"]
 
     machines = [{"machine": "container 1"}, {"machine": "container 2"}]
-    with gathered(*machines) as (reception, _):
-        assert run(reception, work) == [(1, 2, "0", "2"), (1, 2, "1", "2")]
+    with gathered(*machines) as (listener, _):
+        assert run(listener, work) == [(1, 2, "0", "2"), (1, 2, "1", "2")]
 
 
 def test_the_usual_machine_is_the_host_and_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    with gathered({}) as (reception, _):
-        assert reception.arrived[0].machine.split() == [host_identity()]
+    with gathered({}) as (listener, _):
+        assert listener.arrived[0].machine.split() == [host_identity()]
     monkeypatch.setenv("CONTAINER_ID", "container_01")
-    with gathered({}) as (reception, _):
-        assert reception.arrived[0].machine.split() == [host_identity(), "container_01"]
+    with gathered({}) as (listener, _):
+        assert listener.arrived[0].machine.split() == [host_identity(), "container_01"]
 
 
 def test_results_of_any_size_come_back() -> None:
-    with gathered({}, {}) as (reception, _):
-        assert [len(each) for each in run(reception, lambda: b"x" * 20_000_000)] == [20_000_000] * 2
+    with gathered({}, {}) as (listener, _):
+        assert [len(each) for each in run(listener, lambda: b"x" * 20_000_000)] == [20_000_000] * 2
 
 
 def test_an_exception_is_raised_again_with_rank_and_place() -> None:
@@ -147,8 +147,8 @@ def test_an_exception_is_raised_again_with_rank_and_place() -> None:
             raise ValueError("no good")
         time.sleep(60)
 
-    with gathered({}, {"name": "executor 9"}) as (reception, _), pytest.raises(ValueError, match="no good") as caught:
-        run(reception, work)
+    with gathered({}, {"name": "executor 9"}) as (listener, _), pytest.raises(ValueError, match="no good") as caught:
+        run(listener, work)
     cause = caught.value.__cause__
     assert isinstance(cause, RemoteTraceback)
     assert (cause.rank, cause.host) == (1, f"{socket.gethostname()} (executor 9)")
@@ -160,8 +160,8 @@ def test_a_worker_that_is_killed_is_named_with_its_place() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
 
-    with gathered({}, {"name": "executor 9"}) as (reception, _), pytest.raises(JobFailedError) as caught:
-        run(reception, work)
+    with gathered({}, {"name": "executor 9"}) as (listener, _), pytest.raises(JobFailedError) as caught:
+        run(listener, work)
     assert caught.value.signal == signal.SIGKILL
     assert f"rank 1 on host {socket.gethostname()} (executor 9) was killed by signal 9" in str(caught.value)
 
@@ -218,13 +218,13 @@ def test_the_secret_is_not_on_the_stream() -> None:
         hvd.init()
         return os.environ["HVDGLOO_SECRET"]
 
-    with Reception(2, addresses=["127.0.0.1"]) as reception:
-        recorder = Recorder(reception.invitation.endpoints[0], 2)
-        invitation = Invitation((recorder.endpoint,), reception.secret)
+    with TaskListener(2, addresses=["127.0.0.1"]) as listener:
+        recorder = Recorder(listener.invitation.endpoints[0], 2)
+        invitation = Invitation((recorder.endpoint,), listener.secret)
         tasks = Tasks(invitation, [{}, {}])
-        reception.gather()
-        secret = reception.secret
-        found = run(reception, lambda: len(work()), nics=("lo",))  # so that addresses are looked at, with a key
+        listener.gather()
+        secret = listener.secret
+        found = run(listener, lambda: len(work()), nics=("lo",))  # so that addresses are looked at, with a key
         assert found == [64, 64]
     tasks.join()
     passed = recorder.join()
@@ -239,10 +239,10 @@ def test_the_secret_is_not_on_the_stream() -> None:
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Any]:
     """Two tasks that are processes; the second one may be killed."""
-    with Reception(2, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
-        tasks = [process(reception.invitation, index, name=f"executor {index}") for index in range(2)]
-        reception.gather()
-        yield reception, tasks
+    with TaskListener(2, addresses=["127.0.0.1"], start_timeout=PATIENCE) as listener:
+        tasks = [process(listener.invitation, index, name=f"executor {index}") for index in range(2)]
+        listener.gather()
+        yield listener, tasks
     for task in tasks:
         task.kill()
         task.wait(PATIENCE)
@@ -278,12 +278,12 @@ def gone(pids: list[int]) -> None:
     eventually(lambda: all(ended(pid) for pid in pids))
 
 
-def in_background(reception: Reception, func: Any, **options: Any) -> tuple[threading.Thread, list[BaseException]]:
+def in_background(listener: TaskListener, func: Any, **options: Any) -> tuple[threading.Thread, list[BaseException]]:
     raised: list[BaseException] = []
 
     def body() -> None:
         try:
-            run(reception, func, **options)
+            run(listener, func, **options)
         except BaseException as error:
             raised.append(error)
 
@@ -296,13 +296,13 @@ def in_background(reception: Reception, func: Any, **options: Any) -> tuple[thre
 def test_an_agent_ends_with_its_task_and_the_other_system_says_why(
     processes: Any, tmp_path: Path, how: signal.Signals
 ) -> None:
-    reception, tasks = processes
-    thread, raised = in_background(reception, marked(tmp_path))
+    listener, tasks = processes
+    thread, raised = in_background(listener, marked(tmp_path))
     pids = started(tmp_path)
     began = time.monotonic()
     os.kill(tasks[1].pid, how)
     tasks[1].wait(PATIENCE)
-    reception.fail("executor 1 was lost: exit code 137")
+    listener.fail("executor 1 was lost: exit code 137")
     thread.join(PATIENCE)
     took = time.monotonic() - began
     gone(pids)
@@ -325,8 +325,8 @@ def waiting(folder: Path) -> Any:
 
 def test_a_driver_whose_interpreter_is_held_is_not_lost(processes: Any, tmp_path: Path) -> None:
     """Its machine still acknowledges what agents send there. With Spark, it may be any call of the user's program."""
-    reception, _ = processes
-    thread, raised = in_background(reception, waiting(tmp_path), heartbeat_timeout=0.5)
+    listener, _ = processes
+    thread, raised = in_background(listener, waiting(tmp_path), heartbeat_timeout=0.5)
     eventually(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
     hold_interpreter(2.0)
     (tmp_path / "enough").touch()
@@ -335,10 +335,10 @@ def test_a_driver_whose_interpreter_is_held_is_not_lost(processes: Any, tmp_path
 
 
 def test_tasks_may_come_while_a_driver_s_interpreter_is_held() -> None:
-    with Reception(1, addresses=["127.0.0.1"], start_timeout=30) as reception:
-        task = process(reception.invitation, 0, connect_timeout=0.5)
+    with TaskListener(1, addresses=["127.0.0.1"], start_timeout=30) as listener:
+        task = process(listener.invitation, 0, connect_timeout=0.5)
         hold_interpreter(4.0)  # in which the task has come
-        assert len(reception.gather()) == 1
+        assert len(listener.gather()) == 1
     with task:
         assert task.wait(PATIENCE) == 0
 
@@ -361,8 +361,8 @@ def test_a_driver_s_machine_that_acknowledges_nothing_is_lost() -> None:
 
 
 def test_without_a_word_from_outside_the_task_s_end_is_the_reason(processes: Any, tmp_path: Path) -> None:
-    reception, tasks = processes
-    thread, raised = in_background(reception, marked(tmp_path))
+    listener, tasks = processes
+    thread, raised = in_background(listener, marked(tmp_path))
     pids = started(tmp_path)
     tasks[1].kill()
     thread.join(PATIENCE)
@@ -372,10 +372,10 @@ def test_without_a_word_from_outside_the_task_s_end_is_the_reason(processes: Any
 
 
 def test_what_goes_wrong_outside_ends_the_job(processes: Any, tmp_path: Path) -> None:
-    reception, tasks = processes
-    thread, raised = in_background(reception, marked(tmp_path))
+    listener, tasks = processes
+    thread, raised = in_background(listener, marked(tmp_path))
     pids = started(tmp_path)
-    reception.fail("the Spark job was cancelled")
+    listener.fail("the Spark job was cancelled")
     thread.join(PATIENCE)
     gone(pids)
     (error,) = raised
@@ -385,27 +385,27 @@ def test_what_goes_wrong_outside_ends_the_job(processes: Any, tmp_path: Path) ->
 
 
 def test_an_agent_that_waits_for_the_beginning_ends_with_its_task(processes: Any) -> None:
-    reception, tasks = processes
+    listener, tasks = processes
     agents = [child.pid for task in tasks for child in psutil.Process(task.pid).children(recursive=True)]
     assert agents
     for task in tasks:
         task.kill()
     gone(agents)
-    eventually(lambda: reception.arrived == ())
+    eventually(lambda: listener.arrived == ())
 
 
 _DRIVER = """
 import sys, time
 from hvdgloo.runner.inbound.job import run_function
-from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.listener import TaskListener
 from tests.support.inbound import process
 from tests.processes.test_inbound import marked
 from pathlib import Path
-with Reception(2, addresses=["127.0.0.1"]) as reception:
-    tasks = [process(reception.invitation, index) for index in range(2)]
+with TaskListener(2, addresses=["127.0.0.1"]) as listener:
+    tasks = [process(listener.invitation, index) for index in range(2)]
     print(*(task.pid for task in tasks), flush=True)
-    reception.gather()
-    run_function(reception, marked(Path(sys.argv[1])))
+    listener.gather()
+    run_function(listener, marked(Path(sys.argv[1])))
 """
 
 

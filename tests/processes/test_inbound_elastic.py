@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hvdgloo.runner.inbound.job import run_elastic_function
-from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.listener import TaskListener
 from tests.support.inbound import PATIENCE, eventually, process
 from tests.support.launching import clean_environment
 
@@ -59,11 +59,11 @@ def formed(folder: Path, size: int) -> None:
 def test_tasks_come_and_go_while_the_job_runs(tmp_path: Path) -> None:
     results: list[Any] = []
     tasks = {}
-    with Reception(None, what="Spark tasks", addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
+    with TaskListener(None, what="Spark tasks", addresses=["127.0.0.1"], start_timeout=PATIENCE) as listener:
 
         def come(index: int) -> None:
             name = f"executor {index}"
-            tasks[index] = process(reception.invitation, index, name=name, env={"MINE": name})
+            tasks[index] = process(listener.invitation, index, name=name, env={"MINE": name})
 
         def end(index: int) -> None:
             task = tasks.pop(index)
@@ -73,12 +73,12 @@ def test_tasks_come_and_go_while_the_job_runs(tmp_path: Path) -> None:
 
         def run() -> None:
             train = training(tmp_path)
-            results.append(run_elastic_function(reception, train, np=2, min_np=1, stdout=io.StringIO(), stderr=errors))
+            results.append(run_elastic_function(listener, train, np=2, min_np=1, stdout=io.StringIO(), stderr=errors))
 
         errors = io.StringIO()
         come(0)
         come(1)
-        reception.gather(least=2)
+        listener.gather(least=2)
         job = threading.Thread(target=run, daemon=True)
         job.start()
         formed(tmp_path, 2)

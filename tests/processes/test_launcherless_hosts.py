@@ -45,13 +45,13 @@ while not hvd.allreduce(torch.tensor([float(os.path.exists("enough"))]), op=hvd.
 # Registers like hvd.init(), without importing torch.
 REGISTER = """
 import sys
-from hvdgloo._job.access import Access
+from hvdgloo._job.participant import Participant
 from hvdgloo._job.logging import configure_logging
 from hvdgloo.config import Config
 config = Config.from_env()
 configure_logging(config, None)
-access = Access(config)
-print(access.client.register(0, access.info(None, 1), timeout=config.start_timeout).rank)
+participant = Participant(config)
+print(participant.client.register(0, participant.info(None, 1), timeout=config.start_timeout).rank)
 """
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, add_first
-from hvdgloo._job.access import Access
 from hvdgloo._job.context import Context
 from hvdgloo._job.elastic import Membership
+from hvdgloo._job.participant import Participant
 from hvdgloo.config import Config
 from hvdgloo.errors import HorovodInternalError
 from hvdgloo.numpy._adapter import Array, NumpyAdapter
@@ -33,7 +33,7 @@ class Worker:
     def __init__(self, endpoint: str, sets: Sequence[Sequence[int]] = (), **settings: Any) -> None:
         config = Config(rendezvous=endpoint, secret=SECRET, elastic=True, **{"connect_timeout": 10.0, **settings})
         self.sets = [ProcessSet(ranks) for ranks in sets]
-        self.job = Membership(Access(config))
+        self.job = Membership(Participant(config))
         self.job.adopt(sets, lambda context: add_first(context, self.sets))
         self.hvd: Frontend[Array] = Frontend(NumpyAdapter(), lambda: self.context)
 
@@ -77,7 +77,7 @@ class Worker:
         """What others see of a process that is killed: its connections end, and it says nothing more."""
         self.job._closed.set()
         self.context.engine._control.close()
-        self.job._access.client.close()
+        self.job._participant.client.close()
         self.job._close_context("")  # a process would have nothing left
 
     def abandon(self) -> None:

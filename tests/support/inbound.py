@@ -1,4 +1,4 @@
-"""Tasks of another system, as threads of this process or as processes, that bring agents to a ``Reception``."""
+"""Tasks of another system, as threads of this process or as processes, that bring agents to a ``TaskListener``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hvdgloo.runner.inbound.hello import Reply, TaskHello, introduce
-from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.runner.inbound.task import Invitation, bring_agent
 from hvdgloo.runner.worker.function_task import python_version
 from hvdgloo.version import __version__
@@ -62,12 +62,12 @@ class Tasks:
 
 
 @contextmanager
-def gathered(*options: dict[str, Any], **settings: Any) -> Iterator[tuple[Reception, Tasks]]:
+def gathered(*options: dict[str, Any], **settings: Any) -> Iterator[tuple[TaskListener, Tasks]]:
     """As many tasks, all of which have come."""
-    with Reception(len(options), addresses=["127.0.0.1"], **settings) as reception:
-        tasks = Tasks(reception.invitation, options)
-        reception.gather()
-        yield reception, tasks
+    with TaskListener(len(options), addresses=["127.0.0.1"], **settings) as listener:
+        tasks = Tasks(listener.invitation, options)
+        listener.gather()
+        yield listener, tasks
     tasks.join()
 
 
@@ -86,11 +86,11 @@ def arrival(index: int, **fields: Any) -> TaskHello:
     return TaskHello(index, **{**usual, **fields})
 
 
-def visit(reception: Reception, who: TaskHello, secret: bytes | None = None) -> tuple[socket.socket, Reply]:
+def visit(listener: TaskListener, who: TaskHello, secret: bytes | None = None) -> tuple[socket.socket, Reply]:
     """A task that comes, without an agent."""
-    sock = socket.create_connection(reception.invitation.endpoints[0], timeout=PATIENCE)
+    sock = socket.create_connection(listener.invitation.endpoints[0], timeout=PATIENCE)
     try:
-        known = reception.secret if secret is None else secret
+        known = listener.secret if secret is None else secret
         return sock, introduce(known, sock, who, time.monotonic() + PATIENCE)[1]
     except BaseException:
         sock.close()

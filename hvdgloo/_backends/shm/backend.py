@@ -27,7 +27,7 @@ from hvdgloo._backends.shm.segment import PAGE, smallest
 from hvdgloo._backends.shm.small import SmallCollectives
 from hvdgloo._backends.shm.system import Unsupported
 from hvdgloo._backends.shm.tensors import MAX_TENSORS, Tensors
-from hvdgloo._net.descriptors import bury
+from hvdgloo._net.descriptors import close_keeping_numbers
 from hvdgloo._net.handshake import Handshake
 from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, ReduceOp
@@ -246,7 +246,7 @@ class ShmBackend:
 
     def after_fork_in_child(self) -> None:
         """Let go of descriptors in a forked child. Its mapping stays: a rank's death shows elsewhere."""
-        bury([self._segment.descriptor, *self._signals.descriptors])
+        close_keeping_numbers([self._segment.descriptor, *self._signals.descriptors])
 
     def advance(self, work: _ShmWork, deadline: float) -> bool:
         """Go on with all operations up to ``work``; True if it has ended by ``deadline`` on the monotonic clock."""

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo._job import links
+from hvdgloo._job import control_plane
 from tests.support.pages import ROOT
 
 FOLDER = ROOT / "benchmarks"
@@ -95,7 +95,7 @@ def test_hosts_in_pairs_receive_everything_first_and_send_it_afterwards(model: M
 
 
 def test_a_tree_begins_where_the_engine_s_does(model: ModuleType) -> None:
-    assert model.TREE_FROM_HOSTS == links._FEWEST_HOSTS
+    assert model.TREE_FROM_HOSTS == control_plane._FEWEST_HOSTS
 
 
 def test_a_small_tensor_travels_once_in_each_dimension(model: ModuleType) -> None:

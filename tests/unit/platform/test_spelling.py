@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from hvdgloo._job.access import Access
+from hvdgloo._job.participant import Participant
 from hvdgloo._platform.spelling import followed_by
 from hvdgloo.config import Config
 from hvdgloo.errors import RendezvousTimeoutError
@@ -43,5 +43,5 @@ def test_a_server_that_does_not_answer_yet_is_told_in_whole_sentences(
         {"HVDGLOO_RENDEZVOUS": "127.0.0.1:1", "HVDGLOO_SECRET": "ab" * 32, "HVDGLOO_START_TIMEOUT": "30"}
     )
     with caplog.at_level(logging.WARNING):
-        Access(config).client.close()
+        Participant(config).client.close()
     assert caplog.messages == ["no answer; is its host overloaded? Trying for another 27 s (HVDGLOO_START_TIMEOUT)"]

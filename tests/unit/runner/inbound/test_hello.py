@@ -19,9 +19,9 @@ from hvdgloo._net.proofs import NONCE_BYTES, PROOF_BYTES
 from hvdgloo.errors import AuthenticationError, LaunchError
 from hvdgloo.rendezvous._auth import generate_secret
 from hvdgloo.rendezvous._beside import ServerRequest
-from hvdgloo.runner.inbound import reception as module
+from hvdgloo.runner.inbound import listener as module
 from hvdgloo.runner.inbound.hello import Bootstrap, Reply, handshake, introduce, read_bootstrap
-from hvdgloo.runner.inbound.reception import Reception
+from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.runner.inbound.sealed import SealedChannel
 from hvdgloo.runner.network.probe import probe_key
 from hvdgloo.runner.protocol.frames import Beat, Frame, Noise, Serve, Signal, Spawn, Start, Survey
@@ -29,13 +29,13 @@ from tests.support.inbound import PATIENCE, arrival, eventually, visit
 
 
 @pytest.fixture
-def reception() -> Iterator[Reception]:
-    with Reception(2, addresses=["127.0.0.1"]) as listening:
+def listener() -> Iterator[TaskListener]:
+    with TaskListener(2, addresses=["127.0.0.1"]) as listening:
         yield listening
 
 
-def connected(reception: Reception) -> socket.socket:
-    return socket.create_connection(reception.invitation.endpoints[0], timeout=PATIENCE)
+def connected(listener: TaskListener) -> socket.socket:
+    return socket.create_connection(listener.invitation.endpoints[0], timeout=PATIENCE)
 
 
 def rest(sock: socket.socket) -> bytes:
@@ -64,43 +64,43 @@ def begun(sock: socket.socket, nonce: bytes) -> tuple[bytes, bytes]:
     return exactly(sock, NONCE_BYTES), exactly(sock, PROOF_BYTES)
 
 
-def proven(reception: Reception, sock: socket.socket) -> Link:
+def proven(listener: TaskListener, sock: socket.socket) -> Link:
     """A task's end after both have proved the secret."""
-    return handshake(reception.secret).prove(sock, 0, time.monotonic() + PATIENCE)
+    return handshake(listener.secret).prove(sock, 0, time.monotonic() + PATIENCE)
 
 
-def test_a_task_that_knows_the_secret_is_let_in(reception: Reception) -> None:
-    sock, answer = visit(reception, arrival(1, name="executor 7"))
+def test_a_task_that_knows_the_secret_is_let_in(listener: TaskListener) -> None:
+    sock, answer = visit(listener, arrival(1, name="executor 7"))
     assert answer.refused == ""
-    eventually(lambda: [each.label for each in reception.arrived] == ["h1 (executor 7)"])
-    assert reception.arrived[0].address == "127.0.0.1"
+    eventually(lambda: [each.label for each in listener.arrived] == ["h1 (executor 7)"])
+    assert listener.arrived[0].address == "127.0.0.1"
     sock.close()
 
 
-def test_a_task_with_another_secret_is_told_nothing_and_believes_nothing(reception: Reception) -> None:
+def test_a_task_with_another_secret_is_told_nothing_and_believes_nothing(listener: TaskListener) -> None:
     with pytest.raises(AuthenticationError, match="does not know this job's secret"):
-        visit(reception, arrival(0), generate_secret())
-    assert reception.arrived == ()
+        visit(listener, arrival(0), generate_secret())
+    assert listener.arrived == ()
 
 
-def test_whoever_cannot_prove_the_secret_is_sent_away(reception: Reception) -> None:
+def test_whoever_cannot_prove_the_secret_is_sent_away(listener: TaskListener) -> None:
     """Also if it goes on after a proof that it cannot check."""
-    with connected(reception) as sock:
+    with connected(listener) as sock:
         begun(sock, os.urandom(NONCE_BYTES))
         sock.sendall(os.urandom(PROOF_BYTES) + framing.head(2) + b"{}" + bytes(framing.TAG))
         assert rest(sock) == b""
-    assert reception.arrived == ()
+    assert listener.arrived == ()
 
 
-def test_the_launcher_s_own_proof_is_no_proof_of_a_task(reception: Reception) -> None:
-    with connected(reception) as sock:
+def test_the_launcher_s_own_proof_is_no_proof_of_a_task(listener: TaskListener) -> None:
+    with connected(listener) as sock:
         _, proof = begun(sock, os.urandom(NONCE_BYTES))
         sock.sendall(proof)
         assert rest(sock) == b""
-    assert reception.arrived == ()
+    assert listener.arrived == ()
 
 
-def test_what_was_recorded_is_worthless_in_another_connection(reception: Reception) -> None:
+def test_what_was_recorded_is_worthless_in_another_connection(listener: TaskListener) -> None:
     said: list[bytes] = []
 
     class Recorded(socket.socket):
@@ -110,70 +110,70 @@ def test_what_was_recorded_is_worthless_in_another_connection(reception: Recepti
 
     with Recorded() as sock:
         sock.settimeout(PATIENCE)
-        sock.connect(reception.invitation.endpoints[0])
-        _, answer = introduce(reception.secret, sock, arrival(0), time.monotonic() + PATIENCE)
+        sock.connect(listener.invitation.endpoints[0])
+        _, answer = introduce(listener.secret, sock, arrival(0), time.monotonic() + PATIENCE)
         assert answer == Reply()
-        eventually(lambda: reception.arrived != ())  # else it would seem to have left before it is noted
-    eventually(lambda: reception.arrived == ())
-    with connected(reception) as sock:
+        eventually(lambda: listener.arrived != ())  # else it would seem to have left before it is noted
+    eventually(lambda: listener.arrived == ())
+    with connected(listener) as sock:
         sock.sendall(b"".join(said))
         assert len(rest(sock)) <= NONCE_BYTES + PROOF_BYTES
-    assert reception.arrived == ()
+    assert listener.arrived == ()
 
 
-def test_the_launcher_s_key_is_none_of_a_task(reception: Reception) -> None:
-    with connected(reception) as sock:
-        link = proven(reception, sock)
+def test_the_launcher_s_key_is_none_of_a_task(listener: TaskListener) -> None:
+    with connected(listener) as sock:
+        link = proven(listener, sock)
         sock.sendall(Link(sock, sending=link.receiving, receiving=link.sending).signed(to_json(arrival(0))))
         assert rest(sock) == b""
-    assert reception.arrived == ()
+    assert listener.arrived == ()
 
 
-def test_a_message_of_another_place_is_no_introduction(reception: Reception) -> None:
+def test_a_message_of_another_place_is_no_introduction(listener: TaskListener) -> None:
     """Its tag covers its number: what was signed to come later cannot come first."""
-    with connected(reception) as sock:
-        link = proven(reception, sock)
+    with connected(listener) as sock:
+        link = proven(listener, sock)
         link.signed(b"{}")
         sock.sendall(link.signed(to_json(arrival(0))))
         assert rest(sock) == b""
-    assert reception.arrived == ()
+    assert listener.arrived == ()
 
 
 @pytest.mark.parametrize("purpose", ["control connection", "shared memory connection for x", "probe"])
-def test_a_proof_for_another_purpose_is_none(reception: Reception, purpose: str) -> None:
-    with connected(reception) as sock, pytest.raises(AuthenticationError, match="does not know this job's secret"):
-        Handshake(reception.secret, 0, 0, purpose).prove(sock, 0, time.monotonic() + PATIENCE)
-    assert reception.arrived == ()
+def test_a_proof_for_another_purpose_is_none(listener: TaskListener, purpose: str) -> None:
+    with connected(listener) as sock, pytest.raises(AuthenticationError, match="does not know this job's secret"):
+        Handshake(listener.secret, 0, 0, purpose).prove(sock, 0, time.monotonic() + PATIENCE)
+    assert listener.arrived == ()
 
 
-def test_a_changed_introduction_is_refused(reception: Reception) -> None:
-    with connected(reception) as sock:
-        sock.sendall(proven(reception, sock).signed(to_json(arrival(0))).replace(b'"index":0', b'"index":1'))
+def test_a_changed_introduction_is_refused(listener: TaskListener) -> None:
+    with connected(listener) as sock:
+        sock.sendall(proven(listener, sock).signed(to_json(arrival(0))).replace(b'"index":0', b'"index":1'))
         assert rest(sock) == b""
-    assert reception.arrived == ()
+    assert listener.arrived == ()
 
 
-def test_a_length_is_not_believed(reception: Reception) -> None:
-    with connected(reception) as sock:
-        proven(reception, sock)
+def test_a_length_is_not_believed(listener: TaskListener) -> None:
+    with connected(listener) as sock:
+        proven(listener, sock)
         sock.sendall(struct.pack("!I", 1 << 30))
         assert rest(sock) == b""
 
 
-def test_a_message_that_was_cut_short_is_no_introduction(reception: Reception) -> None:
-    with connected(reception) as sock:
-        sock.sendall(proven(reception, sock).signed(to_json(arrival(0)))[:-1])
+def test_a_message_that_was_cut_short_is_no_introduction(listener: TaskListener) -> None:
+    with connected(listener) as sock:
+        sock.sendall(proven(listener, sock).signed(to_json(arrival(0)))[:-1])
         sock.shutdown(socket.SHUT_WR)
         assert rest(sock) == b""
-    assert reception.arrived == ()
+    assert listener.arrived == ()
 
 
 @pytest.mark.parametrize("words", [b"[]", b"{}", b'{"index": "x"}', b"\xff", b"[" * 5000], ids=range(5))
-def test_an_introduction_that_is_none_is_refused_and_the_listener_goes_on(reception: Reception, words: bytes) -> None:
-    with connected(reception) as sock:
-        sock.sendall(proven(reception, sock).signed(words))
+def test_an_introduction_that_is_none_is_refused_and_the_listener_goes_on(listener: TaskListener, words: bytes) -> None:
+    with connected(listener) as sock:
+        sock.sendall(proven(listener, sock).signed(words))
         assert rest(sock) == b""
-    sock, answer = visit(reception, arrival(0))
+    sock, answer = visit(listener, arrival(0))
     assert answer == Reply()
     sock.close()
 
@@ -183,11 +183,11 @@ def test_silence_and_noise_delay_nobody(monkeypatch: pytest.MonkeyPatch, said: b
     """As many strangers as there are places, and more."""
     monkeypatch.setattr(module, "MOST_VISITORS", 4)
     monkeypatch.setattr(module, "_GRACE", 0.01)
-    with Reception(1, addresses=["127.0.0.1"]) as reception:
-        strangers = [connected(reception) for _ in range(12)]
+    with TaskListener(1, addresses=["127.0.0.1"]) as listener:
+        strangers = [connected(listener) for _ in range(12)]
         for stranger in strangers:
             stranger.sendall(said)
-        sock, answer = visit(reception, arrival(0))
+        sock, answer = visit(listener, arrival(0))
         assert answer.refused == ""
         for each in (*strangers, sock):
             each.close()
@@ -195,7 +195,7 @@ def test_silence_and_noise_delay_nobody(monkeypatch: pytest.MonkeyPatch, said: b
 
 def test_strangers_have_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE", 0.1)
-    with Reception(1, addresses=["127.0.0.1"]) as reception, connected(reception) as sock:
+    with TaskListener(1, addresses=["127.0.0.1"]) as listener, connected(listener) as sock:
         assert rest(sock) == b""
 
 
@@ -318,12 +318,12 @@ def test_neither_the_secret_nor_what_follows_from_it_is_sent_and_the_agent_has_b
     close(launcher, agent)
 
 
-def test_names_and_variables_of_a_task_may_be_any_bytes(reception: Reception) -> None:
+def test_names_and_variables_of_a_task_may_be_any_bytes(listener: TaskListener) -> None:
     odd = "h\udcff"
-    sock, _ = visit(reception, arrival(0, host=odd, cwd=f"/{odd}", path=odd))
+    sock, _ = visit(listener, arrival(0, host=odd, cwd=f"/{odd}", path=odd))
     with sock:
-        eventually(lambda: len(reception.arrived) == 1)
-        (found,) = reception.arrived
+        eventually(lambda: len(listener.arrived) == 1)
+        (found,) = listener.arrived
     assert (found.host, found.cwd, found.path) == (odd, f"/{odd}", odd)
     told = Bootstrap(b"\xff", (b"d", 1), (b"u", 1), 3, 0, {odd: odd})
     assert told.encode().count(b"\n") == 1

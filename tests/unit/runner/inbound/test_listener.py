@@ -12,11 +12,11 @@ import pytest
 
 from hvdgloo._net.handshake import Link
 from hvdgloo.errors import LaunchError, UnusableHostsError
-from hvdgloo.runner.inbound import reception as module
+from hvdgloo.runner.inbound import listener as module
 from hvdgloo.runner.inbound import task
 from hvdgloo.runner.inbound.hello import Bootstrap, Reply, TaskHello
 from hvdgloo.runner.inbound.job import run_function
-from hvdgloo.runner.inbound.reception import Reception, entries
+from hvdgloo.runner.inbound.listener import TaskListener, entries
 from hvdgloo.runner.inbound.task import Invitation, bring_agent
 from hvdgloo.runner.job.spec import assign
 from tests.support.inbound import PATIENCE, arrival, eventually, visit
@@ -31,11 +31,11 @@ def comers() -> Iterator[list[socket.socket]]:
         sock.close()
 
 
-def come(reception: Reception, comers: list[socket.socket], *who: TaskHello) -> list[str]:
+def come(listener: TaskListener, comers: list[socket.socket], *who: TaskHello) -> list[str]:
     """These tasks come; returns why they are refused."""
     reasons = []
     for each in who:
-        sock, answer = visit(reception, each)
+        sock, answer = visit(listener, each)
         comers.append(sock)
         reasons.append(answer.refused)
     return reasons
@@ -43,19 +43,19 @@ def come(reception: Reception, comers: list[socket.socket], *who: TaskHello) -> 
 
 def test_all_have_come(comers: list[socket.socket]) -> None:
     told: list[int] = []
-    with Reception(2, addresses=["127.0.0.1"]) as reception:
-        come(reception, comers, arrival(1), arrival(0))
-        found = reception.gather(on_arrival=lambda each: told.append(each.index))
+    with TaskListener(2, addresses=["127.0.0.1"]) as listener:
+        come(listener, comers, arrival(1), arrival(0))
+        found = listener.gather(on_arrival=lambda each: told.append(each.index))
     assert [each.index for each in found] == [0, 1]
     assert sorted(told) == [0, 1]
 
 
 def test_a_timeout_says_who_came_from_where_and_what_to_do(comers: list[socket.socket]) -> None:
-    with Reception(3, what="Spark tasks", addresses=["127.0.0.1"], start_timeout=0.3) as reception:
-        come(reception, comers, arrival(1, name="executor 4"))
-        eventually(lambda: len(reception.arrived) == 1)
+    with TaskListener(3, what="Spark tasks", addresses=["127.0.0.1"], start_timeout=0.3) as listener:
+        come(listener, comers, arrival(1, name="executor 4"))
+        eventually(lambda: len(listener.arrived) == 1)
         with pytest.raises(LaunchError) as caught:
-            reception.gather(remedy="Give the cluster more slots")
+            listener.gather(remedy="Give the cluster more slots")
     assert str(caught.value) == (
         "Timed out waiting for Spark tasks to start: 1 of 3 came within 0.3 s (task 1: h1 (executor 4) from "
         "127.0.0.1); missing: tasks 0, 2. Give the cluster more slots"
@@ -63,53 +63,53 @@ def test_a_timeout_says_who_came_from_where_and_what_to_do(comers: list[socket.s
 
 
 def test_one_that_left_again_is_missing_and_another_attempt_may_come(comers: list[socket.socket]) -> None:
-    with Reception(1, addresses=["127.0.0.1"], start_timeout=0.3) as reception:
-        come(reception, comers, arrival(0))
-        eventually(lambda: len(reception.arrived) == 1)
+    with TaskListener(1, addresses=["127.0.0.1"], start_timeout=0.3) as listener:
+        come(listener, comers, arrival(0))
+        eventually(lambda: len(listener.arrived) == 1)
         comers[0].close()
-        eventually(lambda: reception.arrived == ())
+        eventually(lambda: listener.arrived == ())
         with pytest.raises(LaunchError, match=r"0 of 1 came.*missing: task 0 \(task 0 came and has gone again \(h1 "):
-            reception.gather()
-        reception.start_timeout = PATIENCE
-        assert come(reception, comers, arrival(0, attempt=1)) == [""]
-        assert [each.attempt for each in reception.gather()] == [1]
+            listener.gather()
+        listener.start_timeout = PATIENCE
+        assert come(listener, comers, arrival(0, attempt=1)) == [""]
+        assert [each.attempt for each in listener.gather()] == [1]
 
 
 def test_a_job_does_not_begin_without_one_that_left_after_all_had_come(
     monkeypatch: pytest.MonkeyPatch, comers: list[socket.socket]
 ) -> None:
     monkeypatch.setattr("hvdgloo.runner.inbound.job._REASON_TIME", 0.1)
-    with Reception(2, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
-        come(reception, comers, arrival(0), arrival(1))
-        reception.gather()
+    with TaskListener(2, addresses=["127.0.0.1"], start_timeout=PATIENCE) as listener:
+        come(listener, comers, arrival(0), arrival(1))
+        listener.gather()
         comers[1].close()
-        eventually(lambda: len(reception.arrived) == 1)
+        eventually(lambda: len(listener.arrived) == 1)
         with pytest.raises(LaunchError, match=r"^task 1 came and has gone again \(h1 \(task 1\)\)$"):
-            run_function(reception, len)
-        reception.fail("Spark lost executor 1")
+            run_function(listener, len)
+        listener.fail("Spark lost executor 1")
         with pytest.raises(LaunchError, match=r"^Spark lost executor 1$"):
-            run_function(reception, len)
+            run_function(listener, len)
 
 
 def test_never_two_for_one_rank(comers: list[socket.socket]) -> None:
-    with Reception(2, addresses=["127.0.0.1"]) as reception:
-        first, second = come(reception, comers, arrival(0, name="executor 1"), arrival(0, name="executor 2", attempt=1))
+    with TaskListener(2, addresses=["127.0.0.1"]) as listener:
+        first, second = come(listener, comers, arrival(0, name="executor 1"), arrival(0, name="executor 2", attempt=1))
         assert first == ""
         assert second == (
             "task 0 (attempt 1) came a second time, from h1 (executor 2), while h1 (executor 1) takes part in the job "
             "as this task: there are never two of one rank"
         )
-        eventually(lambda: [each.name for each in reception.arrived] == ["executor 1"])
+        eventually(lambda: [each.name for each in listener.arrived] == ["executor 1"])
 
 
 def test_a_task_that_did_not_hear_in_time_comes_again(comers: list[socket.socket]) -> None:
-    with Reception(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
-        assert come(reception, comers, arrival(0, pid=7)) == [""]
-        reception.gather()
-        assert come(reception, comers, arrival(0, pid=7)) == [""]
+    with TaskListener(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as listener:
+        assert come(listener, comers, arrival(0, pid=7)) == [""]
+        listener.gather()
+        assert come(listener, comers, arrival(0, pid=7)) == [""]
         assert comers[0].recv(1) == b""  # the launcher has let go of the first connection
-        assert len(reception.gather()) == 1
-        (again,) = come(reception, comers, arrival(0, pid=8))
+        assert len(listener.gather()) == 1
+        (again,) = come(listener, comers, arrival(0, pid=8))
         assert "came a second time" in again
 
 
@@ -124,23 +124,23 @@ def test_a_handshake_that_takes_too_long_is_tried_again(monkeypatch: pytest.Monk
         return answer
 
     monkeypatch.setattr(task, "introduce", slow)
-    with Reception(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
-        link = task._connect(reception.invitation, arrival(0), time.monotonic() + PATIENCE)
+    with TaskListener(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as listener:
+        link = task._connect(listener.invitation, arrival(0), time.monotonic() + PATIENCE)
         with link.sock:
-            assert len(reception.gather()) == 1
+            assert len(listener.gather()) == 1
 
 
 @pytest.mark.parametrize("index", [2, -1])
 def test_there_is_no_place_for_more_tasks(comers: list[socket.socket], index: int) -> None:
-    with Reception(2, what="Ray actors", addresses=["127.0.0.1"]) as reception:
-        assert come(reception, comers, arrival(index)) == [f"task {index} has no place in a job of 2 Ray actors"]
+    with TaskListener(2, what="Ray actors", addresses=["127.0.0.1"]) as listener:
+        assert come(listener, comers, arrival(index)) == [f"task {index} has no place in a job of 2 Ray actors"]
 
 
 def test_other_versions_are_reported_all_together(comers: list[socket.socket]) -> None:
-    with Reception(3, what="Spark tasks", addresses=["127.0.0.1"]) as reception:
-        come(reception, comers, arrival(0, python="3.9"), arrival(1), arrival(2, version="0.0.1", name="executor 2"))
+    with TaskListener(3, what="Spark tasks", addresses=["127.0.0.1"]) as listener:
+        come(listener, comers, arrival(0, python="3.9"), arrival(1), arrival(2, version="0.0.1", name="executor 2"))
         with pytest.raises(UnusableHostsError) as caught:
-            reception.gather()
+            listener.gather()
     assert set(caught.value.hosts) == {"h1 (task 0)", "h1 (executor 2)"}
     assert "2 of the 3 Spark tasks that came cannot be used" in str(caught.value)
     assert "Python 3.9" in str(caught.value)
@@ -148,34 +148,34 @@ def test_other_versions_are_reported_all_together(comers: list[socket.socket]) -
 
 
 def test_a_newcomer_that_cannot_be_used_is_sent_away(comers: list[socket.socket]) -> None:
-    with Reception(None, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
-        come(reception, comers, arrival(0))
-        reception.gather(least=1)
-        (refused,) = come(reception, comers, arrival(1, python="3.9"))
+    with TaskListener(None, addresses=["127.0.0.1"], start_timeout=PATIENCE) as listener:
+        come(listener, comers, arrival(0))
+        listener.gather(least=1)
+        (refused,) = come(listener, comers, arrival(1, python="3.9"))
         assert refused.startswith("it has Python 3.9, the launcher has ")
-        assert come(reception, comers, arrival(1)) == [""]
+        assert come(listener, comers, arrival(1)) == [""]
 
 
 def test_those_who_are_late_are_not_waited_for_longer_than_a_moment(
     monkeypatch: pytest.MonkeyPatch, comers: list[socket.socket]
 ) -> None:
     monkeypatch.setattr(module, "_SETTLE", 0.1)
-    with Reception(2, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
-        come(reception, comers, arrival(0, python="3.9"))
+    with TaskListener(2, addresses=["127.0.0.1"], start_timeout=PATIENCE) as listener:
+        come(listener, comers, arrival(0, python="3.9"))
         with pytest.raises(UnusableHostsError):
-            reception.gather()
+            listener.gather()
 
 
 def test_what_goes_wrong_outside_ends_the_wait() -> None:
     cause = ValueError("Py4J")
-    with Reception(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
-        timer = threading.Timer(0.05, reception.fail, ["the Spark job was cancelled", cause])
+    with TaskListener(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as listener:
+        timer = threading.Timer(0.05, listener.fail, ["the Spark job was cancelled", cause])
         timer.start()
         with pytest.raises(LaunchError, match=r"^the Spark job was cancelled$") as caught:
-            reception.gather()
+            listener.gather()
         timer.join()
-        reception.fail("later")
-        assert reception.reason == "the Spark job was cancelled"
+        listener.fail("later")
+        assert listener.reason == "the Spark job was cancelled"
     assert caught.value.__cause__ is cause
 
 
@@ -183,11 +183,11 @@ def test_a_fault_while_listening_ends_the_wait(monkeypatch: pytest.MonkeyPatch, 
     def fault(*_: object) -> None:
         raise RuntimeError("a fault")
 
-    with Reception(2, what="tasks", addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
-        monkeypatch.setattr(reception, "_watch", fault)
-        come(reception, comers, arrival(0))
+    with TaskListener(2, what="tasks", addresses=["127.0.0.1"], start_timeout=PATIENCE) as listener:
+        monkeypatch.setattr(listener, "_watch", fault)
+        come(listener, comers, arrival(0))
         with pytest.raises(LaunchError, match=r"^listening for tasks has failed: RuntimeError\('a fault'\)$"):
-            reception.gather()
+            listener.gather()
         assert comers[0].recv(1) == b""
 
 
@@ -195,28 +195,28 @@ def test_the_waiting_thread_may_give_up() -> None:
     def poll() -> None:
         raise KeyboardInterrupt
 
-    with Reception(1, addresses=["127.0.0.1"]) as reception, pytest.raises(KeyboardInterrupt):
-        reception.gather(poll=poll)
+    with TaskListener(1, addresses=["127.0.0.1"]) as listener, pytest.raises(KeyboardInterrupt):
+        listener.gather(poll=poll)
 
 
 def test_the_waiting_thread_may_know_more_of_what_goes_wrong_outside() -> None:
-    with Reception(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as reception:
+    with TaskListener(1, addresses=["127.0.0.1"], start_timeout=PATIENCE) as listener:
         calls = iter([None])
 
         def poll() -> None:
             if next(calls, "again") == "again":
                 raise LookupError("executors lack hvdgloo")
-            reception.fail("all Spark tasks have ended")
+            listener.fail("all Spark tasks have ended")
 
         with pytest.raises(LookupError):
-            reception.gather(poll=poll)
+            listener.gather(poll=poll)
 
 
 def test_what_went_wrong_before_is_passed_on_later() -> None:
-    with Reception(1, addresses=["127.0.0.1"]) as reception:
-        reception.fail("executor 3 was lost")
+    with TaskListener(1, addresses=["127.0.0.1"]) as listener:
+        listener.fail("executor 3 was lost")
         heard: list[str] = []
-        with reception.passed_to(lambda failure: heard.append(failure.reason)):
+        with listener.passed_to(lambda failure: heard.append(failure.reason)):
             assert heard == ["executor 3 was lost"]
 
 
@@ -224,8 +224,8 @@ def test_it_listens_in_the_range_that_a_firewall_allows(monkeypatch: pytest.Monk
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("HVDGLOO_PORT_RANGE", f"{port}-{port + 20}")
-    with Reception(1, addresses=["127.0.0.1"]) as reception:
-        ((_, found),) = reception.invitation.endpoints
+    with TaskListener(1, addresses=["127.0.0.1"]) as listener:
+        ((_, found),) = listener.invitation.endpoints
     assert port <= found <= port + 20
 
 
@@ -277,14 +277,14 @@ def nobody_knows_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nobody_knows_the_name")
 def test_a_task_goes_on_to_the_address_that_leads_to_the_launcher() -> None:
     """A closed port, a listener that is something else, a name that nobody knows; then the launcher."""
-    with socket.create_server(("127.0.0.1", 0)) as other, Reception(1, addresses=["127.0.0.1"]) as reception:
+    with socket.create_server(("127.0.0.1", 0)) as other, TaskListener(1, addresses=["127.0.0.1"]) as listener:
         threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
         closed = ("127.0.0.1", 1)
-        endpoints = (closed, ("name.invalid", 1), other.getsockname(), *reception.invitation.endpoints)
-        invitation = Invitation(endpoints, reception.secret)
+        endpoints = (closed, ("name.invalid", 1), other.getsockname(), *listener.invitation.endpoints)
+        invitation = Invitation(endpoints, listener.secret)
         bringing = threading.Thread(target=bring_agent, args=(invitation, 0), daemon=True)
         bringing.start()
-        assert len(reception.gather()) == 1
+        assert len(listener.gather()) == 1
     bringing.join(PATIENCE)
     assert not bringing.is_alive()
 
@@ -302,19 +302,19 @@ def test_a_launcher_that_is_gone_is_an_error_with_every_address() -> None:
 
 def test_a_task_that_was_sent_away_in_a_crowd_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "_PAUSE", 0.01)
-    with Reception(1, addresses=["127.0.0.1"]) as reception:
-        real = Reception._converse
+    with TaskListener(1, addresses=["127.0.0.1"]) as listener:
+        real = TaskListener._converse
         crowded = iter([True, True])
 
-        def converse(self: Reception, sock: socket.socket, listener: socket.socket) -> module.Steps:
+        def converse(self: TaskListener, sock: socket.socket, listener: socket.socket) -> module.Steps:
             if next(crowded, False):
                 raise EOFError("sent away")
             yield from real(self, sock, listener)
 
-        monkeypatch.setattr(reception._visitors, "_converse", lambda *each: converse(reception, *each))
-        bringing = threading.Thread(target=bring_agent, args=(reception.invitation, 0), daemon=True)
+        monkeypatch.setattr(listener._visitors, "_converse", lambda *each: converse(listener, *each))
+        bringing = threading.Thread(target=bring_agent, args=(listener.invitation, 0), daemon=True)
         bringing.start()
-        assert len(reception.gather()) == 1
+        assert len(listener.gather()) == 1
     bringing.join(PATIENCE)
     assert not bringing.is_alive()
 

@@ -17,7 +17,7 @@ from typing import cast
 import pytest
 
 from hvdgloo._backends.shm.exchange import SegmentExchange
-from hvdgloo._job.links import Meeting, World, seat_of
+from hvdgloo._job.control_plane import ControlPlane, World, seat_of
 from hvdgloo._net.abstract import OwnListener
 from hvdgloo._net.handshake import Handshake, listen
 from hvdgloo._net.tls import Tls
@@ -64,10 +64,10 @@ def topology(hosts: int, of_each: int) -> Topology:
     return Topology(0, named, tuple(workers), control_fanin=1, control_tree_ranks=2)
 
 
-def meeting(world: World, cancelled: Event, config: Config | None = None) -> Meeting:
+def control_plane(world: World, cancelled: Event, config: Config | None = None) -> ControlPlane:
     patient = config or Config(secret=SECRET, connect_timeout=NEVER, start_timeout=NEVER)
     client = cast(RendezvousClient, Client())
-    return Meeting(patient, SECRET, None, client, world, "127.0.0.1", cancelled=cancelled)
+    return ControlPlane(patient, SECRET, None, client, world, "127.0.0.1", cancelled=cancelled)
 
 
 @pytest.fixture
@@ -122,13 +122,13 @@ def for_an_answer_on_the_host(stack: ExitStack, event: Event) -> object:
 
 
 def for_an_endpoint(stack: ExitStack, event: Event) -> object:
-    return meeting(World(1, topology(1, 2), "a"), event).connect(None, None, [])
+    return control_plane(World(1, topology(1, 2), "a"), event).connect(None, None, [])
 
 
 def for_ranks_below_in_a_tree(stack: ExitStack, event: Event) -> object:
     there = topology(3, 2)
     world = World(1, there, f"b{os.getpid()}")
-    return meeting(world, event).connect(seat_of(1, there), None, [])
+    return control_plane(world, event).connect(seat_of(1, there), None, [])
 
 
 def for_shared_memory(rank: int) -> Callable[[ExitStack, Event], object]:

@@ -25,7 +25,7 @@ from hvdgloo.types import Buffer, TensorSpec
 logger = logging.getLogger(__name__)
 
 
-def open_alone(config: Config, kind: type[Engine] = Engine, *, counters: Counters | None = None) -> Engine:
+def open_single_rank(config: Config, kind: type[Engine] = Engine, *, counters: Counters | None = None) -> Engine:
     """The running engine of a process that is all ranks itself, and of ``kind``; it writes into ``counters``."""
     topology = Topology.local(1, pid=os.getpid(), name=host_name(config.hostname))
     alone = LocalGroup(1).backend(0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdgloo._backends.select import Planes, idle_provider
 from hvdgloo._engine.engine import Engine
-from hvdgloo._job.links import Meeting, World, seat_of
+from hvdgloo._job.control_plane import ControlPlane, World, seat_of
 from hvdgloo._job.reporting import Reporting
 from hvdgloo._job.settings import engine_settings
 from hvdgloo._net.event_loop import WakeUp
@@ -38,7 +38,7 @@ _SAY_SO_SECONDS = 3.0
 """
 
 
-class Access:
+class Participant:
     """A process that may join a job, connected with its rendezvous server.
 
     Args:
@@ -162,10 +162,10 @@ class Access:
         config, client, rank, topology = self.config, self.client, world.rank, world.topology
         place = seat_of(rank, topology)
         process_sets = [list(members) for members in sets]
-        meeting = Meeting(
+        control_plane = ControlPlane(
             config, self.secret, self.tls, client, world, self.address, told() if rank == 0 else None, cancelled
         )
-        links, decided = meeting.connect(place, listener if rank == 0 else None, process_sets)
+        links, decided = control_plane.connect(place, listener if rank == 0 else None, process_sets)
         store = client.store(f"gloo{world.scope}", timeout=config.connect_timeout)
         planes = Planes(config, decided, topology, rank, store, f"{world.key}/", self.address)
         try:

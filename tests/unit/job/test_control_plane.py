@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from hvdgloo._engine.seat import seat
-from hvdgloo._job.links import Meeting, World, seat_of
+from hvdgloo._job.control_plane import ControlPlane, World, seat_of
 from hvdgloo._net.handshake import Handshake, Link, listen
 from hvdgloo.config import Config
 from hvdgloo.errors import ConnectError
@@ -60,11 +60,11 @@ def met(
 
         def connect(rank: int) -> Found:
             config = configs[rank]
-            meeting = Meeting(config, SECRET, None, client, World(rank, there, key, 0, first), "127.0.0.1")
+            control_plane = ControlPlane(config, SECRET, None, client, World(rank, there, key, 0, first), "127.0.0.1")
             if rank in absent:
                 raise _AbsentError
             place = seat_of(rank, there)
-            return meeting.connect(place, listener if rank == 0 else None, [[0, 1]])
+            return control_plane.connect(place, listener if rank == 0 else None, [[0, 1]])
 
         pool = stack.enter_context(ThreadPoolExecutor(there.size))
         futures = [pool.submit(connect, rank) for rank in range(there.size)]
@@ -161,11 +161,11 @@ def test_a_leader_that_does_not_come_is_named_by_its_host_s_other_ranks() -> Non
     there = topology((1, 2, 1))
     hurried = Config(secret=SECRET, connect_timeout=0.2, start_timeout=0.2)
     client = cast(RendezvousClient, _Client())
-    meeting = Meeting(hurried, SECRET, None, client, World(2, there, "alone"), "127.0.0.1")
+    control_plane = ControlPlane(hurried, SECRET, None, client, World(2, there, "alone"), "127.0.0.1")
     with pytest.raises(
         ConnectError, match=r"rank 2 \(host h1, .* not connect to rank 1 \(host h1.* same host"
     ) as error:
-        meeting.connect(seat_of(2, there), None, [])
+        control_plane.connect(seat_of(2, there), None, [])
     assert error.value.rank == 1
 
 

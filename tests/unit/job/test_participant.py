@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from hvdgloo._job import access
-from hvdgloo._job.access import Access, check_addresses
+from hvdgloo._job import participant
+from hvdgloo._job.participant import Participant, check_addresses
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous import RendezvousServer
@@ -55,13 +55,13 @@ def test_a_server_whose_process_does_not_run_is_waited_for_until_the_start_timeo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The system accepts connections for it. It may be the user's own program, held by one long call."""
-    monkeypatch.setattr(access, "_SAY_SO_SECONDS", 0.1)
+    monkeypatch.setattr(participant, "_SAY_SO_SECONDS", 0.1)
     server = RendezvousServer(size=1, secret=b"s" * 32).listen()
     late = threading.Timer(1.0, server.start)
     late.start()
     config = Config(rendezvous=server.endpoint, secret=b"s" * 32, connect_timeout=0.2, start_timeout=20.0)
     try:
-        Access(config).client.close()
+        Participant(config).client.close()
     finally:
         late.join()
         server.stop()

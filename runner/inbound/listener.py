@@ -51,7 +51,7 @@ _UNUSUAL = re.compile(r"[\s:,@\[\]/#]+")
 
 
 @dataclass(eq=False)
-class _Guest:
+class _Task:
     """A task that has come, and whose agent waits for the beginning.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Guest:
     taken: bool = False
 
 
-class Reception:
+class TaskListener:
     """Listens for agents that other systems' tasks bring. A context manager: it listens until it is left.
 
     Args:
@@ -106,18 +106,18 @@ class Reception:
         self._what = what
         self._addresses = addresses
         self._port_range = port_range
-        self._guests: dict[int, _Guest] = {}  # by index; by a number of their own if tasks may come again
+        self._tasks: dict[int, _Task] = {}  # by index; by a number of their own if tasks may come again
         self._numbers = itertools.count()
         self._entries: dict[str, HostEntry] = {}
         self._gone: dict[int, str] = {}
-        self._changed = threading.Condition()  # guards what other threads read: guests, reason
+        self._changed = threading.Condition()  # guards what other threads read: tasks, reason
         self._reason = ""
         self._error: BaseException | None = None
         self._note: Callable[[Failure], None] | None = None
         self._closed = False
         self._begun = False  # all that were waited for have come
 
-    def __enter__(self) -> Reception:
+    def __enter__(self) -> TaskListener:
         reserve_descriptors((self._count or 0) + MOST_VISITORS, "this process", f"connections of {self._what}")
         told, at = _endpoints(self._addresses)
         port_range = self._port_range or Config.from_env(only={"port_range"}).port_range
@@ -134,7 +134,7 @@ class Reception:
             most=MOST_VISITORS,
             grace=_GRACE,
         )
-        self._thread = threading.Thread(target=self._run, name="hvdgloo-reception", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hvdgloo-listener", daemon=True)
         self._thread.start()
         return self
 
@@ -149,8 +149,8 @@ class Reception:
     def arrived(self) -> tuple[TaskHello, ...]:
         """The tasks that are here, in order of indices."""
         with self._changed:
-            here = [guest.hello for guest in self._guests.values() if guest.here]
-        return tuple(sorted(here, key=lambda arrival: arrival.index))
+            here = [task.hello for task in self._tasks.values() if task.here]
+        return tuple(sorted(here, key=lambda hello: hello.index))
 
     @property
     def reason(self) -> str:
@@ -232,11 +232,11 @@ class Reception:
                 if not self._reason and not self._complete(wanted):
                     self._changed.wait(max(0.0, min(_TURN, deadline - time.monotonic())))
                 reason, error, complete = self._reason, self._error, self._complete(wanted)
-                unusable = {g.hello.label: g.unusable for g in self._guests.values() if g.unusable}
-            for arrival in self.arrived:
-                if arrival.index not in told and on_arrival is not None:
-                    on_arrival(arrival)
-                told.add(arrival.index)
+                unusable = {g.hello.label: g.unusable for g in self._tasks.values() if g.unusable}
+            for hello in self.arrived:
+                if hello.index not in told and on_arrival is not None:
+                    on_arrival(hello)
+                told.add(hello.index)
             now = time.monotonic()
             if unusable and settled is None:
                 settled = now + _SETTLE
@@ -275,60 +275,60 @@ class Reception:
             LaunchError: it has gone again, or the job has it already.
         """
         done = threading.Event()
-        found: list[_Guest] = []
+        found: list[_Task] = []
 
         def take() -> None:
-            guest = self._guests.get(key)
-            if guest is not None and guest.here and not guest.taken:
-                self._loop.selector.unregister(guest.link.sock)
-                guest.taken = True
-                found.append(guest)
+            task = self._tasks.get(key)
+            if task is not None and task.here and not task.taken:
+                self._loop.selector.unregister(task.link.sock)
+                task.taken = True
+                found.append(task)
             done.set()
 
         self._loop.call_soon(take)
         while not done.wait(_TURN) and self._thread.is_alive():
-            pass  # nobody is there any more once the reception has been left
+            pass  # nobody is there any more once the listener has been left
         if not found:
             raise LaunchError("its task has ended, and only another one could bring another agent")
-        guest = found[0]
-        return InboundStream(guest.link, self.secret, lambda: self.reason, partial(self._ended, guest))
+        task = found[0]
+        return InboundStream(task.link, self.secret, lambda: self.reason, partial(self._ended, task))
 
     def find_available_hosts_and_slots(self) -> Mapping[str, int | None]:
         """The agents that are here, for an elastic job: each is a host with one slot; see ``entry``."""
         with self._changed:
-            here = [guest for guest in self._guests.values() if guest.here and not guest.unusable]
-            for guest in here:
-                if not guest.elastic_name:
-                    self._name(guest)
-            return {guest.elastic_name: 1 for guest in here}
+            here = [task for task in self._tasks.values() if task.here and not task.unusable]
+            for task in here:
+                if not task.elastic_name:
+                    self._name(task)
+            return {task.elastic_name: 1 for task in here}
 
     def entry(self, name: str) -> HostEntry:
         """What a name that ``find_available_hosts_and_slots`` has ever returned stands for."""
         return self._entries[name]
 
-    def _name(self, guest: _Guest) -> None:
+    def _name(self, task: _Task) -> None:
         """Give an agent a name that no other one ever has, in a form that may be the name of a host."""
-        arrival = guest.hello
-        plain = _UNUSUAL.sub("-", f"{arrival.host}({arrival.name or f'task {arrival.index}'})")
-        guest.elastic_name = plain if plain not in self._entries else f"{plain}#{guest.key}"
-        (found,) = entries([arrival])
+        hello = task.hello
+        plain = _UNUSUAL.sub("-", f"{hello.host}({hello.name or f'task {hello.index}'})")
+        task.elastic_name = plain if plain not in self._entries else f"{plain}#{task.key}"
+        (found,) = entries([hello])
         hostnames = {each.machine: each.hostname for each in self._entries.values()}
-        taken = set(hostnames.values()) - {hostnames.get(arrival.machine)}
-        numbered = (arrival.host if n == 1 else f"{arrival.host}-{n}" for n in itertools.count(1))
-        hostname = hostnames.get(arrival.machine) or next(each for each in numbered if each not in taken)
+        taken = set(hostnames.values()) - {hostnames.get(hello.machine)}
+        numbered = (hello.host if n == 1 else f"{hello.host}-{n}" for n in itertools.count(1))
+        hostname = hostnames.get(hello.machine) or next(each for each in numbered if each not in taken)
         assert found.premises is not None
-        premises = replace(found.premises, hostname=hostname, key=guest.key)
-        self._entries[guest.elastic_name] = HostEntry(guest.elastic_name, 1, premises=premises)
+        premises = replace(found.premises, hostname=hostname, key=task.key)
+        self._entries[task.elastic_name] = HostEntry(task.elastic_name, 1, premises=premises)
 
     def _complete(self, wanted: int) -> bool:
-        return sum(guest.here for guest in self._guests.values()) >= wanted
+        return sum(task.here for task in self._tasks.values()) >= wanted
 
     def _describe_missing(self, wanted: int, remedy: str) -> str:
         here = self.arrived
         came = "; ".join(f"task {a.index}: {a.label} from {a.address}" for a in here[:_SHOWN])
         if len(here) > _SHOWN:
             came += f"; and {len(here) - _SHOWN} more"
-        missing = sorted(set(range(self._count or 0)) - {arrival.index for arrival in here})
+        missing = sorted(set(range(self._count or 0)) - {hello.index for hello in here})
         shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
         with self._changed:
             gone = self._describe_gone()
@@ -365,9 +365,9 @@ class Reception:
         self._visitors.close()
         for sock in (*self._listeners, *strangers):
             sock.close()
-        for guest in self._guests.values():
-            if not guest.taken:
-                guest.link.sock.close()
+        for task in self._tasks.values():
+            if not task.taken:
+                task.link.sock.close()
 
     def _converse(self, sock: socket.socket, listener: socket.socket) -> Steps:
         link, hello = yield from admit(self.secret, sock)
@@ -377,112 +377,112 @@ class Reception:
             yield from reply(link, Reply(refused))
             raise AuthenticationError(refused)
         key = hello.index if self._count is not None else next(self._numbers)
-        guest = _Guest(key, hello, link, _why_unusable(hello))
+        task = _Task(key, hello, link, _why_unusable(hello))
         with self._changed:
-            self._guests[key] = guest
+            self._tasks[key] = task
         yield from reply(link, Reply())
-        self._loop.call_soon(partial(self._watch, guest))
+        self._loop.call_soon(partial(self._watch, task))
 
-    def _why_not(self, arrival: TaskHello) -> str:
+    def _why_not(self, hello: TaskHello) -> str:
         """Why a task that knows the secret is refused; empty if it is not."""
-        index = arrival.index
+        index = hello.index
         if self._count is None:
             # Which task it is does not say which rank. An unusable one is reported while all are waited for; later
             # nobody would hear of it, and it would only keep a place from another.
-            return _why_unusable(arrival) if self._begun else ""
+            return _why_unusable(hello) if self._begun else ""
         if not 0 <= index < self._count:
             return f"task {index} has no place in a job of {self._count} {self._what}"
-        there = self._guests.get(index)
+        there = self._tasks.get(index)
         if there is None:
             return ""
-        if not there.taken and _attempt(there.hello) == _attempt(arrival):
+        if not there.taken and _attempt(there.hello) == _attempt(hello):
             self._replace(there)
             return ""
-        again = f" (attempt {arrival.attempt})" if arrival.attempt else ""
+        again = f" (attempt {hello.attempt})" if hello.attempt else ""
         return (
-            f"task {index}{again} came a second time, from {arrival.label}, while {there.hello.label} takes part in "
+            f"task {index}{again} came a second time, from {hello.label}, while {there.hello.label} takes part in "
             "the job as this task: there are never two of one rank"
         )
 
-    def _replace(self, guest: _Guest) -> None:
+    def _replace(self, task: _Task) -> None:
         """A task has given this connection up, since it did not hear in time that it was let in, and comes again."""
-        if guest.here:
-            self._on_left(guest)
+        if task.here:
+            self._on_left(task)
         else:
-            self._forget(guest, "was lost at once")
+            self._forget(task, "was lost at once")
 
-    def _watch(self, guest: _Guest) -> None:
+    def _watch(self, task: _Task) -> None:
         """A task has been told that it is in: nothing comes from it until the beginning, except its end."""
-        if self._closed or self._guests.get(guest.key) is not guest:
-            guest.link.sock.close()
+        if self._closed or self._tasks.get(task.key) is not task:
+            task.link.sock.close()
             return
-        self._loop.selector.register(guest.link.sock, selectors.EVENT_READ, partial(self._on_left, guest))
+        self._loop.selector.register(task.link.sock, selectors.EVENT_READ, partial(self._on_left, task))
         with self._changed:
-            guest.here = True
-            self._gone.pop(guest.hello.index, None)
+            task.here = True
+            self._gone.pop(task.hello.index, None)
             self._changed.notify_all()
-        logger.info("%s has come from %s", guest.hello.label, guest.hello.address)
+        logger.info("%s has come from %s", task.hello.label, task.hello.address)
 
-    def _on_left(self, guest: _Guest) -> None:
-        if guest.taken:
+    def _on_left(self, task: _Task) -> None:
+        if task.taken:
             return  # while this event was pending
-        self._loop.selector.unregister(guest.link.sock)
-        guest.link.sock.close()
-        self._forget(guest, f"has gone again ({guest.hello.label})")
+        self._loop.selector.unregister(task.link.sock)
+        task.link.sock.close()
+        self._forget(task, f"has gone again ({task.hello.label})")
 
-    def _ended(self, guest: _Guest) -> None:
+    def _ended(self, task: _Task) -> None:
         """The job has closed an agent's connection."""
         if self._count is None:
-            self._forget(guest, "has ended")
+            self._forget(task, "has ended")
 
     def _refused(self, sock: socket.socket, peer: object, error: Exception) -> bool:
         logger.info("refused a connection from %s: %s", peer, error)
-        for guest in list(self._guests.values()):
-            if guest.link.sock is sock:
-                self._forget(guest, "was lost at once")
+        for task in list(self._tasks.values()):
+            if task.link.sock is sock:
+                self._forget(task, "was lost at once")
         return True
 
-    def _forget(self, guest: _Guest, why: str) -> None:
+    def _forget(self, task: _Task, why: str) -> None:
         with self._changed:
-            if self._guests.pop(guest.key, None) is None:
+            if self._tasks.pop(task.key, None) is None:
                 return
-            self._gone[guest.hello.index] = why
+            self._gone[task.hello.index] = why
             self._changed.notify_all()
 
 
-def entries(arrivals: Sequence[TaskHello]) -> tuple[HostEntry, ...]:
-    """See ``Reception.hosts``."""
+def entries(hellos: Sequence[TaskHello]) -> tuple[HostEntry, ...]:
+    """See ``TaskListener.hosts``."""
     machines: dict[str, list[TaskHello]] = {}
-    for arrival in arrivals:
-        machines.setdefault(arrival.machine, []).append(arrival)
-    labels = [arrival.label for arrival in arrivals]
+    for hello in hellos:
+        machines.setdefault(hello.machine, []).append(hello)
+    labels = [hello.label for hello in hellos]
     names: list[str] = []  # of machines: two containers may have one
     found = []
     for key, same in machines.items():
         host = same[0].host
         names.append(host)
         hostname = host if names.count(host) == 1 else f"{host}-{names.count(host)}"
-        for arrival in same:
-            label = arrival.label
+        for hello in same:
+            label = hello.label
             if labels.count(label) > 1:
-                label = f"{arrival.host} ({arrival.name}, task {arrival.index})"
+                label = f"{hello.host} ({hello.name}, task {hello.index})"
             premises = Premises(
-                hostname, key, arrival.cwd, arrival.command, arrival.path, arrival.kept, arrival.limits, arrival.index
+                hostname, key, hello.cwd, hello.command, hello.path, hello.kept, hello.limits, hello.index
             )
             found.append(HostEntry(label, 1, premises=premises))
     return tuple(found)
 
 
-def _attempt(arrival: TaskHello) -> tuple[str, int, int]:
+def _attempt(hello: TaskHello) -> tuple[str, int, int]:
     """Which process of which attempt a task is brought by."""
-    return arrival.host, arrival.pid, arrival.attempt
+    return hello.host, hello.pid, hello.attempt
 
 
-def _why_unusable(arrival: TaskHello) -> str:
-    if arrival.version != __version__:
-        return f"it has hvdgloo {arrival.version}, the launcher has {__version__}"
-    if arrival.python != python_version():
-        return f"it has Python {arrival.python}, the launcher has {python_version()}"
+def _why_unusable(hello: TaskHello) -> str:
+    if hello.version != __version__:
+        return f"it has hvdgloo {hello.version}, the launcher has {__version__}"
+    if hello.python != python_version():
+        return f"it has Python {hello.python}, the launcher has {python_version()}"
     return ""
 
 

@@ -57,7 +57,7 @@ class World:
     scope: str = ""
 
 
-class Meeting:
+class ControlPlane:
     """What one rank knows before it is connected with others.
 
     Args:
