@@ -22,7 +22,7 @@ from hvdgloo._backends.select import Planes, gloo_backend, plane_settings
 from hvdgloo._backends.shm.backend import ShmBackend
 from hvdgloo._backends.shm.calls import Calls
 from hvdgloo._backends.shm.small import SmallCollectives
-from hvdgloo._net.descriptors import bury
+from hvdgloo._net.descriptors import close_keeping_numbers
 from hvdgloo._net.proofs import derive, prove
 from hvdgloo._platform.machine import usable_cores
 from hvdgloo.config import Config
@@ -105,7 +105,7 @@ class Peers:
 
     def bury(self) -> None:
         """Let a forked child not keep the descriptors."""
-        bury(list(self._ranks))
+        close_keeping_numbers(list(self._ranks))
 
     def close(self) -> None:
         """Close the descriptors."""
