@@ -1,13 +1,14 @@
 """Fewer bytes on the wire: a Compressor changes a tensor before a collective and changes the result back.
 
 Horovod's programs write ``Compression.fp16`` and derive their own classes from ``Compression.none``, so compressors are
-classes that are never instantiated. The only framework-specific part is the cast, which an adapter provides.
+classes that are never instantiated. The only framework-specific part is the cast, which an adapter provides: a class
+here, and its line in ``Compression``, is a compressor in every front-end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import DType, TensorSpec
@@ -26,8 +27,25 @@ class Compressor(Protocol[T]):
         """The reduced tensor in the original's form."""
 
 
+def is_elementwise(compressor: object) -> bool:
+    """Return whether a compressor treats many tensors at once just as it treats each of them, so that gradients which
+    it compresses may share a bucket.
+
+    A class says so by ``elementwise = True``. Classes that derive from it and compress otherwise must say so again.
+    """
+    for kind in (compressor if isinstance(compressor, type) else type(compressor)).__mro__:
+        members = vars(kind)
+        if "elementwise" in members:
+            return bool(members["elementwise"])
+        if "compress" in members or "decompress" in members:
+            return False
+    return False
+
+
 class NoneCompressor:
     """Sends tensors as they are."""
+
+    elementwise = True
 
     @staticmethod
     def compress(tensor: T) -> tuple[T, None]:
@@ -48,9 +66,14 @@ class Casts(Protocol[T]):
         """As ``TensorAdapter.cast``."""
 
 
-class _CastCompressor(Generic[T]):
-    # A front-end derives its own from the two below, and gives them its adapter.
+class AdapterCompressor:
+    """A compressor that needs its framework; each front-end's ``Compression`` has one of its own, with the adapter."""
+
     adapter: ClassVar[Casts[Any]]
+
+
+class _CastCompressor(AdapterCompressor):
+    elementwise = True
     dtype: ClassVar[DType]
 
     @classmethod
@@ -76,16 +99,33 @@ class _CastCompressor(Generic[T]):
         return wide
 
 
-class FP16Compressor(_CastCompressor[T]):
+class FP16Compressor(_CastCompressor):
     """Sends float32 and float64 as float16; other types as they are."""
 
     dtype = DType.FLOAT16
 
 
-class BF16Compressor(_CastCompressor[T]):
+class BF16Compressor(_CastCompressor):
     """Sends float32 and float64 as bfloat16, which keeps float32's range; other types as they are."""
 
     dtype = DType.BFLOAT16
+
+
+class Compression:
+    """The compressors to choose from."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
+    def __init_subclass__(cls, *, adapter: Casts[Any] | None = None) -> None:
+        """Derive a front-end's own compressors from those that need its adapter, also from those that only it has."""
+        if adapter is None:
+            return
+        for name in dir(cls):
+            each = getattr(cls, name)
+            if isinstance(each, type) and issubclass(each, AdapterCompressor):
+                place = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.{name}"}  # for pickle
+                setattr(cls, name, type(each.__name__, (each,), {**place, "__doc__": each.__doc__, "adapter": adapter}))
 
 
 class MultiStep(Protocol[T]):

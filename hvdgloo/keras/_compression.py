@@ -7,16 +7,15 @@ from typing import Any
 
 import keras
 
-from hvdgloo._collectives.compression import Compressor, NoneCompressor
+from hvdgloo._collectives import compression
+from hvdgloo._collectives.compression import Compressor, is_elementwise
 
 __all__ = ["Compression", "Compressor"]
 
 
-class Compression:
+class Compression(compression.Compression):
     """The compressors to choose from."""
 
-    none = NoneCompressor
-    fp16: Any
     bf16: Any
 
 
@@ -27,5 +26,6 @@ _HOMES = {
 }
 
 if keras.backend.backend() in _HOMES:
-    _home = importlib.import_module(_HOMES[keras.backend.backend()])
-    Compression.fp16, Compression.bf16 = _home.FP16Compressor, _home.BF16Compressor
+    for _name, _compressor in vars(importlib.import_module(_HOMES[keras.backend.backend()]).Compression).items():
+        if is_elementwise(_compressor):
+            setattr(Compression, _name, _compressor)

@@ -22,7 +22,7 @@ from hvdgloo.keras import _distributed as distributed
 from hvdgloo.keras._compression import Compression
 from hvdgloo.keras._distributed import KerasOptions
 from hvdgloo.numpy._adapter import Array
-from hvdgloo.numpy._compression import FP16Compressor
+from hvdgloo.numpy._compression import Compression as NumpyCompression
 from hvdgloo.numpy._frontend import FRONTEND
 from hvdgloo.types import ReduceOp
 
@@ -74,7 +74,7 @@ def allreduce(
     if average is not None and op is None:
         average, op = None, ReduceOp.AVERAGE if average else ReduceOp.SUM
     half: Any = Compression.fp16
-    chosen = FP16Compressor if compression is half else NoneCompressor
+    chosen = NumpyCompression.fp16 if compression is half else NumpyCompression.none
     return FRONTEND.allreduce(array_of(value), average, name, chosen, op, prescale_factor, postscale_factor)
 
 

@@ -142,14 +142,10 @@ class _JaxCasts:
         return tensor.astype(dtype.value)
 
 
-class FP16Compressor(compression.FP16Compressor[Any]):
-    __doc__ = compression.FP16Compressor.__doc__
-    adapter = _JaxCasts()
+class Compression(compression.Compression, adapter=_JaxCasts()):
+    """The compressors to choose from."""
 
-
-class BF16Compressor(compression.BF16Compressor[Any]):
-    __doc__ = compression.BF16Compressor.__doc__
-    adapter = _JaxCasts()
+    bf16 = compression.BF16Compressor
 
 
 def prepare() -> None:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from hvdgloo._collectives import compression
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
-from hvdgloo.mxnet._adapter import MXNetAdapter, Tensor
+from hvdgloo.mxnet._adapter import MXNetAdapter
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
-class FP16Compressor(compression.FP16Compressor[Tensor]):
-    __doc__ = compression.FP16Compressor.__doc__
-    adapter = MXNetAdapter()
-
-
-class Compression:
+class Compression(compression.Compression, adapter=MXNetAdapter()):
     """The compressors to choose from."""
 
-    none = NoneCompressor
-    fp16 = FP16Compressor
+
+FP16Compressor = Compression.fp16

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from hvdgloo._collectives import compression
-from hvdgloo._collectives.compression import NoneCompressor
-from hvdgloo.numpy._adapter import Array, NumpyAdapter
+from hvdgloo.numpy._adapter import NumpyAdapter
 
-__all__ = ["Compression", "FP16Compressor", "NoneCompressor"]
-
-
-class FP16Compressor(compression.FP16Compressor[Array]):
-    __doc__ = compression.FP16Compressor.__doc__
-    adapter = NumpyAdapter()
+__all__ = ["Compression"]
 
 
-class Compression:
+class Compression(compression.Compression, adapter=NumpyAdapter()):
     """The compressors to choose from."""
-
-    none = NoneCompressor
-    fp16 = FP16Compressor

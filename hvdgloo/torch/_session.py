@@ -30,6 +30,7 @@ import torch
 import torch.utils.checkpoint
 
 from hvdgloo._backends import gpu
+from hvdgloo._collectives.compression import is_elementwise
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import process_set_id
@@ -60,7 +61,6 @@ from hvdgloo.torch._parameters import (
     refuse_unsendable,
 )
 from hvdgloo.torch._weights import checksum_of
-from hvdgloo.torch.compression import Compression
 from hvdgloo.types import ReduceOp
 
 logger = logging.getLogger(__name__)
@@ -68,9 +68,6 @@ logger = logging.getLogger(__name__)
 Tensor = torch.Tensor
 Closure = Callable[[], Any]
 T = TypeVar("T")
-
-_ELEMENTWISE = (Compression.none, Compression.fp16, Compression.bf16)
-"""Compressors that treat many gradients at once just as they treat each of them."""
 
 _REMEDY = "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) on all ranks before the first step"
 
@@ -578,7 +575,7 @@ class Session:
         """From now on put gradients into buckets, as the set's first rank decides: its settings may differ."""
         limit = self.frontend.context.config.gradient_bucket
         chosen: dict[str, Tensor] = {}
-        if limit and any(self.options.compression is elementwise for elementwise in _ELEMENTWISE):
+        if limit and is_elementwise(self.options.compression):
             chosen = {
                 name: parameter
                 for name, parameter in self._tracked.items()

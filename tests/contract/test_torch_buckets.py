@@ -206,11 +206,36 @@ PROGRAMS = [
     sparse_on_one_rank,
     clipped,
 ]
+
+
+class Halved(Compression.none):
+    """A program's own compressor, which treats elements one by one."""
+
+    elementwise = True
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor * 0.5, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor * 2.0
+
+
+class ByLargest(Compression.none):
+    """A program's own compressor, which looks at whole tensors."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor / 4.0 if tensor.abs().max() > 1.0 else tensor * 1.0, None
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sum": {"op": ReduceOp.SUM, "gradient_predivide_factor": 1.0},
     "predivided": {"gradient_predivide_factor": 4.0},
     "fp16": {"compression": Compression.fp16},
+    "own": {"compression": Halved},
     "passes": {"backward_passes_per_step": 1},
 }
 
@@ -298,6 +323,17 @@ def test_options_mean_what_they_do_without_buckets(world: MakeWorld, options: di
     result = train(world(2), whole_step, **options)
     for ours, theirs in zip(result[0], expected[0], strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_compressor_that_looks_at_whole_tensors_gets_each_gradient_alone(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = Model()
+        optimizer = distribute(context, model, compression=ByLargest)
+        for step in range(3):
+            whole_step(context, model, optimizer, step)
+        assert all(len(names) == 1 for names in together(model))
+
+    world(2, gradient_bucket=1 << 20).run(rank_body)
 
 
 def test_several_passes_add_up_in_the_bucket(world: MakeWorld) -> None:
