@@ -100,8 +100,7 @@ class PersistentOperation(Generic[T]):
         self._export = adapter.export
         self._context = context
         self._late = spec.collective.sized_late
-        # The job, the tensors' specs, and whether they are on a GPU; one value, since threads may share it.
-        self._registered: tuple[Context, tuple[TensorSpec, ...], PersistentRequest, bool] | None = None
+        self._registered: tuple[Context, PersistentRequest] | None = None  # one value, since threads may share it
 
     def start(self, tensors: Sequence[T], *, splits: Sequence[int] = (), waits: bool = False) -> Pending[T]:
         """Hand the collective to the engine, and return at once.
@@ -117,21 +116,24 @@ class PersistentOperation(Generic[T]):
             DuplicateNameError: the previous start has not ended yet.
             HorovodInternalError: the job has ended.
         """
-        context, registered, export, in_place = self._context(), self._registered, self._export, self.in_place
-        if registered is None or registered[0] is not context or len(registered[1]) != len(tensors):
+        context, export, in_place = self._context(), self._export, self.in_place
+        registered = self._registered
+        persistent = registered[1] if registered is not None and registered[0] is context else None
+        if persistent is None or len(persistent.request.tensors) != len(tensors):
             inputs = [export(tensor, writable=in_place) for tensor in tensors]
-            registered = self._register(context, inputs)
+            persistent = self._register(context, inputs)
         else:
             inputs, same = [], True
-            for tensor, spec in zip(tensors, registered[1]):  # noqa: B905 - of equal length
+            for tensor, spec in zip(tensors, persistent.request.tensors):  # noqa: B905 - of equal length
                 buffer = export(tensor, writable=in_place, known=spec)
                 inputs.append(buffer)
                 if buffer.spec is not spec and buffer.spec != spec:
                     same = False
             if not same:
-                registered = self._register(context, inputs)
-        _, _, persistent, on_device = registered
-        pending: Pending[T] = Pending(persistent.request.name, self, tensors)
+                persistent = self._register(context, inputs)
+        request = persistent.request
+        on_device = request.on_device
+        pending: Pending[T] = Pending(request.name, self, tensors)
         launch = context.engine.launch
         if self._late:
             fence = self._adapter.fence(tensors) if on_device else None
@@ -153,17 +155,14 @@ class PersistentOperation(Generic[T]):
             delivered.append(self._integers(outputs[1].array(), tensors[0]))
         return delivered
 
-    def _register(
-        self, context: Context, inputs: Sequence[Buffer]
-    ) -> tuple[Context, tuple[TensorSpec, ...], PersistentRequest, bool]:
+    def _register(self, context: Context, inputs: Sequence[Buffer]) -> PersistentRequest:
         """Work out what is the same for all starts with tensors of this kind."""
         specs = tuple([buffer.spec for buffer in inputs])
         full_name = names_of(context).full(self.spec.process_set, self.prefix, self.name)
         persistent = PersistentRequest(self.spec.request(full_name, specs))
-        registered = context, specs, persistent, any(spec.device != "cpu" for spec in specs)
         if self.name is not None:
-            self._registered = registered
-        return registered
+            self._registered = context, persistent
+        return persistent
 
     def _allocating(self, tensors: Sequence[T]) -> Callable[[int, TensorSpec], Buffer]:
         adapter = self._adapter

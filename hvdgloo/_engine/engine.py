@@ -287,7 +287,7 @@ class Engine:
             )
         handle.lend = self._lend
         handle.counters = self.counters
-        submission = Submission(request, inputs, results, allocate, ready, splits, persistent, handle)
+        submission = Submission(persistent, inputs, results, allocate, ready, splits, handle)
         held = interrupts.hold()  # what was filed must also be sent
         try:
             filed, agreeing = self._member.add(submission)

@@ -10,14 +10,14 @@ import numpy as np
 
 from hvdgloo._backends.kernels import narrow_bfloat16
 from hvdgloo._engine.messages import Request
-from hvdgloo._engine.submission import Submission
+from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo.types import Buffer, DType, ReduceOp, TensorSpec
 
 
 def stand_in(request: Request) -> Submission:
     """An operation of neutral tensors, in memory of its own, whose results nobody reads."""
     buffers = [_neutral(spec, request.op) for spec in request.tensors]
-    return Submission(request, buffers, buffers, None, None)
+    return Submission(PersistentRequest(request), buffers, buffers)
 
 
 def _neutral(spec: TensorSpec, op: ReduceOp) -> Buffer:

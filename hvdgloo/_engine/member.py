@@ -137,14 +137,13 @@ class Member:
         requests: list[Request] = []
         for operation in new:
             persistent = operation.persistent
-            signature = None if persistent is None else persistent.signature
+            signature = persistent.signature
             if signature is None or signature.number < 0:
                 signature = self._agreed.get(operation.request.key)
                 if signature is None or signature.request != operation.request:
                     requests.append(operation.request)
                     continue
-                if persistent is not None:
-                    persistent.signature = signature
+                persistent.signature = signature
             operation.number = signature.number
             numbers.append(signature.number)
         return Submit(tuple(numbers), tuple(requests), self._payload(new) if idle else b"")
@@ -262,8 +261,7 @@ class Member:
         signature = self._signatures[response.signature] = Signature(response.signature, response, request)
         if operation is not None:
             self._agreed[response.request.key] = signature
-            if operation.persistent is not None:
-                operation.persistent.signature = signature
+            operation.persistent.signature = signature
 
     def _change_sets(self, response: Response) -> None:
         request = response.request

@@ -81,6 +81,11 @@ class Request(codec.Message, frozen=True, dict=True):
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.tensors)
 
+    @cached_property
+    def on_device(self) -> bool:
+        """True if some tensor is on a GPU."""
+        return any(spec.device != "cpu" for spec in self.tensors)
+
     @property
     def combining(self) -> ReduceOp:
         """The part of a reduction that combines elements: an average is a sum, divided afterwards."""

@@ -47,7 +47,7 @@ class Submission:
     """A started operation: a Request with this rank's memory for it, and its Handle.
 
     Args:
-        persistent: the PersistentRequest, if it is one that is started again and again.
+        persistent: the request, with what was found out about it at earlier starts.
         handle: resolved at the end; by default a new one.
 
     Attributes:
@@ -72,16 +72,15 @@ class Submission:
 
     def __init__(
         self,
-        request: Request,
+        persistent: PersistentRequest,
         inputs: Sequence[Buffer],
         outputs: Sequence[Buffer],
-        allocate: Callable[[int, TensorSpec], Buffer] | None,
-        ready: Callable[[], None] | None,
+        allocate: Callable[[int, TensorSpec], Buffer] | None = None,
+        ready: Callable[[], None] | None = None,
         splits: Sequence[int] = (),
-        persistent: PersistentRequest | None = None,
         handle: Handle | None = None,
     ) -> None:
-        self.request = request
+        request = self.request = persistent.request
         self.inputs = inputs
         self.outputs = list(outputs)
         self.allocate = allocate

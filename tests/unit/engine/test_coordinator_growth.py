@@ -31,7 +31,7 @@ from hvdgloo._engine.negotiation import Negotiator
 from hvdgloo._engine.readiness import bits_of, masks_of
 from hvdgloo._engine.runs import runs_of_mask, runs_of_masks
 from hvdgloo._engine.seat import seat
-from hvdgloo._engine.submission import Submission
+from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo._engine.tree import Gatherer
 from hvdgloo._net.handshake import Link
 from hvdgloo.errors import BackendError, HorovodInternalError
@@ -278,7 +278,7 @@ def test_who_submits_does_not_look_for_itself_among_all_ranks() -> None:
     member = Member(Compared(MANY - 1), {0: ranks}, 0)
     Compared.comparisons = 0
     for request in requests():
-        member.add(Submission(request, (), (), None, None))
+        member.add(Submission(PersistentRequest(request), (), ()))
     assert Compared.comparisons < TENSORS
 
 

@@ -20,7 +20,7 @@ from hvdgloo._engine.executor import QUICK_BYTES, Executor
 from hvdgloo._engine.fusion import LONE_BYTES
 from hvdgloo._engine.messages import Request, Response, Tune
 from hvdgloo._engine.planes import DEPTH, Group
-from hvdgloo._engine.submission import Submission
+from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo.errors import BackendError, PeerLostError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
@@ -180,7 +180,7 @@ def allreduce(name: str, *arrays: np.ndarray, in_place: bool = False, **options:
     outputs = inputs if in_place else [Buffer.of_array(np.full_like(array, 77)) for array in arrays]
     ready = options.pop("ready", None)
     request = Request(name, Collective.ALLREDUCE, tuple(b.spec for b in inputs), **options)
-    return Response(request), Submission(request, inputs, outputs, None, ready)
+    return Response(request), Submission(PersistentRequest(request), inputs, outputs, None, ready)
 
 
 def allgather(name: str, rows: Sequence[int], array: np.ndarray) -> Pair:
@@ -193,18 +193,18 @@ def allgather(name: str, rows: Sequence[int], array: np.ndarray) -> Pair:
         return Buffer.of_array(np.full(spec.shape, 99, spec.dtype.numpy_dtype))
 
     buffer = Buffer.of_array(array)
-    return Response(agreed, (tuple(rows),)), Submission(request, [buffer], [buffer], allocate, None)
+    return Response(agreed, (tuple(rows),)), Submission(PersistentRequest(request), [buffer], [buffer], allocate, None)
 
 
 def broadcast(name: str, array: np.ndarray, root: int, process_set: int = 0) -> Pair:
     buffer, output = Buffer.of_array(array), Buffer.of_array(np.full_like(array, 77))
     request = Request(name, Collective.BROADCAST, (buffer.spec,), root=root, process_set=process_set)
-    return Response(request), Submission(request, [buffer], [output], None, None)
+    return Response(request), Submission(PersistentRequest(request), [buffer], [output])
 
 
 def barrier(name: str) -> Pair:
     request = Request(name, Collective.BARRIER)
-    return Response(request), Submission(request, (), (), None, None)
+    return Response(request), Submission(PersistentRequest(request), (), ())
 
 
 def results(pair: Pair) -> list[list[Any]]:
@@ -724,7 +724,7 @@ class TestTuning:
         b.executor.start()
         b.executor.tune(Tune(LIMIT, 0.0, 4096, 0))
         request = Request("add", Collective.ADD_PROCESS_SET, ranks=(0, 1))
-        pair = Response(request, value=9), Submission(request, (), (), None, None)
+        pair = Response(request, value=9), Submission(PersistentRequest(request), (), ())
         b.executor.execute([pair])
         pair[1].handle.wait(10)
         assert b.backend.calls("tune") == [("tune", 4096)] * 3

@@ -10,7 +10,7 @@ from hvdgloo._engine import inline
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import Execute, Request, Response, Submit, decode, encode
 from hvdgloo._engine.negotiation import Negotiator
-from hvdgloo._engine.submission import Submission
+from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
 VALUES = np.array([1.5, -2.0], np.float32)
@@ -23,7 +23,7 @@ def request(name: str = "x", *, dtype: DType = DType.FLOAT32, count: int = 2, **
 def operation(asked: Request, values: np.ndarray = VALUES, fence: object = None) -> Submission:
     buffers = [Buffer.of_array(values, spec.dtype) for spec in asked.tensors]
     outputs = [Buffer.of_array(np.zeros_like(values), spec.dtype) for spec in asked.tensors]
-    return Submission(asked, buffers, outputs, None, fence)  # type: ignore[arg-type]
+    return Submission(PersistentRequest(asked), buffers, outputs, None, fence)  # type: ignore[arg-type]
 
 
 class TestWhatASubmissionCarries:

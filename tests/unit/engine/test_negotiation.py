@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import Execute, Request, Resend, Response, Submit, decode, encode
 from hvdgloo._engine.negotiation import Negotiator, Waiting, agree, format_ranks
-from hvdgloo._engine.submission import Submission
+from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo.errors import (
     DuplicateNameError,
     HorovodInternalError,
@@ -311,7 +311,7 @@ def _with(request: Request, **changes: Any) -> Request:
 
 
 def operation(request: Request) -> Submission:
-    return Submission(request, (), (), None, None)
+    return Submission(PersistentRequest(request), (), ())
 
 
 JOIN = Request("join", Collective.JOIN)

@@ -20,7 +20,7 @@ from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import Execute, Request, Resend, Submit, decode, encode
 from hvdgloo._engine.negotiation import Negotiator
-from hvdgloo._engine.submission import Submission
+from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo.errors import MismatchError, PeerLostError
 from hvdgloo.types import Buffer, Collective, DType, TensorSpec
 
@@ -67,7 +67,7 @@ class Job:
 
     def submit(self, rank: int, request: Request) -> Handle:
         buffers = [Buffer.of_array(np.full(spec.shape, float(rank), np.float32)) for spec in request.tensors]
-        operation = Submission(request, buffers, buffers, None, None)
+        operation = Submission(PersistentRequest(request), buffers, buffers)
         self.members[rank].add(operation)
         self.handles.append(operation.handle)
         return operation.handle
