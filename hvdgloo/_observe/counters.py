@@ -1,11 +1,10 @@
-"""What a process counts of its own collectives and training steps: totals since it began.
+"""Counters of a process's own collectives and training steps: totals since it began.
 
-The engine's threads and the program's write here in every operation, so there is no lock, and hardly a clock is read
-that was not read before. Each total has one writer at a time: what is submitted is under the Member's lock, what is
-executed in the hands of one thread, and a program ends its steps one after another. Who reads sees totals that are at
-most an operation apart.
+The engine's threads and the program's write here in every operation, so there is no lock, and almost no clock is read
+only for this. Each total has one writer at a time: submissions are under the Member's lock, operations are executed by
+one thread, and a program ends its steps one after another. A reader sees totals that are at most an operation apart.
 
-Times are in seconds, moments are those of ``time.monotonic()``.
+Durations are in seconds, points in time are ``time.monotonic()``'s.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Awaited(Protocol):
 
     Attributes:
         name: of its tensor.
-        ordered: when it was given its place in the order; 0 before.
+        ordered: time at which it was given its place in the order; 0 before.
     """
 
     name: str
@@ -37,10 +36,11 @@ class Awaited(Protocol):
 
 
 class Traffic:
-    """What one data plane has carried for one process set; the totals are those of ``samples.Flow``.
+    """Totals of one data plane for one process set, as in ``samples.Flow``.
 
     Args:
-        plane, process_set: its name, and the set's number.
+        plane: name of the data plane.
+        process_set: number of the process set.
     """
 
     __slots__ = ("_since", "_under_way", "bytes", "operations", "plane", "process_set", "seconds")
@@ -55,13 +55,13 @@ class Traffic:
         self._since = 0.0
 
     def begun(self, now: float) -> None:
-        """A bucket is on its way."""
+        """Count a bucket that was handed to the plane."""
         if not self._under_way:
             self._since = now
         self._under_way += 1
 
     def ended(self, now: float, operations: int, nbytes: int) -> None:
-        """A bucket has arrived, with so many tensors."""
+        """Count a bucket of ``operations`` tensors that the plane finished."""
         self.operations += operations
         self.bytes += nbytes
         self._under_way -= 1
@@ -69,7 +69,7 @@ class Traffic:
             self.seconds += now - self._since
 
     def dropped(self) -> None:
-        """What was on its way will not arrive: its engine has ended."""
+        """Forget the buckets under way, which will not finish: their engine ended."""
         self._under_way = 0
 
 
@@ -77,17 +77,17 @@ class Counters:
     """One process's totals. They outlive its engines, of which there is one at a time.
 
     Attributes:
-        latest: when something was last submitted, or a step ended; 0 if never.
-        first: when something was first submitted in this step; 0 if nothing was.
-        asleep: the reader sleeps until something happens, and wants to be woken by ``wake``.
-        blocked_in: what the program waits for, since ``blocked_since``; None if it does not wait.
+        latest: time of the last submission or end of a step; 0 if there was none.
+        first: time of the first submission in this step; 0 if there was none.
+        asleep: True while the reader sleeps until something happens, and wants to be woken by ``wake``.
+        blocked_in: operation that the program has waited for since ``blocked_since``; None if it does not wait.
         negotiation, queue, data, copy, wire: see ``samples.Causes``.
         waiting, communicating: time in which the program was blocked for operations that not all ranks had submitted,
             and for those that all had.
         steps, step_seconds, step_waiting, step_communicating, before_first, last_step: see ``samples.Steps``.
         traffic: by plane and process set.
         lateness: on rank 0 of several.
-        notes: what is to be said once: when (since 1970), kind and text, see ``samples.Note``.
+        notes: time (since 1970), kind and text of each ``samples.Note`` that is still to be sent.
         on_step: called with ``steps`` whenever a step has ended.
     """
 
@@ -139,10 +139,11 @@ class Counters:
         self._waiting_before = self._communicating_before = 0.0
 
     def engine_begins(self, *, coordinates: bool) -> None:
-        """Another engine writes from now on.
+        """Prepare for another engine that writes from now on.
 
         Args:
-            coordinates: it is rank 0's, of several. Who was late before was a rank of another job, or epoch.
+            coordinates: True if it is rank 0's, of several. Lateness starts again: ranks that were late before belong
+                to another job or epoch.
         """
         for traffic in self.traffic.values():
             traffic.dropped()
@@ -155,12 +156,12 @@ class Counters:
             self.lateness = LatenessBook()
 
     def wake(self) -> None:
-        """Have the reader look."""
+        """Wake the reader."""
         self.asleep = False
         self.wake_reader()
 
     def note(self, kind: str, text: str) -> None:
-        """Say something once, see ``samples.Note``; callable from any thread."""
+        """Queue a ``samples.Note``; callable from any thread."""
         self.notes.append((time.time(), kind, text))
         self.wake()
 
@@ -173,18 +174,18 @@ class Counters:
             return None
 
     def carried(self, plane: str, process_set: int) -> Traffic:
-        """What a plane has carried for a process set, to be added to."""
+        """Return the totals of a plane for a process set, to be added to."""
         traffic = self.traffic.get((plane, process_set))
         if traffic is None:
             traffic = self.traffic[plane, process_set] = Traffic(plane, process_set)
         return traffic
 
     def unblocked(self, ordered: float, now: float) -> None:
-        """The program waits no longer for ``blocked_in``.
+        """Count the wait for ``blocked_in``, which ended.
 
         Args:
-            ordered: when that was given its place in the order; 0 if it was not.
-            now: the present.
+            ordered: time at which the operation was given its place in the order; 0 if it was not.
+            now: current time.
         """
         self.blocked_in = None
         since = self.blocked_since
@@ -199,7 +200,7 @@ class Counters:
             self.communicating += now - turn
 
     def blocked(self, now: float) -> tuple[float, float]:
-        """``waiting`` and ``communicating`` up to a moment, of what lasts, too."""
+        """Return ``waiting`` and ``communicating`` up to ``now``, including a wait that has not ended."""
         awaited, since = self.blocked_in, self.blocked_since
         if awaited is None:
             return self.waiting, self.communicating
@@ -207,7 +208,7 @@ class Counters:
         return self.waiting + turn - since, self.communicating + now - turn
 
     def step(self) -> None:
-        """A training step has ended."""
+        """Count a training step that ended."""
         now = time.monotonic()
         began = self._step_began
         if began:
@@ -230,14 +231,14 @@ class Counters:
 
     @property
     def operations(self) -> int:
-        """Tensors that have been exchanged."""
+        """Number of tensors that were exchanged."""
         return sum(traffic.operations for traffic in [*self.traffic.values()])
 
     @property
     def bytes(self) -> int:
-        """The size of these tensors on this rank."""
+        """Size of these tensors on this rank."""
         return sum(traffic.bytes for traffic in [*self.traffic.values()])
 
 
 def _nothing() -> None:
-    """Nobody sleeps."""
+    """Do nothing: no reader sleeps."""

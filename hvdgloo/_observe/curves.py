@@ -1,4 +1,4 @@
-"""Which curves are drawn of a job and of each rank, and how they are told."""
+"""Curves of a job and of each rank, and their form in a snapshot."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _BYTES = "bytes per second by "
 
 
 def point(rates: Rates, cpu: float | None, memory: float, planes: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """A point of each curve; of those about a step none where none is made now.
+    """Return a point of each curve; curves about steps get none while no step is made.
 
     Args:
-        rates: of steps.
+        rates: rates of steps.
         cpu: cores in use; None if that is not known yet.
         memory: bytes.
-        planes: (plane, bytes per second); what is of the same plane is added up.
+        planes: (plane, bytes per second); items of the same plane are added up.
     """
     values = {"memory": memory}
     if cpu is not None:
@@ -40,7 +40,7 @@ def point(rates: Rates, cpu: float | None, memory: float, planes: Iterable[tuple
 
 
 def series(recording: Recording[str], begin: int = 0) -> view.Series:
-    """A recording of such points, from item ``begin`` on."""
+    """Return a recording of such points, from item ``begin`` on."""
     planes = [key.removeprefix(_BYTES) for key in recording if key.startswith(_BYTES)]
     return view.Series(
         at=recording.at(begin),
@@ -51,7 +51,7 @@ def series(recording: Recording[str], begin: int = 0) -> view.Series:
 
 
 def heat(recording: Recording[int], begin: int = 0) -> view.Heat:
-    """A recording of how long each rank made others wait, from item ``begin`` on."""
+    """Return a recording of the time for which each rank made others wait, from item ``begin`` on."""
     rows = {rank: recording.totals(rank, begin) for rank in sorted(recording)}
     rows = {rank: row for rank, row in rows.items() if any(row)}
     return view.Heat(recording.at(begin), recording.width, list(rows), list(rows.values()))

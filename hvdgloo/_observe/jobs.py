@@ -1,4 +1,4 @@
-"""Where running jobs can be seen: a file for each in the user's private folder, which ``hvdgloo-run top`` looks up."""
+"""Registry of running jobs: a file for each in the user's private directory, where ``hvdgloo-run top`` finds it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class JobFile(msgspec.Struct, frozen=True):
     """A running job.
 
     Attributes:
-        id: of the job, without meaning.
-        pid: of its launcher.
-        command: as the user typed it but for secrets.
-        started: in seconds since 1970.
-        unix: path of the Unix socket at which it can be seen.
-        token: that has to be shown there: the status token, which reads.
-        address: of its page, without a token; empty if it has none.
-        control: the token that may have steps traced, too; empty if nobody may.
+        id: id of the job, without meaning.
+        pid: process id of its launcher.
+        command: the command as the user typed it, without secrets.
+        started: start of the job, in seconds since 1970.
+        unix: path of the Unix socket at which the job can be observed.
+        token: status token, which must be sent there and may only read.
+        address: address of the job's page, without a token; empty if it has none.
+        control: control token, which may also have steps traced; empty if that is not allowed.
     """
 
     id: str
@@ -44,23 +44,23 @@ class JobFile(msgspec.Struct, frozen=True):
 
 
 def socket_path(folder: str, id: str) -> str:
-    """Where the job with this id is to listen."""
+    """Return the path at which the job with this id is to listen."""
     return os.path.join(folder, f"{id[:_OF_ID]}.sock")
 
 
 @contextmanager
 def published(job: JobFile, folder: str) -> Iterator[None]:
-    """Lets the job be found in ``folder``, which must be the user's alone.
+    """Let the job be found in the directory ``folder``, which must be the user's alone.
 
-    The file is locked while this process lives, so that one that was left behind is known for what it is, even where
-    process ids mean something else (containers that share the folder). What others have left behind is removed.
+    The file is locked while this process lives, so that a stale one is recognised, even where process ids mean
+    something else (containers that share the directory). Stale files of other jobs are removed.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     jobs(folder)
     path = os.path.join(folder, f"{job.id[:_OF_ID]}{_ENDING}")
-    new = f"{path}.new"  # so that nobody reads half a file
+    new = f"{path}.new"  # so that no process reads half a file
     try:
         with suppress(FileNotFoundError):
             os.unlink(new)
@@ -83,9 +83,9 @@ def published(job: JobFile, folder: str) -> Iterator[None]:
 
 
 def jobs(folder: str) -> list[JobFile]:
-    """The running jobs that have been published, the last one that was started first.
+    """List the running jobs that were published, the newest first.
 
-    What launchers and agents have left behind that were killed is removed. Nobody is woken for that.
+    Files of launchers and agents that were killed are removed, which wakes no process.
     """
     remove_stale(folder)
     found = []
@@ -107,9 +107,11 @@ def jobs(folder: str) -> list[JobFile]:
 
 
 def _is_free(file: BinaryIO) -> bool:
-    """Whether no launcher has locked it."""
+    """Return whether no launcher has locked the file."""
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two who look do not take each other for one
+        fcntl.flock(
+            file, fcntl.LOCK_SH | fcntl.LOCK_NB
+        )  # shared, so that two readers do not take each other for a launcher
     except BlockingIOError:
         return False
     return True

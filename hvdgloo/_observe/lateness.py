@@ -1,7 +1,7 @@
-"""Who made whom wait: which rank was the last to come, how often, and how long the first one had waited.
+"""Lateness: which rank was the last to submit, how often, and how long the first one had waited.
 
-The coordinator's thread only notes who came; whoever reads, or the program that ends its steps, adds it up. What is
-kept is a distribution, and the last rounds; never a list that grows.
+The coordinator's thread only notes the last rank of each operation; the reader, or the program when it ends a step,
+adds them up. Only a distribution and the last rounds are kept, so memory is bounded.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ if TYPE_CHECKING:
     from hvdgloo._observe import samples
 
 RECENT = 1000
-"""Rounds that ``samples.Lateness.recent`` is about, at most."""
+"""Most rounds that ``samples.Lateness.recent`` counts."""
 
 SHORTEST = 1e-4
 BUCKETS = 20
-"""The first bucket is for waits of less than ``SHORTEST`` seconds, each further one reaches twice as far, and the last
-one is for all that are longer."""
+"""Number of buckets: the first is for waits of less than ``SHORTEST`` seconds, each further one reaches twice as far,
+and the last one holds all longer waits."""
 
 _FOLD_FROM = 1024
 
 
 class LatenessBook:
-    """Rank 0's account of it. A round is an operation, until the first step ends; from then on it is a step, in which
-    the operation counts for which others waited longest, and all begins anew. Any thread may call."""
+    """Rank 0's record of which ranks came last. Any thread may call.
+
+    A round is an operation, until the first step ends. Then counting starts again: a round is now a step, in which only
+    the operation counts that others waited for longest.
+    """
 
     def __init__(self) -> None:
         self._arrivals: deque[tuple[int, float] | None] = deque()  # None ends a step
@@ -43,22 +46,22 @@ class LatenessBook:
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
 
     def came_last(self, rank: int, seconds: float) -> None:
-        """With this rank an operation's ranks were complete; the first of them had waited for so long."""
+        """Note that this rank was the last to submit an operation, for which the first had waited ``seconds``."""
         arrivals = self._arrivals
         arrivals.append((rank, seconds))
         if len(arrivals) >= _FOLD_FROM:
             self._fold()
 
     def end_round(self) -> None:
-        """A step of rank 0 has ended."""
+        """End the round: rank 0 finished a step."""
         arrivals = self._arrivals
         arrivals.append(None)
         if len(arrivals) >= _FOLD_FROM:
             self._fold()
 
     def totals(self) -> samples.Lateness:
-        """All so far."""
-        from hvdgloo._observe.samples import Late, Lateness  # not before somebody looks
+        """Return the totals so far."""
+        from hvdgloo._observe.samples import Late, Lateness  # only for jobs that are observed
 
         self._fold()
         with self._lock:
@@ -85,7 +88,7 @@ class LatenessBook:
 
     def _end_step(self) -> None:
         if not self._by_step:
-            # What came so far was the beginning: parameters were broadcast, and nobody knows where this step began.
+            # Operations so far belong to the start (parameters were broadcast) or to a step whose start is unknown.
             self._by_step = True
             self._forget()
         if self._worst is not None:
@@ -101,5 +104,5 @@ class LatenessBook:
 
 
 def bucket_of(seconds: float) -> int:
-    """The index of the bucket that a wait belongs to."""
+    """Return the index of the bucket that a wait belongs to."""
     return min(max(0, math.frexp(seconds / SHORTEST)[1]), BUCKETS - 1)

@@ -1,4 +1,4 @@
-"""The hosts and ranks of a job: what is known of each, and how it is shown."""
+"""The hosts and ranks of a job: the state of each, and its form in a snapshot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdgloo._observe.words import duration
 
 _POINTS = 256
 _STALLED = 10.0
-"""Seconds that others have waited for a rank, from which on it is shown as stalled."""
+"""Seconds of others' waiting after which a rank is shown as stalled."""
 
 _STATE = {name: index for index, name in enumerate(view.STATES)}
 _DOING = ("starting", "computing", "waiting", "communicating", "idle")
@@ -28,7 +28,7 @@ class Host:
         self.window: HostWindow | None = None
 
     def show(self) -> view.Host:
-        """As readers see it."""
+        """Return the host as readers see it."""
         return self.window.show(self.name, self.state) if self.window else view.Host(self.name, self.state)
 
 
@@ -36,11 +36,11 @@ class Rank:
     """A rank.
 
     Attributes:
-        rank, host, local_rank, pid: who it is and where.
-        fate, reason: "lost", "failed" or "ended", and why; empty while it runs.
+        rank, host, local_rank, pid: its identity and place.
+        fate, reason: "lost", "failed" or "ended", and the reason; empty while it runs.
         window: its last samples.
-        rates: at the last tick.
-        recording: its curves; they go on when another process takes its place.
+        rates: its rates at the last tick.
+        recording: its curves; they continue when another process takes its place.
     """
 
     def __init__(self, rank: int, host: str, local_rank: int, pid: int, started: float) -> None:
@@ -56,12 +56,12 @@ class Rank:
 
     @property
     def ended(self) -> bool:
-        """Whether its part of the job is over as it should be, whatever its process still does."""
+        """True if its part of the job has ended as it should, even if its process still runs."""
         sample = self.window.last
         return self.fate == "ended" or (sample is not None and sample.doing == "ended")
 
     def move(self, host: str, local_rank: int, pid: int) -> None:
-        """To another place, or to another process."""
+        """Move the rank to another slot, or to another process."""
         if (host, local_rank) != (self.host, self.local_rank):
             self.window = Window()
         if (host, local_rank) != (self.host, self.local_rank) or (self.pid and pid != self.pid):
@@ -69,18 +69,18 @@ class Rank:
         self.host, self.local_rank, self.pid = host, local_rank, pid
 
     def waits_for(self, least: float, now: float) -> str:
-        """The operation for which it has waited at least ``least`` seconds; empty if there is none."""
+        """Return the operation that it has waited for at least ``least`` seconds; empty if there is none."""
         sample = self.window.last
         if sample is None or sample.doing != "waiting":
             return ""
         return sample.pending if sample.pending_seconds + now - self.window.heard >= least else ""
 
     def row(self, hosts: Mapping[str, int], waits: Waits) -> tuple[Any, ...]:
-        """What readers see of it, in the order of ``view.Ranks``' fields.
+        """Return what readers see of the rank, in the order of ``view.Ranks``' fields.
 
         Args:
             hosts: name to index.
-            waits: who waits for whom.
+            waits: the ranks that operations wait for.
         """
         sample = self.window.last
         rates = self.rates
@@ -108,7 +108,7 @@ class Rank:
         )
 
     def _doing(self, waits: Waits) -> tuple[str, str]:
-        """Its state, and what there is to say about it."""
+        """Return the rank's state, and a detail about it."""
         if self.fate or self.ended:
             return self.fate or "ended", self.reason
         sample = self.window.last
@@ -123,17 +123,17 @@ class Rank:
 
 
 class Waits:
-    """Who waits for whom at the moment, in words.
+    """The ranks that others wait for at the moment, in words.
 
     Args:
-        missing: what some ranks wait for, as rank 0 says.
-        age: how many seconds ago it said so.
-        ranks: that there are.
+        missing: operations that some ranks wait for, as rank 0 reported.
+        age: seconds since that report.
+        ranks: all ranks.
     """
 
     def __init__(self, missing: Sequence[Missing], age: float, ranks: Mapping[int, Rank]) -> None:
         self.stalled: dict[int, str] = {}
-        """Ranks that others have waited for so long that it is no longer usual, and what is said about it."""
+        """Ranks that others have waited for unusually long, and a text about each."""
         self._for_whom = {one.name: _named(one, ranks) for one in missing if one.ranks}
         for one in missing:
             seconds = one.seconds + age
@@ -143,7 +143,7 @@ class Waits:
                     self.stalled.setdefault(rank, text)
 
     def detail(self, name: str) -> str:
-        """What there is to say about a rank that waits for the operation of this name."""
+        """Return a text about a rank that waits for the operation of this name."""
         for_whom = self._for_whom.get(name)
         return f"waits for {for_whom}: {name[:_LONGEST]}" if for_whom else f"waits for {name[:_LONGEST]}"
 
@@ -152,7 +152,7 @@ _LONGEST = 500  # characters of an operation's name
 
 
 def _named(missing: Missing, ranks: Mapping[int, Rank]) -> str:
-    """Ranks that are missing, in words."""
+    """Return the missing ranks in words."""
     if missing.count > max(3, len(missing.ranks)) or len(missing.ranks) > 3:
         return f"{missing.count:,} ranks"
     names = [f"rank {rank} ({ranks[rank].host})" if rank in ranks else f"rank {rank}" for rank in missing.ranks]
@@ -160,5 +160,5 @@ def _named(missing: Missing, ranks: Mapping[int, Rank]) -> str:
 
 
 def columns(rows: Mapping[int, tuple[Any, ...]]) -> view.Ranks:
-    """Rows of ranks as columns."""
+    """Return rows of ranks as columns."""
     return view.Ranks(*(list(column) for column in zip(*rows.values(), strict=True)))

@@ -1,7 +1,7 @@
-"""The traces of several ranks on one clock, in one file.
+"""Merging of several ranks' traces into one file, on one clock.
 
-Each file is a JSON array of trace events whose first one says when the trace began, on rank 0's clock as it was
-measured when the job started.
+Each file is a JSON array of trace events, the first of which has the time at which the trace began, on rank 0's clock
+as it was measured when the job started.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _FIRST = 1 << 16  # characters, among which a trace's first event is
 
 
 def merge(paths: Sequence[str], out: str) -> int:
-    """Put the traces of several ranks on one clock, in one file.
+    """Merge the traces of several ranks into one file, on one clock.
 
     Args:
-        paths: files that the ranks of one job have written.
+        paths: files that the ranks of one job wrote.
         out: the file to write.
 
     Returns:
-        how many events it has.
+        the number of its events.
 
     Raises:
         ConfigError: a file cannot be read or is not a timeline, or ``out`` cannot be written; the text names it.
@@ -47,7 +47,7 @@ def merge(paths: Sequence[str], out: str) -> int:
 
 
 def _write(file: IO[bytes], traces: Iterable[tuple[int, int, str]], base: int) -> int:
-    """Write all events, of which one rank's are in memory at a time; returns how many there are."""
+    """Write all events, with one rank's in memory at a time; return their number."""
     encode = json.JSONEncoder(separators=(",", ":")).encode
     head = _metadata(0, "process_name", {"name": "", "start_time_since_epoch_in_micros": base})
     file.write(b"[\n" + encode(head).encode())
@@ -71,7 +71,7 @@ def _write(file: IO[bytes], traces: Iterable[tuple[int, int, str]], base: int) -
 
 
 def origin(path: str) -> tuple[int, int]:
-    """When a trace begins (microseconds since the epoch, on rank 0's clock), and whose it is. Reads its first event.
+    """Read the start of a trace (microseconds since the epoch, on rank 0's clock) and its rank from its first event.
 
     Raises:
         ConfigError: it cannot be read, or is not a timeline.
@@ -85,7 +85,7 @@ def origin(path: str) -> tuple[int, int]:
 
 
 def incomplete(path: str) -> str:
-    """Read why a trace is incomplete, as its last event says; empty if it says no such thing, or cannot be read."""
+    """Read from a trace's last event why it is incomplete; empty if it is complete, or cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST))
@@ -97,7 +97,7 @@ def incomplete(path: str) -> str:
 
 
 def _events(path: str) -> Iterator[dict[str, Any]]:
-    """A trace's events.
+    """Read a trace's events.
 
     Raises:
         ConfigError: it cannot be read, or is not a timeline.
@@ -111,7 +111,7 @@ def _events(path: str) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[TextIO]:
-    """A trace that is open, and whose faults are told.
+    """Open a trace, and translate errors while it is read.
 
     Raises:
         ConfigError: it cannot be read, or is not a timeline.
@@ -126,7 +126,7 @@ def _reading(path: str) -> Iterator[TextIO]:
 
 
 def _is_event(event: Any) -> bool:
-    """Whether it has the fields that ``merge`` changes."""
+    """Return whether an event has the fields that ``merge`` changes."""
     if not (isinstance(event, dict) and isinstance(event.get("pid"), int) and isinstance(event.get("name"), str)):
         return False
     if "ts" in event:

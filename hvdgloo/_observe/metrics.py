@@ -1,4 +1,4 @@
-"""The job's Prometheus metrics, made on request from what its ranks and hosts said last.
+"""The job's Prometheus metrics, made on request from the latest samples of its ranks and hosts.
 
 Its library is imported at the first such request: most jobs end without one.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 _FIRST_BOUND = 1e-4
-"""Of ``Lateness.waits``, in seconds; each bound is twice the one before."""
+"""First bound of ``Lateness.waits``, in seconds; each further one is twice the one before."""
 
 _OF_RANKS: list[tuple[str, str, Callable[[Sample], float]]] = [
     ("hvdgloo_operations_total", "Tensors that collectives have carried", lambda sample: sample.operations),
@@ -27,7 +27,7 @@ _OF_RANKS: list[tuple[str, str, Callable[[Sample], float]]] = [
     ("hvdgloo_steps_total", "Training steps that have ended", lambda sample: sample.steps.count),
     ("hvdgloo_process_cpu_seconds_total", "Processor time of the rank's process", lambda sample: sample.cpu_seconds),
     ("hvdgloo_process_resident_memory_bytes", "Resident memory of the rank's process", lambda sample: sample.memory),
-    ("hvdgloo_pending_seconds", "For how long the rank has waited for an operation", lambda s: s.pending_seconds),
+    ("hvdgloo_pending_seconds", "Time for which the rank has waited for an operation", lambda s: s.pending_seconds),
 ]
 """Name, help, value; labels are rank and host. The name says whether it is a counter."""
 
@@ -51,7 +51,7 @@ _OF_HOSTS: list[tuple[str, str, Callable[[HostSample], float]]] = [
     ("hvdgloo_host_cpu_stolen_ratio", "Share that a hypervisor gave to others", lambda host: host.stolen),
     ("hvdgloo_host_cpu_throttled_ratio", "Share of time held back by a control group's limit", lambda h: h.throttled),
     ("hvdgloo_host_memory_used_bytes", "Memory in use", lambda host: host.memory),
-    ("hvdgloo_host_memory_size_bytes", "Memory that there is", lambda host: host.memory_total),
+    ("hvdgloo_host_memory_size_bytes", "Memory of the host", lambda host: host.memory_total),
     (
         "hvdgloo_host_memory_pressure_ratio",
         "Share of time spent waiting for memory",
@@ -67,14 +67,14 @@ _OF_HOSTS: list[tuple[str, str, Callable[[HostSample], float]]] = [
 _OF_GPUS: list[tuple[str, str, Callable[[Gpu], float]]] = [
     ("hvdgloo_gpu_utilization_ratio", "Share of time in which a kernel ran", lambda gpu: gpu.use),
     ("hvdgloo_gpu_memory_used_bytes", "Memory in use", lambda gpu: gpu.memory),
-    ("hvdgloo_gpu_memory_size_bytes", "Memory that there is", lambda gpu: gpu.memory_total),
+    ("hvdgloo_gpu_memory_size_bytes", "Memory of the GPU", lambda gpu: gpu.memory_total),
     ("hvdgloo_gpu_clock_hertz", "Clock of the processors", lambda gpu: gpu.clock * 1e6),
 ]
 """The same with the labels host, gpu and model."""
 
 
 def text(observatory: Observatory) -> tuple[bytes, str]:
-    """All metrics in Prometheus' text format, and that format's content type."""
+    """Return all metrics in Prometheus' text format, and that format's content type."""
     from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
@@ -83,17 +83,17 @@ def text(observatory: Observatory) -> tuple[bytes, str]:
 
 
 class _Collector:
-    """What Prometheus' registry asks for metrics."""
+    """The source of metrics for Prometheus' registry."""
 
     def __init__(self, observatory: Observatory) -> None:
         self._observatory = observatory
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that registering this collects nothing."""
+        """Return nothing, so that registering this collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All families of which there is something to tell."""
+        """Yield all families that have samples."""
         return (family for family in self._families() if family.samples)
 
     def _families(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""What is known of the job, and what has changed since it was last told. Not thread-safe: ``Observatory`` is."""
+"""Model of the job, and of its changes since readers were last told. Not thread-safe: ``Observatory`` is."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _EVENTS = 500
 _LONGEST_TEXT = 2000
 _LONGEST_MORE = 16 * 1024
 _PLANES = 64
-_LEAVERS = 64  # hosts that have left or were lost, and are still shown
-_MOST_RANKS = 65536  # in a job whose ranks nobody has placed: what a forged sample may make us believe
-_LEAST_ROUNDS = 50  # after which a straggler is worth an event: the first steps are unlike the others
-_FORGOTTEN = 60.0  # seconds after which a straggler that was none meanwhile is news again
+_LEAVERS = 64  # hosts that left or were lost, and are still shown
+_MOST_RANKS = 65536  # in a job without ``placed``: a forged sample could claim any number
+_LEAST_ROUNDS = 50  # before a straggler makes an event: the first steps are unlike the others
+_FORGOTTEN = 60.0  # seconds without straggling after which a straggler makes another event
 
 
 class Model:
@@ -39,11 +39,11 @@ class Model:
     def __init__(self, job: view.Job) -> None:
         self.output = Output()
         self._job = job
-        self._placed = False  # whether somebody who knows says where ranks are
+        self._placed = False  # True if ``placed`` was called, which knows the ranks' hosts
         self._hosts: dict[str, Host] = {}
         self._ranks: dict[int, Rank] = {}
         self._lateness: Lateness | None = None
-        self._lateness_of = 0  # process whose totals these are
+        self._lateness_of = 0  # id of the process whose totals these are
         self._missing: Sequence[Missing] = ()
         self._missing_at = 0.0
         self._stacks: Sequence[tuple[int, str]] = ()
@@ -65,7 +65,7 @@ class Model:
 
     @property
     def still(self) -> bool:
-        """Whether there is nothing to tell until something comes in."""
+        """True if there is nothing to tell until something comes in."""
         return self._still and not self._changed and (self._over or not self._missing)
 
     @property
@@ -74,7 +74,7 @@ class Model:
 
     @property
     def _finishing(self) -> bool:
-        """Whether a rank has left, so that the others will make no more steps; an elastic job survives losses."""
+        """True if a rank has left, so that the others make no more steps; an elastic job survives losses."""
         return any(rank.ended or (rank.fate and self._job.least is None) for rank in self._ranks.values())
 
     def observe(self, host: str, observation: Observation, now: float) -> None:
@@ -170,11 +170,11 @@ class Model:
     # What goes out.
 
     def samples(self) -> list[tuple[str, Sample]]:
-        """The latest sample of each rank, with its host, in the order of ranks."""
+        """Return the latest sample of each rank, with its host, in the order of ranks."""
         return [(known.host, known.window.last) for _, known in sorted(self._ranks.items()) if known.window.last]
 
     def waiting(self, least: float, now: float) -> dict[int, str]:
-        """The operation that each rank waits for, of those that have been heard of; see ``Observatory.waiting``."""
+        """Return the operation that each rank with samples waits for; see ``Observatory.waiting``."""
         found = {}
         for number, rank in sorted(self._ranks.items()):
             if not rank.fate and not rank.ended and rank.window.last is not None:
@@ -182,18 +182,18 @@ class Model:
         return found if any(found.values()) else {}
 
     def host_samples(self) -> dict[str, HostSample]:
-        """The latest sample of each host."""
+        """Return the latest sample of each host."""
         return {host.name: host.window.last for host in self._hosts.values() if host.window}
 
     def lateness(self) -> Lateness | None:
-        """Who made whom wait, as rank 0 said at last."""
+        """Return the lateness of ranks, as rank 0 last reported it."""
         return self._lateness
 
     def series_of(self, rank: int) -> view.Series:
         return drawn.series(self._ranks[rank].recording)
 
     def snapshot(self, now: float, *, curves: bool = True) -> view.Snapshot:
-        """All that readers have been told, with or without the curves."""
+        """Return everything that readers were told, with or without the curves."""
         told = msgspec.structs.replace(self._told, job=msgspec.structs.replace(self._told.job, now=now))
         if curves:
             told.series, told.heat = drawn.series(self._series), drawn.heat(self._heat)
@@ -202,7 +202,7 @@ class Model:
         return told
 
     def tick(self, now: float) -> view.Update | None:
-        """Brings everything up to ``now``; what is new, or None."""
+        """Bring everything up to ``now``; return what is new, or None."""
         if self.still:
             return None
         begun = self._job.started
@@ -241,7 +241,7 @@ class Model:
         return self._hosts[name]
 
     def _begin(self, epoch: int) -> None:
-        """A new epoch of an elastic job."""
+        """Begin a new epoch of an elastic job."""
         self._job.epoch = epoch
         self._lateness = None
         self._missing = ()
@@ -295,7 +295,7 @@ class Model:
         self._stacks = sample.stacks
 
     def _told_stack(self, text: str) -> bool:
-        """Whether the last stall's report has a stack in it, which is indented there."""
+        """Return whether the last stall's report contains a stack, which is indented there."""
         more = next((event.more for event in reversed(self._events) if event.kind == "stall"), "")
         return all(line.strip() in more for line in text.splitlines())
 
@@ -306,7 +306,7 @@ class Model:
         kind = note.kind if note.kind in ("warning", "stall", "stall ended", "tuning", "trace") else "warning"
         text, _, more = note.text.partition("\n")
         about = note.rank
-        if kind in ("stall", "stall ended"):  # which rank 0 reports, and others are to blame for
+        if kind in ("stall", "stall ended"):  # rank 0 reports it, but other ranks cause it
             missing = {rank for one in self._missing for rank in one.ranks}
             about = missing.pop() if kind == "stall" and len(missing) == 1 else -1
         self.event(kind, text, about, more, now)
@@ -349,15 +349,15 @@ class Model:
 
     def _late(self, now: float) -> list[view.Straggler]:
         if any(rank.fate in ("failed", "lost") for rank in self._ranks.values()):
-            # Everybody waits for those: what was seen before is what tells something.
+            # All ranks wait for these: the stragglers from before tell more.
             return [straggler for straggler in self._told.stragglers if straggler.rank in self._ranks]
-        places = {
-            rank.rank: stragglers.Place(rank.rank, rank.host, sample.gpu, rank.rates, steps=sample.steps.count > 0)
+        candidates = {
+            rank.rank: stragglers.Candidate(rank.rank, rank.host, sample.gpu, rank.rates, steps=sample.steps.count > 0)
             for rank in self._ranks.values()
             if (sample := rank.window.last)
         }
         hosts = {host.name: host.window.mean() for host in self._hosts.values() if host.window and host.state == "up"}
-        found = stragglers.find(self._lateness, places, hosts)
+        found = stragglers.find(self._lateness, candidates, hosts)
         for straggler in found:
             if straggler.of < _LEAST_ROUNDS:
                 continue
@@ -398,7 +398,7 @@ class Model:
             cpu = rank.rates.cpu if rank.window.has_rates else None
             rank.recording.add(now, drawn.point(rank.rates, cpu, sample.memory, flows))
         if heard:
-            everybody = Rates(
+            overall = Rates(
                 steps_per_second=job.steps_per_second,
                 step_seconds=job.step_seconds,
                 waiting=job.waiting * job.step_seconds,
@@ -408,7 +408,7 @@ class Model:
             cpu = sum(rank.rates.cpu for rank, _ in heard) if known else None
             memory = sum(sample.memory for _, sample in heard)
             uses = ((use.name, use.bytes_per_second) for use in planes) if known else ()
-            self._series.add(now, drawn.point(everybody, cpu, memory, uses))
+            self._series.add(now, drawn.point(overall, cpu, memory, uses))
 
     # How it is told.
 

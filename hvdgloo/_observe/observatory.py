@@ -1,4 +1,4 @@
-"""Where all that is seen of a job comes together, and from where everybody reads: safe in any thread."""
+"""Observatory of a job: collects everything that is reported about it, for all readers. Thread-safe."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _MISSED = 120  # updates that a reader may be behind before it gets a snapshot
 
 
 class Observatory:
-    """What a job does, for everybody who wants to know.
+    """State of a job, as its ranks, hosts and launcher report it.
 
-    What readers see changes once a second, in ``tick``. That is called by a thread of its own between ``start`` and
-    ``close`` (or in a ``with`` block); it sleeps while nothing comes in and nothing happens in the job. Memory is
-    bounded, however long the job runs and whatever its ranks say. All text is made ``encodable`` as it comes in, so
-    that every reader can have it as JSON.
+    Readers see changes once a second, in ``tick``, which a thread of its own calls between ``start`` and ``close`` (or
+    in a ``with`` block); it sleeps while nothing comes in and nothing happens in the job. Memory is bounded, however
+    long the job runs and whatever its ranks report. All text is made ``encodable`` as it comes in, so that every reader
+    can have it as JSON.
 
     Args:
         job: its id, without meaning.
-        command: as the user typed it but for secrets.
-        started: when the job was, in seconds since 1970.
+        command: the command as the user typed it, without secrets.
+        started: start of the job, in seconds since 1970.
         versions: package to version.
-        least, most: how many ranks an elastic job may have; both None for a job of fixed size.
+        least, most: bounds on the number of ranks of an elastic job; both None for a job of fixed size.
         clock: seconds since 1970.
     """
 
@@ -68,26 +68,25 @@ class Observatory:
     # What comes in.
 
     def observe(self, host: str, observation: Observation) -> None:
-        """What a rank or a host says of itself; ``host`` is where it came from, and is believed.
+        """Take an observation of a rank or a host; ``host`` is its trusted origin.
 
-        Where the launcher has said which rank is where (``placed``), a host is heard only about its own ranks. What is
-        of an epoch that is over is ignored.
+        After ``placed``, a host is believed only about its own ranks. Observations of earlier epochs are ignored.
         """
         with self._lock:
             self._model.observe(encodable(host), observation, self._clock())
             self._fed.notify()
 
     def placed(self, epoch: int, seats: Iterable[tuple[int, str, int, int]]) -> None:
-        """Which ranks there are: (rank, host, local rank, pid), pid 0 if it is not known yet. Replaces what was."""
+        """Set the ranks: (rank, host, local rank, pid), pid 0 if it is not known yet. Replaces earlier ones."""
         with self._lock:
             self._model.placed(epoch, ((rank, encodable(host), local, pid) for rank, host, local, pid in seats))
             self._fed.notify()
 
     def worker(self, rank: int, state: str, reason: str = "") -> None:
-        """What has become of a rank's process: "starting", "running", "ended", "failed" or "lost".
+        """Record the state of a rank's process: "starting", "running", "ended", "failed" or "lost".
 
         Args:
-            reason: of the last two, which make an event, such as "was killed by signal 9 (SIGKILL)".
+            reason: reason for the last two, which make an event, such as "was killed by signal 9 (SIGKILL)".
         """
         with self._lock:
             self._model.worker(rank, state, encodable(reason), self._clock())
@@ -96,26 +95,26 @@ class Observatory:
     def host(self, name: str, state: str) -> None:
         """Record the state of a host: "up", "left out", "lost" (with its ranks) or "left".
 
-        A change makes an event, but for "left out": what says so has the reason, too.
+        A change makes an event, except "left out", whose caller reports it with the reason.
         """
         with self._lock:
             self._model.host(encodable(name), state, self._clock())
             self._fed.notify()
 
     def event(self, kind: str, text: str, rank: int = -1, more: str = "") -> None:
-        """Something has happened; see ``view.Event``."""
+        """Record an event; see ``view.Event``."""
         with self._lock:
             self._model.event(kind, encodable(text), rank, encodable(more), self._clock())
             self._fed.notify()
 
     def output(self, rank: int, stream: int, data: bytes) -> None:
-        """What a rank has written to its standard output (1) or error output (2), in pieces as they come."""
+        """Take what a rank wrote to its standard output (1) or standard error (2), in pieces as they arrive."""
         with self._lock:
             self._model.write(rank, stream, data, self._clock())
             self._fed.notify()
 
     def starting(self, text: str) -> None:
-        """What the job's start waits for, in a line, until the job runs."""
+        """Set the line that says what the job's start waits for, until the job runs."""
         with self._lock:
             self._model.starting(encodable(text))
             self._fed.notify()
@@ -123,13 +122,13 @@ class Observatory:
     def ended(
         self, exit_code: int, message: str = "", *, stopped: bool = False, causes: Collection[int] | None = None
     ) -> None:
-        """The job is over, which readers see at once.
+        """End the job, which readers see at once.
 
         Args:
             exit_code: 0 if it succeeded.
-            message: what failed, if it has not.
-            stopped: somebody has stopped it, which is no failure.
-            causes: the ranks that made it fail, as opposed to those that failed because of it; None if that is not
+            message: what failed, if anything did.
+            stopped: the user stopped it, which is no failure.
+            causes: the ranks that made it fail, as opposed to those that failed because of it; None if they are not
                 known.
         """
         with self._lock:
@@ -140,27 +139,27 @@ class Observatory:
 
     @property
     def revision(self) -> int:
-        """How often what readers see has changed."""
+        """Number of changes so far that readers can see."""
         with self._lock:
             return self._revision
 
     def snapshot(self, *, curves: bool = True) -> view.Snapshot:
-        """All that there is to see, as of ``revision``. The lists in it must not be changed.
+        """Return everything that there is to see, as of ``revision``. The lists in it must not be changed.
 
         Args:
-            curves: whether ``series`` and ``heat`` are filled in, which makes the most of it.
+            curves: fill in ``series`` and ``heat``, which are most of it.
         """
         with self._lock:
             return self._model.snapshot(self._clock(), curves=curves)
 
     def subscribe(self, after: int | None = None) -> Subscription:
-        """What changes from now on, after a first snapshot; or what has changed after a revision that the reader knows
-        already, if that is not long ago.
+        """Subscribe to changes: after a first snapshot, or after a revision that the reader already knows, if that is
+        recent.
         """
         return Subscription(self, after)
 
     def series(self, rank: int) -> view.Series:
-        """The curves of one rank.
+        """Return the curves of one rank.
 
         Raises:
             KeyError: there is no such rank.
@@ -171,36 +170,36 @@ class Observatory:
     def lines(
         self, rank: int | None = None, after: int = 0, before: int | None = None, search: str = "", limit: int = 500
     ) -> list[view.OutputLine]:
-        """The last lines that ranks have written; see ``Output.lines``."""
+        """Return the last lines that ranks wrote; see ``Output.lines``."""
         with self._lock:
             return self._model.output.lines(rank, after, before, search, limit)
 
     def samples(self) -> list[tuple[str, Sample]]:
-        """(host, the latest sample) of each rank of which there is one."""
+        """Return (host, latest sample) of each rank that has a sample."""
         with self._lock:
             return self._model.samples()
 
     def waiting(self, least: float) -> dict[int, str]:
-        """The operation that each rank waits for, empty for a rank that waits for none; none of this if no rank has
-        waited ``least`` seconds for others.
+        """Return the operation that each rank waits for, empty for a rank that does not wait; an empty dict if no rank
+        has waited ``least`` seconds for others.
         """
         with self._lock:
             return self._model.waiting(least, self._clock())
 
     def host_samples(self) -> dict[str, HostSample]:
-        """Host to its latest sample."""
+        """Return the latest sample of each host."""
         with self._lock:
             return self._model.host_samples()
 
     def lateness(self) -> Lateness | None:
-        """Who made whom wait, as rank 0 has said at last; None if it has not."""
+        """Return the lateness of ranks, as rank 0 last reported it; None if it has not."""
         with self._lock:
             return self._model.lateness()
 
     # Time.
 
     def tick(self) -> None:
-        """Brings what readers see up to date."""
+        """Bring what readers see up to date."""
         with self._lock:
             update = self._model.tick(self._clock())
             if update is not None:
@@ -209,12 +208,12 @@ class Observatory:
                 self._told.notify_all()
 
     def start(self) -> None:
-        """Begins to tick on a thread of its own."""
+        """Begin to tick on a thread of its own."""
         self._thread = threading.Thread(target=self._run, name="hvdgloo-observatory", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends that thread, and whoever waits in ``Subscription.next``; what was seen can still be read."""
+        """End that thread and every wait in ``Subscription.next``; everything can still be read."""
         with self._lock:
             self._closing.set()
             self._fed.notify_all()
@@ -243,7 +242,7 @@ class Observatory:
             self._closing.wait(due - now)
 
     def _since(self, revision: int | None, timeout: float) -> tuple[int, view.Update | view.Snapshot | None]:
-        """What comes next for a reader that knows ``revision`` (None: nothing), and the revision it knows then."""
+        """Return the next value for a reader that knows ``revision`` (None: nothing), and the revision after it."""
         with self._lock:
             if revision is None:
                 return self._revision, self._model.snapshot(self._clock())
@@ -257,25 +256,25 @@ class Observatory:
 
 
 class Subscription:
-    """One reader's place among the updates. Costs nothing while it is not read, and needs no closing; ``with`` is
-    allowed. For one thread.
+    """One reader's position among the updates, for one thread. It costs nothing while it is not read, and need not be
+    closed; ``with`` is allowed.
     """
 
     def __init__(self, observatory: Observatory, after: int | None) -> None:
         self.revision = after
-        """Of what ``next`` has returned last; None before that."""
+        """Revision that ``next`` last returned; None before that."""
         self._observatory = observatory
 
     def next(self, timeout: float = 0.0) -> view.Update | view.Snapshot | None:
-        """The next update, or a snapshot at first and for a reader that is too far behind; None if there is nothing new
-        within ``timeout`` seconds, or the observatory was closed. The value is the same for all readers and must not
-        be changed.
+        """Return the next update, or a snapshot at first and for a reader that is too far behind; None if there is
+        nothing new within ``timeout`` seconds, or the observatory was closed. All readers get the same value, which
+        must not be changed.
         """
         self.revision, value = self._observatory._since(self.revision, timeout)
         return value
 
     def waiting(self, least: float) -> dict[int, str]:
-        """Tell what each rank waits for; see ``Observatory.waiting``."""
+        """Return what each rank waits for; see ``Observatory.waiting``."""
         return self._observatory.waiting(least)
 
     def __enter__(self) -> Subscription:

@@ -1,4 +1,4 @@
-"""Where a worker's observations go: to the agent of its host, in datagrams, or without one to the rendezvous server."""
+"""Outlets for a worker's observations: the agent of its host, in datagrams, or without one the rendezvous server."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from hvdgloo._observe import samples
 from hvdgloo.errors import RendezvousError
 
 _ASK_AGAIN_SECONDS = 60.0
-"""Seconds until a server that shows nothing to anybody, or cannot be reached, is asked again."""
+"""Seconds until a server that has no page, or cannot be reached, is asked again."""
 
-_NOBODY = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTCONN, errno.ECONNRESET})
-"""How a socket says that nobody listens: there is none, or its owner has gone."""
+_NO_LISTENER = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTCONN, errno.ECONNRESET})
+"""Errors that mean that no process listens: the socket does not exist, or its owner has ended."""
 
 
 class Outlet(Protocol):
-    """Takes encoded observations. Nothing here raises, and nothing is kept that cannot be handed on: a later sample has
-    it all."""
+    """Takes encoded observations. No method raises. An observation that cannot be sent is dropped: a later sample
+    repeats all totals."""
 
     def is_open(self) -> bool:
-        """Whether somebody looks. Asked before each sample is made, so it costs little."""
+        """Return whether the job is being observed. Cheap, since it is called before each sample is made."""
         ...
 
     @property
     def listener(self) -> object:
-        """Equal as long as the same one looks."""
+        """Identity of the receiver: equal as long as it is the same one."""
         ...
 
     def send(self, data: bytes) -> bool:
-        """Hand an observation on; False if nobody has taken it."""
+        """Send an observation; return False if it was not taken."""
         ...
 
     def fileno(self) -> int:
-        """What becomes readable when there are orders; -1 if there never are any."""
+        """Return the descriptor that becomes readable when there are orders; -1 if there never are any."""
         ...
 
     def orders(self) -> list[samples.TraceOrder]:
-        """What has been asked of this worker since the last call."""
+        """Return the orders that arrived since the last call."""
         ...
 
     def close(self) -> None:
-        """Nothing more will be sent."""
+        """Close the outlet; no observation follows."""
         ...
 
 
 class AgentOutlet:
-    """To the agent that started this worker, through its Unix socket, which is there only while somebody looks. Orders
-    come back to a socket beside it, which has this process's id as its name.
+    """The agent that started this worker, through its Unix socket, which exists only while the job is observed. Orders
+    arrive at a socket next to it, named after this process's id.
 
     Args:
-        path: of the agent's socket; its folder is the agent's own.
+        path: path of the agent's socket, in a directory of the agent's own.
     """
 
     def __init__(self, path: str) -> None:
@@ -100,7 +100,7 @@ class AgentOutlet:
         try:
             sock.send(data)
         except OSError as error:
-            if error.errno in _NOBODY:
+            if error.errno in _NO_LISTENER:
                 self.close()
             return False  # or the agent is busy, and this one is dropped
         return True
@@ -124,16 +124,16 @@ class AgentOutlet:
             sock, self._socket = self._socket, None
             with contextlib.suppress(OSError):
                 own = os.stat(self._own)
-                if (own.st_dev, own.st_ino) == self._bound:  # and not that of this process's next job
+                if (own.st_dev, own.st_ino) == self._bound:  # not the socket of this process's next job
                     os.unlink(self._own)
             sock.close()  # last: until then, no other file can have its inode
 
 
 class ServerOutlet:
-    """To the rendezvous server, for workers that no agent has started.
+    """The rendezvous server, for workers that no agent started.
 
     Args:
-        observe: ``RendezvousClient.observe``: whether the server has taken an observation, or raises RendezvousError.
+        observe: ``RendezvousClient.observe``: returns whether the server took the observation; raises RendezvousError.
     """
 
     def __init__(self, observe: Callable[[bytes], bool]) -> None:
@@ -163,4 +163,4 @@ class ServerOutlet:
         return []
 
     def close(self) -> None:
-        """The client is the job's."""
+        """Do nothing: the job closes its client."""

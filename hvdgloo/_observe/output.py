@@ -1,4 +1,4 @@
-"""The last lines that each rank has written, with a bound on their memory."""
+"""The last lines that each rank wrote, with a bound on their memory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _CHARACTERS = 16 * 2**20
 _LEAST_LINES = 50  # of each rank, however many there are
 _LEAST_CHARACTERS = 16 * 2**10
 _LONGEST = 4096
-_LONGEST_PART = 4 * _LONGEST  # of a line whose end has not come: colours and what they overwrite go away later
+_LONGEST_PART = 4 * _LONGEST  # of a line without an end yet: colours and overwritten text are removed later
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 """Colours, cursor movements and titles for terminals (ECMA-48's CSI, OSC and two-character sequences)."""
 
 
 class Output:
-    """Takes what ranks write, in pieces as they come, and gives it back in lines.
+    """The output of ranks: takes it in pieces as they arrive, and returns it in lines.
 
-    A progress bar that overwrites itself (carriage returns) is the line that a terminal shows at last. Bytes that are
+    A progress bar that overwrites itself (carriage returns) is kept as a terminal shows it in the end. Bytes that are
     not UTF-8 become replacement characters. Lines longer than 4,096 characters are cut.
     """
 
@@ -35,29 +35,29 @@ class Output:
         self._ranks: dict[int, _Tail] = {}
 
     def write(self, rank: int, stream: int, data: bytes, now: float) -> None:
-        """What a rank has written to its standard output (1) or error output (2)."""
+        """Add what a rank wrote to its standard output (1) or standard error (2)."""
         self._keep(rank, stream, self._streams.setdefault((rank, stream), _Stream()).feed(data), now)
 
     def finish(self, rank: int, now: float) -> None:
-        """A rank will write no more for now: what it wrote last is a line even without an end."""
+        """Take the last text of a rank, which writes no more for now, as a line even without an end."""
         for stream in (1, 2):
             if (rank, stream) in self._streams:
                 self._keep(rank, stream, self._streams.pop((rank, stream)).end(), now)
 
     def finish_all(self, now: float) -> None:
-        """As ``finish``, for all ranks."""
+        """Call ``finish`` for all ranks."""
         for rank in {rank for rank, _ in self._streams}:
             self.finish(rank, now)
 
     def lines(
         self, rank: int | None = None, after: int = 0, before: int | None = None, search: str = "", limit: int = 500
     ) -> list[OutputLine]:
-        """Lines in ascending order, at most ``limit``: the first ones after line number ``after``, or the last ones
-        (before ``before``) if that is 0.
+        """Return at most ``limit`` lines in ascending order: the first ones after line number ``after``, or if that
+        is 0 the last ones (before ``before``).
 
         Args:
-            rank: whose; None for all ranks.
-            search: only lines that have this in them, in upper or lower case.
+            rank: the rank that wrote them; None for all ranks.
+            search: text that each line must contain, in upper or lower case.
         """
         tails = [self._ranks[rank]] if rank in self._ranks else [] if rank is not None else list(self._ranks.values())
         wanted = search.casefold()
@@ -70,7 +70,7 @@ class Output:
             )
 
         newest_first = heapq.merge(*(reversed(tail.lines) for tail in tails), key=_number, reverse=True)
-        if after:  # which usually are few: who follows the output asks each second
+        if after:  # usually few lines: a reader that follows the output asks each second
             found = list(matching(takewhile(lambda line: line.number > after, newest_first)))[::-1]
             return found[:limit]
         return list(islice(matching(newest_first), limit))[::-1]
@@ -126,6 +126,6 @@ class _Stream:
 
 
 def _shown(line: str) -> str:
-    """What a terminal shows of a line at last."""
+    """Return what a terminal shows of a line in the end."""
     plain = _ESCAPES.sub("", line).rstrip("\r")
     return plain[plain.rfind("\r") + 1 :][:_LONGEST]

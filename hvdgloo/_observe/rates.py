@@ -1,4 +1,4 @@
-"""From totals to what happens at the moment: differences over the last few seconds."""
+"""Rates at the moment: differences of totals over the last few seconds."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ _SPAN = 3.0
 """Rates are means over about this many seconds: less would jump, more would lag behind."""
 
 _SILENCE = 2.5
-"""A process that has been silent for so many of its usual intervals has nothing to say: nothing happens in it."""
+"""Intervals of silence after which a process counts as idle: it sends nothing while nothing happens."""
 
 _HOST_SPAN = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a rank does at the moment; 0 where it is not known.
+    """A rank's rates at the moment; 0 where a rate is not known.
 
     Attributes:
-        steps_per_second, bytes_per_second: as it says.
         flows: plane and process set to bytes per second.
         step_seconds, waiting, communicating, before_first: seconds in each step.
         cpu: cores in use.
@@ -42,7 +41,7 @@ class Rates:
     cpu: float = 0.0
 
     def ended(self) -> Rates:
-        """The same of a process that has ended: what is known of its steps stays."""
+        """Return the rates of a process that has ended: the parts of its steps stay."""
         return Rates(0.0, self.step_seconds, self.waiting, self.communicating, self.before_first)
 
     @property
@@ -62,12 +61,12 @@ class Window:
         self._first: Sample | None = None
         self._interval = 1.0
         self.heard = 0.0
-        """The time of the last sample, by this process's clock."""
-        self._stepped = 0.0  # and when the last one with a new step
+        """Time of the last sample, by this process's clock."""
+        self._stepped = 0.0  # time of the last sample with a new step
         self._steps = Rates()
 
     def goes_on(self, sample: Sample) -> bool:
-        """Whether a sample is the next one of the same process: its totals go on from where they were."""
+        """Return whether a sample comes from the same process: its totals are not smaller."""
         last = self.last
         return last is None or (
             last.pid == sample.pid
@@ -78,7 +77,7 @@ class Window:
         )
 
     def put(self, sample: Sample, now: float) -> None:
-        """Takes the next sample, which must go on from the last one."""
+        """Add the next sample, of the same process."""
         previous = self._samples[-1] if self._samples else None
         self._first = self._first or sample
         self._samples.append(sample)
@@ -95,16 +94,16 @@ class Window:
 
     @property
     def has_rates(self) -> bool:
-        """Whether there are two samples to be compared: before that, only of steps something is known."""
+        """True if there are two samples to compare; before that, only steps are known."""
         return len(self._samples) > 1
 
     @property
     def last(self) -> Sample | None:
-        """The latest sample."""
+        """Latest sample."""
         return self._samples[-1] if self._samples else None
 
     def rates(self, now: float) -> Rates:
-        """What happens at ``now`` (by the clock that ``put`` was given)."""
+        """Return the rates at ``now`` (by the clock of ``put``)."""
         if not self.has_rates:
             return self._steps
         first, last = self._samples[0], self._samples[-1]
@@ -115,7 +114,7 @@ class Window:
         return steps if now - self.heard > quiet else _traffic(first, last, steps)
 
     def whole(self) -> Rates:
-        """The means of all its steps, and of all the time that the process has been seen."""
+        """Return the means over all steps of the process, and over all the time for which it was observed."""
         first, last = self._first, self.last
         if first is None or last is None:
             return Rates()
@@ -123,7 +122,7 @@ class Window:
 
 
 def _traffic(first: Sample, last: Sample, steps: Rates) -> Rates:
-    """The mean rates between two samples, beside what is known of steps."""
+    """Return the mean rates between two samples, together with the rates of steps."""
     elapsed = last.at - first.at
     if elapsed <= 0:
         return steps
@@ -140,7 +139,7 @@ def _traffic(first: Sample, last: Sample, steps: Rates) -> Rates:
 
 
 def _of_steps(before: Steps, after: Steps) -> Rates | None:
-    """The mean step between two totals; None if there was none, or its time is not known (the first one's is not)."""
+    """Return the mean step between two totals; None without a step whose time is known (the first one's is not)."""
     if before.count == 0 and after.count > 1:
         before = Steps(count=1)  # ``seconds`` begins with the end of the first step
     count, seconds = after.count - before.count, after.seconds - before.seconds
@@ -162,7 +161,7 @@ class HostWindow:
         self._samples: deque[HostSample] = deque()
 
     def put(self, sample: HostSample) -> None:
-        """Takes the next sample; one with smaller totals (the host was started anew) begins anew."""
+        """Add the next sample; smaller totals (the host was rebooted) start a new window."""
         if self._samples and (sample.at < self.last.at or sample.received < self.last.received):
             self._samples.clear()
         self._samples.append(sample)
@@ -171,11 +170,11 @@ class HostWindow:
 
     @property
     def last(self) -> HostSample:
-        """The latest sample; there must be one."""
+        """Latest sample; there must be one."""
         return self._samples[-1]
 
     def mean(self) -> HostSample:
-        """The latest sample, with the means of the last 10 s for what stragglers are judged by."""
+        """Return the latest sample, with means over the last 10 s where stragglers are judged by them."""
         samples = self._samples
         return HostSample(
             at=self.last.at,
@@ -190,7 +189,7 @@ class HostWindow:
         )
 
     def show(self, name: str, state: str) -> view.Host:
-        """As readers see it."""
+        """Return the host as readers see it."""
         if not self._samples:
             return view.Host(name, state)
         last = self.last

@@ -1,7 +1,7 @@
-"""Hands on what a rank counts: at most one sample per interval, and none where nobody looks or nothing has changed.
+"""Reports of a rank's counters: at most one sample per interval, none if nothing changed or the job is not observed.
 
-The reporter sleeps while the rank does nothing: whoever submits something wakes it. While the rank works, it looks once
-per interval; what has not changed is repeated now and then, since processor time and memory go on. Its thread is
+The reporter sleeps while the rank does nothing, and is woken by the next submission. While the rank works, it takes a
+sample once per interval; an unchanged one is repeated now and then, for its processor time and memory. Its thread is
 ``hvdgloo._job.reporting``'s, which imports this only when the job has begun.
 """
 
@@ -21,7 +21,7 @@ from hvdgloo._observe.resources import cpu_seconds, resident_bytes
 from hvdgloo._observe.tracing import StepTracer
 
 REPEAT_SECONDS = 5.0
-"""Seconds after which a working rank says again what has not changed."""
+"""Seconds after which a working rank repeats an unchanged sample."""
 
 IDLE_SECONDS = 10.0
 """Seconds without a submission, and steps (``_IDLE_STEPS``) of the last one's length, after which a rank is idle."""
@@ -29,21 +29,21 @@ IDLE_SECONDS = 10.0
 _IDLE_STEPS = 3
 
 LOOK_SECONDS = 30.0
-"""How often an idle rank looks whether somebody else does, who has not been told anything."""
+"""Seconds between an idle rank's looks for a new observer, which it has sent nothing to yet."""
 
 OVERDUE_SECONDS = 1.0
-"""Seconds from which an operation that some ranks have not submitted is worth telling."""
+"""Seconds after which an operation that some ranks have not submitted is reported."""
 
 _Selector = getattr(selectors, "PollSelector", selectors.DefaultSelector)  # epoll's would be one more descriptor
 
 _MOST_MISSING = 16
 _MOST_TEXT = 4096
 _SETTINGS_EVERY = 30
-"""Samples; a lost one may have been that with the settings."""
+"""Samples from one with the settings to the next, since one may be lost."""
 
 
 class Place(NamedTuple):
-    """Where a rank is in its job."""
+    """A rank's place in its job."""
 
     rank: int
     size: int
@@ -57,23 +57,24 @@ class Subject(Protocol):
     def place(self) -> Place: ...
 
     def planes(self) -> Sequence[samples.Plane]:
-        """Those that are open."""
+        """Return the data planes that are open."""
         ...
 
     def gpu(self) -> int:
-        """Index of its GPU among those of the host; -1 for none."""
+        """Return the index of its GPU on the host; -1 for none."""
         ...
 
     def settings(self) -> dict[str, Any] | None:
-        """On rank 0: as a file for ``--config-file`` has them; None on other ranks."""
+        """Return the settings as a file for ``--config-file`` has them; None on ranks other than 0."""
         ...
 
     def oldest_pending(self) -> tuple[str, float]:
-        """See ``Engine``."""
+        """Return the operation waited for longest, and since when; see ``Engine``."""
         ...
 
     def missing(self, least: float) -> tuple[Sequence[samples.Missing], Sequence[tuple[int, str]]]:
-        """On rank 0: what has waited at least ``least`` seconds for other ranks, and what late ranks were doing."""
+        """Return, on rank 0, the operations that have waited at least ``least`` seconds for other ranks, and the stacks
+        of late ranks."""
         ...
 
     def start_trace(self, path: str) -> bool:
@@ -89,11 +90,11 @@ class Reporter:
     """Reports on one rank.
 
     Args:
-        counters: of this process.
-        subject: the rest of what is known about the rank.
+        counters: counters of this process.
+        subject: everything else about the rank.
         outlet: takes the samples; the Reporter owns it from now on.
-        interval: seconds between two samples, at least.
-        wake_up: ends its waits; whoever made it closes it.
+        interval: least number of seconds between two samples.
+        wake_up: ends its waits; the caller closes it.
     """
 
     def __init__(self, counters: Counters, subject: Subject, outlet: Outlet, interval: float, wake_up: WakeUp) -> None:
@@ -103,13 +104,13 @@ class Reporter:
         rank = subject.place.rank
         self._tracer = StepTracer(counters, rank, subject.start_trace, subject.stop_trace, self._wake_up.wake)
         self._closed = False
-        self._told: samples.Sample | None = None  # the last one that somebody has taken
+        self._told: samples.Sample | None = None  # the last sample that was taken
         self._listener: object = None
         self._told_at = float("-inf")
-        self._noted: object = None  # the last note that was there at the last look
+        self._noted: object = None  # the newest note at the last look
 
     def end(self) -> None:
-        """Have ``run`` say a last time how things are, and return; from any thread."""
+        """Have ``run`` send a last sample and return; callable from any thread."""
         self._closed = True
         self._wake_up.wake()
 
@@ -136,7 +137,8 @@ class Reporter:
         idle = due - time.monotonic() > self._interval
         if idle:
             counters.asleep = True
-            # It has come in between, and nobody was woken for it. Notes stay where they are while nobody looks.
+            # Something was submitted or noted before ``asleep`` was set, so nothing woke this thread. Notes stay in
+            # their queue while the job is not observed.
             if counters.latest != latest or counters.newest_note is not self._noted:
                 counters.asleep = False
                 return time.monotonic()
@@ -156,10 +158,10 @@ class Reporter:
         return due
 
     def _look(self, now: float, *, last: bool = False) -> bool:
-        """Hand on what there is to say; False if nothing is going on here."""
+        """Send what is new; return False if the rank is idle."""
         self._noted = self._counters.newest_note
         if not self._outlet.is_open():
-            self._told = None  # whoever looks next knows nothing
+            self._told = None  # the next observer knows nothing
             return self._sampler.works(now)
         if self._outlet.listener != self._listener:
             self._told, self._listener = None, self._outlet.listener
@@ -178,7 +180,7 @@ class Reporter:
 
 
 def _gist(sample: samples.Sample) -> tuple[object, ...]:
-    """What changes only if something happens."""
+    """Return the fields that change only if something happens."""
     missing = [(each.name, each.count) for each in sample.missing]
     steps, operations = sample.steps.count, sample.operations
     return steps, operations, sample.doing, sample.pending, sample.planes, missing, sample.epoch, sample.rank
@@ -199,7 +201,7 @@ class Sampler:
         self.latest = -1.0
 
     def works(self, now: float) -> bool:
-        """Whether something was submitted lately, or is waited for."""
+        """Return whether something was submitted lately, or is waited for."""
         counters = self._counters
         self.latest = counters.latest
         lately = max(IDLE_SECONDS, _IDLE_STEPS * counters.last_step)
@@ -208,17 +210,17 @@ class Sampler:
         return counters.blocked_in is not None or bool(self._subject.oldest_pending()[0])
 
     def notes(self) -> list[samples.Note]:
-        """What is to be said once, since the last call."""
+        """Take the notes that were queued since the last call."""
         rank, notes = self._subject.place.rank, self._counters.notes
         taken = [notes.popleft() for _ in range(len(notes))]
         return [samples.Note(rank, at, kind, text) for at, kind, text in taken]
 
     def sample(self, now: float, *, settings: bool, last: bool = False) -> samples.Sample:
-        """How things are.
+        """Take a sample.
 
         Args:
-            now: the present.
-            settings: say the settings even if they are those that were said last.
+            now: current time.
+            settings: include the settings even if they did not change.
             last: the rank's part of the job is over.
         """
         counters, subject = self._counters, self._subject
@@ -266,7 +268,7 @@ class Sampler:
         )
 
     def _doing(self, now: float) -> str:
-        """What the rank was at in most of the time since the last call."""
+        """Return what the rank did for most of the time since the last call."""
         counters = self._counters
         waiting, communicating = counters.blocked(now)
         before, *blocked = self._before

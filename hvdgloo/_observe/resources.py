@@ -1,4 +1,4 @@
-"""What this process takes of its host: processor time and memory, from the system itself."""
+"""Processor time and memory of this process, from the system itself."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process, and of those of its children that have ended."""
+    """Return the user and system time of this process and of its children that have ended."""
     return sum(os.times()[:4])
 
 
 def resident_bytes() -> int:
-    """Memory that this process has in use; where the system does not say, the most that it ever had."""
+    """Return the memory that this process has in use; where the system does not tell, the most it ever used."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

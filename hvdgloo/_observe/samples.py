@@ -1,8 +1,7 @@
-"""What ranks and hosts say of themselves, about once a second: values, and their bytes.
+"""Samples that ranks and hosts send about once a second, and their encoding.
 
-All that is counted is a total since the process began, so a sample that is lost costs nothing but a moment: the next
-one has it all. Whoever reads them takes differences, and begins anew where a total has become smaller: that is another
-process.
+Every count is a total since the process began, so a lost sample costs nothing but a moment: the next one has all of it.
+A reader takes differences, and starts again where a total has become smaller: that is another process.
 Times are in seconds, sizes in bytes.
 """
 
@@ -15,14 +14,14 @@ from hvdgloo._net.codec import Codec, Count, Message
 
 
 class Flow(Message, frozen=True):
-    """What one data plane has carried for one process set.
+    """Totals of one data plane for one process set.
 
     Attributes:
-        plane: its name as in ``Sample.planes``; ``"agreement"`` for small tensors that travel with the negotiation.
-        process_set: its number; 0 is all ranks.
-        operations: tensors, not buckets.
-        bytes: of this rank's tensors.
-        seconds: in which at least one bucket was on the plane.
+        plane: name as in ``Sample.planes``; ``"agreement"`` for small tensors that travel with the negotiation.
+        process_set: number of the process set; 0 is all ranks.
+        operations: number of tensors, not of buckets.
+        bytes: size of this rank's tensors.
+        seconds: time in which at least one bucket was on the plane.
     """
 
     plane: str
@@ -33,14 +32,14 @@ class Flow(Message, frozen=True):
 
 
 class Causes(Message, frozen=True):
-    """Where the time of collective operations went, summed over tensors.
+    """Parts of the time of collective operations, summed over tensors.
 
-    Those of a bucket are on their way together, so this may exceed the time that has passed by far; divided by
-    ``Sample.operations`` it is what an average tensor has seen.
+    Tensors of a bucket travel together, so the sum may be far more than the time that passed; divided by
+    ``Sample.operations`` it is an average tensor's.
 
     Attributes:
         negotiation: from submission until all ranks had submitted it.
-        queue: from then until it was begun.
+        queue: from then until the operation began.
         data: until its tensors were ready to be read (a GPU had not computed them yet).
         copy: into fusion buffers and out of them.
         wire: on the data plane.
@@ -61,13 +60,13 @@ class Steps(Message, frozen=True):
 
     Attributes:
         count: of steps that have ended.
-        seconds: from the end of the first one to the end of the last; the first is not counted, since nobody knows when
-            it began.
+        seconds: from the end of the first one to the end of the last; the first is not counted, since its beginning is
+            not known.
         waiting: of these seconds, blocked for operations that other ranks had not submitted. Where several threads
             block at once, only the first of them counts, here as in ``communicating``.
         communicating: blocked for operations that all had submitted.
-        before_first: from each step's begin to its first submission; a slow input pipeline shows here.
-        last: how long the last step took.
+        before_first: from each step's beginning to its first submission; a slow input pipeline shows here.
+        last: duration of the last step.
     """
 
     count: Count = 0
@@ -82,10 +81,10 @@ class Missing(Message, frozen=True):
     """An operation for which some ranks wait (known to rank 0).
 
     Attributes:
-        name: of its tensor.
-        seconds: since the first rank submitted it.
-        ranks: that have not submitted it; at most 16.
-        count: of all those.
+        name: name of its tensor.
+        seconds: time since the first rank submitted it.
+        ranks: ranks that have not submitted it; at most 16.
+        count: number of all such ranks.
     """
 
     name: str
@@ -95,12 +94,12 @@ class Missing(Message, frozen=True):
 
 
 class Late(Message, frozen=True):
-    """How often one rank was the last to come.
+    """Rounds in which one rank was the last to submit.
 
     Attributes:
-        rank: its rank.
-        count: of rounds in which it was the last.
-        seconds: that the first to come waited then, summed.
+        rank: the rank.
+        count: number of rounds in which it was the last.
+        seconds: sum of the first rank's waits in these rounds.
         recent_count, recent_seconds: the same among the last ``Lateness.recent`` rounds.
     """
 
@@ -112,17 +111,18 @@ class Late(Message, frozen=True):
 
 
 class Lateness(Message, frozen=True):
-    """Who made whom wait, as rank 0's coordinator has seen it.
+    """Ranks that made others wait, as rank 0's coordinator saw it.
 
-    A round is a training step of rank 0, where steps are counted, and otherwise an operation. In a step, the operation
-    counts for which others waited longest. With the first step all begins anew, so rounds are either the one or the
-    other: steps if ``Sample.steps.count`` is not 0.
+    A round is a training step of rank 0, where steps are counted, and otherwise an operation. In a step, only the
+    operation counts that others waited for longest. Counting starts again with the first step, so all rounds are of one
+    kind: steps if ``Sample.steps.count`` is not 0.
 
     Attributes:
-        rounds: since the beginning.
-        recent: how many of them ``recent_*`` are about: the last 1,000, or fewer at first.
-        waits: how many rounds made the first to come wait for less than 0.1 ms, 0.2 ms, 0.4 ms, ... (the last: longer).
-        ranks: those that were ever the last, in ascending order.
+        rounds: number of rounds since the beginning.
+        recent: number of rounds that ``recent_*`` count: the last 1,000, or fewer at first.
+        waits: number of rounds in which the first rank waited for less than 0.1 ms, 0.2 ms, 0.4 ms, ... (the last:
+            longer).
+        ranks: ranks that were ever the last, in ascending order.
     """
 
     rounds: Count
@@ -136,9 +136,9 @@ class Plane(Message, frozen=True):
 
     Attributes:
         name: "shared memory", "gloo", "hierarchical", "nccl" or "alone".
-        process_set: for whose operations.
+        process_set: number of the process set that uses it.
         device: "cpu" or "cuda".
-        why: the reason, e.g. "hosts h1 and h2", "all ranks are on one host".
+        why: reason for its choice, e.g. "hosts h1 and h2", "all ranks are on one host".
     """
 
     name: str
@@ -152,25 +152,25 @@ class Sample(Message, frozen=True, tag=1):
 
     Attributes:
         rank, size: its place in the job.
-        epoch: of an elastic job.
-        pid: of the process, which totals are of.
-        at: when this was taken, since 1970, by the host's clock.
-        operations, bytes: of all collectives so far.
+        epoch: epoch of an elastic job.
+        pid: id of the process that the totals belong to.
+        at: time of the sample, since 1970, by the host's clock.
+        operations, bytes: totals of all collectives so far.
         steps: see ``Steps``.
         causes: see ``Causes``.
         flows: by plane and process set.
-        doing: what it was at in most of the last second: "computing", "waiting" (for other ranks), "communicating",
-            "idle" (nothing was submitted), "starting" (no collective so far); "ended" in its last one: its part of the
-            job is over, though its process may go on.
-        pending: the operation that it has been waiting for longest; empty if none.
-        pending_seconds: for so long.
-        cpu_seconds: user and system time of this process and those of its children that have ended.
+        doing: its activity for most of the last second: "computing", "waiting" (for other ranks), "communicating",
+            "idle" (nothing was submitted), "starting" (no collective so far); "ended" in its last sample: its part of
+            the job is over, though its process may go on.
+        pending: operation that it has waited for longest; empty if none.
+        pending_seconds: length of that wait.
+        cpu_seconds: user and system time of this process and of its children that have ended.
         memory: resident bytes.
-        gpu: index of its GPU among those of the host; -1 for none.
-        planes: those that are open.
+        gpu: index of its GPU on the host; -1 for none.
+        planes: data planes that are open.
         settings: fusion threshold, cycle time and so on, as ``--config-file`` names them; only when they have changed.
         lateness, missing: from rank 0 only.
-        stacks: rank 0: (rank, text) of ranks that a stall report is about.
+        stacks: from rank 0 only: (rank, text) for each rank that a stall report is about.
     """
 
     rank: Count
@@ -197,11 +197,11 @@ class Sample(Message, frozen=True, tag=1):
 
 
 class Note(Message, frozen=True, tag=2):
-    """Something that a rank has to say once: a stall, a choice of autotune, a warning.
+    """A message that a rank sends once: a stall, a choice of autotune, a warning.
 
     Attributes:
-        rank: of whom it comes.
-        at: since 1970.
+        rank: rank that sends it.
+        at: time, since 1970.
         kind: "warning", "stall", "stall ended", "tuning" or "trace".
         text: for people.
     """
@@ -213,7 +213,7 @@ class Note(Message, frozen=True, tag=2):
 
 
 class Gpu(Message, frozen=True):
-    """One GPU, as NVML sees it. ``use`` is from 0 to 1; clocks are in MHz."""
+    """One GPU, as NVML reports it. ``use`` is from 0 to 1; clocks are in MHz."""
 
     index: Count
     name: str
@@ -228,10 +228,10 @@ class HostSample(Message, frozen=True, tag=3):
     """One host, measured by its agent.
 
     Attributes:
-        at: since 1970.
-        cores: of the machine.
+        at: time, since 1970.
+        cores: number of the machine's cores.
         cpu: share of all cores that was busy since the last sample, 0 to 1.
-        stolen: share that a hypervisor gave to others.
+        stolen: share that a hypervisor gave to other machines.
         throttled: share of the time in which a control group's limit held the job back.
         memory, memory_total: in use and all.
         memory_pressure: share of the time in which some process waited for memory (Linux' PSI "some", 10 s).
@@ -258,19 +258,19 @@ class HostSample(Message, frozen=True, tag=3):
 Observation = Union[Sample, Note, HostSample]
 
 CODEC: Codec[Observation] = Codec(Observation, "observation", shown=True)
-"""What travels from a worker to its agent in one datagram, and on to the launcher in a frame."""
+"""Encoding of an observation in one datagram from a worker to its agent, and in a frame from there to the launcher."""
 
 
 class TraceOrder(Message, frozen=True, tag=16):
-    """What an agent asks of a worker: trace the next steps.
+    """An agent's order to a worker: trace the next steps.
 
-    The trace is complete when it is at ``{folder}/trace.{number}.{rank}.json``; a rank that cannot trace says so in a
+    The trace is complete when it exists as ``{folder}/trace.{number}.{rank}.json``; a rank that cannot trace sends a
     Note.
 
     Attributes:
-        number: of this request.
-        steps: how many; where no steps are counted, the trace ends after a time.
-        folder: of the agent, on this host.
+        number: number of this order.
+        steps: number of steps; where no steps are counted, the trace ends after a time.
+        folder: the agent's directory on this host.
     """
 
     number: Count
@@ -279,7 +279,7 @@ class TraceOrder(Message, frozen=True, tag=16):
 
 
 ORDERS: Codec[TraceOrder] = Codec(TraceOrder, "order")
-"""What travels from an agent to a worker in one datagram."""
+"""Encoding of an order in one datagram from an agent to a worker."""
 
 LIMIT = 128 * 1024
-"""The longest observation in bytes; what is longer is not handed on."""
+"""Size of the longest observation in bytes; a longer one is dropped."""

@@ -1,4 +1,4 @@
-"""Curves over a job's life in bounded memory: when there are too many points, each two become one."""
+"""Curves over a job's life in bounded memory: when there are too many points, each two are merged into one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def brief(value: float) -> float:
-    """A value to four significant digits, which is what is shown and sent; 0 for what is no number."""
+    """Round a value to four significant digits, which are shown and sent; 0 for NaN and infinity."""
     return float(f"{value:.4g}") if math.isfinite(value) else 0.0
 
 
@@ -20,11 +20,11 @@ class Recording(Generic[Key]):
     ``start + i * width``.
 
     Args:
-        start: where the axis begins, in seconds.
-        points: the most that there may be, an even number; then ``width`` doubles.
-        total: whether an item is the sum of what was added in its time, and 0 if nothing was; otherwise it is the mean,
-            and None if nothing was.
-        curves: the most that there may be; further keys are ignored, since they come from outside.
+        start: beginning of the axis, in seconds.
+        points: largest number of points, which is even; beyond it ``width`` doubles.
+        total: True if an item is the sum of the values added in its time (0 if there were none) rather than their mean
+            (None if there were none).
+        curves: largest number of curves; further keys are ignored, since they come from outside.
     """
 
     def __init__(self, start: float, points: int, *, total: bool = False, curves: int = 64) -> None:
@@ -36,11 +36,11 @@ class Recording(Generic[Key]):
         self._most_curves = curves
         self._blank = 0.0 if total else math.nan
         self._curves: dict[Key, array[float]] = {}
-        self._weights: dict[Key, float] = {}  # how many values the last item of each curve is the mean of
+        self._weights: dict[Key, float] = {}  # number of values in the mean of each curve's last item
         self._unread = 0
 
     def add(self, now: float, values: Mapping[Key, float]) -> None:
-        """Enters values for the time ``now``; a clock that was set back adds to the last item."""
+        """Add values for the time ``now``, or to the last item if the clock was set back."""
         index = self._reach(now)
         for key, value in values.items():
             curve = self._curves.get(key)
@@ -58,7 +58,7 @@ class Recording(Generic[Key]):
             self._weights[key] = weight + 1
 
     def hold(self, now: float) -> None:
-        """Says that until ``now`` all has been as at last: the time since then has the last items' values."""
+        """Repeat the last items' values up to ``now``."""
         last, width = self.length - 1, self.width
         self._reach(now)
         if last < 0:
@@ -69,30 +69,30 @@ class Recording(Generic[Key]):
                 curve[index] = self._blank if self._total else curve[last]
 
     def at(self, begin: int = 0) -> list[float]:
-        """When each item begins, from item ``begin`` on."""
+        """Return the time at which each item begins, from item ``begin`` on."""
         return [self._start + index * self.width for index in range(begin, self.length)]
 
     def __iter__(self) -> Iterator[Key]:
-        """The keys of the curves there are, in the order of their first values."""
+        """Iterate over the keys of the curves, in the order of their first values."""
         return iter(self._curves)
 
     def curve(self, key: Key, begin: int = 0) -> list[float | None]:
-        """A curve's items from item ``begin`` on; all None (or 0, of totals) where nothing was ever added."""
+        """Return a curve's items from item ``begin`` on; all None (or 0, for totals) if nothing was ever added."""
         if key not in self._curves:
             return [0.0 if self._total else None] * (self.length - begin)
         return [None if value != value else value for value in self._curves[key][begin:]]
 
     def totals(self, key: Key, begin: int = 0) -> list[float]:
-        """As ``curve``, of a recording of totals, where every item is a number."""
+        """Return the same as ``curve`` for a recording of totals, where every item is a number."""
         return self._curves[key][begin:].tolist()
 
     def unread(self) -> int:
-        """The first item that is new or has changed since the last call of this; 0 if ``width`` has changed."""
+        """Return the first item that is new or has changed since the last call; 0 if ``width`` has changed."""
         first, self._unread = self._unread, max(0, self.length - 1)
         return first
 
     def _reach(self, now: float) -> int:
-        """Makes the axis long enough for ``now``; returns the index that values go to."""
+        """Make the axis long enough for ``now``; return the index that values go to."""
         index = max(0, int((now - self._start) // self.width), self.length - 1)
         while index >= self._points:
             self._halve()
@@ -105,7 +105,7 @@ class Recording(Generic[Key]):
         return index
 
     def _halve(self) -> None:
-        """Makes one item out of each two."""
+        """Merge each two items into one."""
         whole = self.length // 2 * 2
         for key, curve in self._curves.items():
             pairs = zip(curve[0:whole:2], curve[1:whole:2], strict=True)

@@ -1,4 +1,4 @@
-"""Which ranks the others wait for, and what is unusual there: pure, values in and values out."""
+"""Stragglers: the ranks that others wait for, and what is unusual about them. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hvdgloo._observe.view import Straggler
 _MOST = 8
 _LEAST_ROUNDS = 10
 _SIGMAS = 4
-"""How many standard deviations more often than by chance it must be: among a thousand ranks, some are at three."""
+"""Standard deviations above chance from which being last is frequent: among a thousand ranks, some are at three."""
 _LEAST_COST = 0.01
-"""Of a step's time, on average over all steps; less is not worth anybody's attention."""
+"""Share of a step's time, on average over all steps, below which a straggler is not worth mentioning."""
 _LEAST_SECONDS = 0.001
-"""The same where no steps are counted, in each operation."""
+"""The same in seconds of each operation, where no steps are counted."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """What is known of a rank: where it is, and what it does at the moment.
+class Candidate:
+    """A rank that may be a straggler.
 
     Attributes:
-        rank, host: who and where.
+        rank, host: the rank and its host.
         gpu: index of its GPU on that host; -1 for none.
-        rates: at the moment.
-        steps: whether it has counted any.
+        rates: its rates at the moment.
+        steps: True if it counts steps.
     """
 
     rank: int
@@ -41,28 +41,33 @@ class Place:
     steps: bool
 
 
-def find(lateness: Lateness | None, places: Mapping[int, Place], hosts: Mapping[str, HostSample]) -> list[Straggler]:
-    """The ranks that others wait for, the costliest first; those that are the last by chance now and then are not
-    among them.
+def find(
+    lateness: Lateness | None, candidates: Mapping[int, Candidate], hosts: Mapping[str, HostSample]
+) -> list[Straggler]:
+    """Find the ranks that others wait for more than by chance, the costliest first.
 
     Args:
-        lateness: as rank 0 has counted it.
-        places: of all ranks.
-        hosts: how each host was in the last seconds; those of which nothing is known are missing.
+        lateness: rank 0's counts.
+        candidates: all ranks, by number.
+        hosts: the last seconds of each host, as far as they are known.
     """
-    if lateness is None or lateness.recent < _LEAST_ROUNDS or len(places) < 2:
+    if lateness is None or lateness.recent < _LEAST_ROUNDS or len(candidates) < 2:
         return []
-    counted = [place.rates.step_seconds for place in places.values() if place.steps and place.rates.step_seconds > 0]
-    steps = 0 in places and places[0].steps  # rank 0 counts rounds by its own steps
+    counted = [
+        candidate.rates.step_seconds
+        for candidate in candidates.values()
+        if candidate.steps and candidate.rates.step_seconds > 0
+    ]
+    steps = 0 in candidates and candidates[0].steps  # rank 0 counts rounds by its own steps
     step = statistics.median(counted) if counted else 0.0
     # Among two ranks one is always the last: "often" has to mean more often than chance makes it.
-    expected = lateness.recent / len(places)
+    expected = lateness.recent / len(candidates)
     often = max(1.5 * expected, expected + _SIGMAS * math.sqrt(expected))
     least = _LEAST_COST * step if step else _LEAST_SECONDS
     found = [
         late
         for late in lateness.ranks
-        if late.rank in places
+        if late.rank in candidates
         and late.recent_count
         and late.recent_count >= often
         and late.recent_seconds >= least * lateness.recent
@@ -70,41 +75,41 @@ def find(lateness: Lateness | None, places: Mapping[int, Place], hosts: Mapping[
     found.sort(key=lambda late: late.recent_seconds, reverse=True)
     return [
         _straggler(
-            places[late.rank],
+            candidates[late.rank],
             min(1.0, late.recent_count / lateness.recent),
             lateness.recent,
             "steps" if steps else "operations",
             late.recent_seconds / late.recent_count,
-            causes(places[late.rank], places, hosts),
+            causes(candidates[late.rank], candidates, hosts),
         )
         for late in found[:_MOST]
     ]
 
 
-def _straggler(place: Place, share: float, of: int, unit: str, seconds: float, why: list[str]) -> Straggler:
+def _straggler(candidate: Candidate, share: float, of: int, unit: str, seconds: float, why: list[str]) -> Straggler:
     text = (
-        f"Rank {place.rank} ({place.host}) was last in {words.share(share)} of the last {of:,} {unit} "
+        f"Rank {candidate.rank} ({candidate.host}) was last in {words.share(share)} of the last {of:,} {unit} "
         f"and cost the others {words.duration(seconds)} each time"
     )
     text += f": {'; '.join(why)}." if why else "."
-    return Straggler(place.rank, place.host, brief(share), of, unit, brief(seconds), why, text)
+    return Straggler(candidate.rank, candidate.host, brief(share), of, unit, brief(seconds), why, text)
 
 
-def causes(place: Place, places: Mapping[int, Place], hosts: Mapping[str, HostSample]) -> list[str]:
-    """What is unusual about a rank and its host, compared with all others: sentences without a full stop."""
-    others = [other for other in places.values() if other.rank != place.rank]
+def causes(candidate: Candidate, candidates: Mapping[int, Candidate], hosts: Mapping[str, HostSample]) -> list[str]:
+    """List what is unusual about a rank and its host, compared with all others: sentences without a full stop."""
+    others = [other for other in candidates.values() if other.rank != candidate.rank]
     found = []
-    host = hosts.get(place.host)
+    host = hosts.get(candidate.host)
     if host is not None:
-        elsewhere = [other for name, other in hosts.items() if name != place.host]
-        found += [text for rule in _OF_HOSTS if (text := rule(place.host, host, elsewhere))]
-        if text := _crowded(place.host, places, hosts):
+        elsewhere = [other for name, other in hosts.items() if name != candidate.host]
+        found += [text for rule in _OF_HOSTS if (text := rule(candidate.host, host, elsewhere))]
+        if text := _crowded(candidate.host, candidates, hosts):
             found.append(text)
-        if text := _slow_gpu(place, host, others, hosts):
+        if text := _slow_gpu(candidate, host, others, hosts):
             found.append(text)
-    if text := _input(place, others):
+    if text := _input(candidate, others):
         found.append(text)
-    if text := _processor(place, others):
+    if text := _processor(candidate, others):
         found.append(text)
     return found
 
@@ -112,8 +117,8 @@ def causes(place: Place, places: Mapping[int, Place], hosts: Mapping[str, HostSa
 def _share_rule(
     value: Callable[[HostSample], float], least: float, more: float, sentence: str, *, alone: bool = True
 ) -> Callable[[str, HostSample, Sequence[HostSample]], str]:
-    """A rule about a share of a host's time: unusual from ``least`` on, if it is ``more`` above the other hosts'; and
-    if there are none, where it is unusual ``alone``.
+    """Make a rule about a share of a host's time: it is unusual from ``least`` on, if it is ``more`` above the other
+    hosts'; without other hosts, only if ``alone`` is set.
     """
 
     def rule(name: str, host: HostSample, elsewhere: Sequence[HostSample]) -> str:
@@ -153,11 +158,11 @@ _OF_HOSTS = (
 )
 
 
-def _crowded(name: str, places: Mapping[int, Place], hosts: Mapping[str, HostSample]) -> str:
-    """More ranks for each core than elsewhere, and more than one."""
+def _crowded(name: str, candidates: Mapping[int, Candidate], hosts: Mapping[str, HostSample]) -> str:
+    """Describe a host that runs more ranks per core than others, and more than one."""
     ranks: dict[str, int] = {}
-    for place in places.values():
-        ranks[place.host] = ranks.get(place.host, 0) + 1
+    for candidate in candidates.values():
+        ranks[candidate.host] = ranks.get(candidate.host, 0) + 1
     density = {host: ranks[host] / hosts[host].cores for host in ranks if host in hosts and hosts[host].cores}
     elsewhere = [value for host, value in density.items() if host != name]
     if not elsewhere or name not in density:
@@ -168,9 +173,11 @@ def _crowded(name: str, places: Mapping[int, Place], hosts: Mapping[str, HostSam
     return f"{name} runs {ranks[name]} ranks on {cores} {'core' if cores == 1 else 'cores'}, other hosts fewer"
 
 
-def _slow_gpu(place: Place, host: HostSample, others: Sequence[Place], hosts: Mapping[str, HostSample]) -> str:
-    """A lower clock than the same model has elsewhere, while it works."""
-    own = next((gpu for gpu in host.gpus if gpu.index == place.gpu), None)
+def _slow_gpu(
+    candidate: Candidate, host: HostSample, others: Sequence[Candidate], hosts: Mapping[str, HostSample]
+) -> str:
+    """Describe a busy GPU whose clock is lower than that model's on other ranks."""
+    own = next((gpu for gpu in host.gpus if gpu.index == candidate.gpu), None)
     if own is None or own.use < 0.2:
         return ""
     clocks = [
@@ -182,36 +189,36 @@ def _slow_gpu(place: Place, host: HostSample, others: Sequence[Place], hosts: Ma
     ]
     if not clocks or own.clock >= 0.9 * statistics.median(clocks):
         return ""
-    return f"its GPU runs at {own.clock:,} MHz, those of other ranks at {round(statistics.median(clocks)):,} MHz"
+    return f"its GPU runs at {own.clock:,} MHz, other ranks' GPUs at {round(statistics.median(clocks)):,} MHz"
 
 
-def _input(place: Place, others: Sequence[Place]) -> str:
-    """Steps begin late: waiting for input, as a rule."""
+def _input(candidate: Candidate, others: Sequence[Candidate]) -> str:
+    """Describe steps whose first tensor is late, usually because of the input pipeline."""
     usual = _median_of(others, lambda rates: rates.before_first)
-    here = place.rates.before_first
-    if usual is None or not place.steps or here < usual + max(0.002, 0.1 * place.rates.step_seconds):
+    here = candidate.rates.before_first
+    if usual is None or not candidate.steps or here < usual + max(0.002, 0.1 * candidate.rates.step_seconds):
         return ""
     return (
-        f"a step's first tensor comes {words.duration(here)} after its begin, "
+        f"a step's first tensor is submitted {words.duration(here)} after its beginning, "
         f"on other ranks after {words.duration(usual)}: the input pipeline or the forward pass is slower"
     )
 
 
-def _processor(place: Place, others: Sequence[Place]) -> str:
-    """Many more cores in use than elsewhere, or hardly any."""
+def _processor(candidate: Candidate, others: Sequence[Candidate]) -> str:
+    """Describe a process that uses many more cores than others', or hardly any."""
     usual = _median_of(others, lambda rates: rates.cpu)
-    here = place.rates.cpu
+    here = candidate.rates.cpu
     if usual is None or not here:
         return ""
     if here > 2 * usual + 0.5:
-        return f"its process keeps {here:.1f} cores busy, those of other ranks {usual:.1f}"
+        return f"its process keeps {here:.1f} cores busy, other ranks' processes {usual:.1f}"
     if usual >= 0.5 and here < usual / 3:
         return (
-            f"its process keeps only {here:.1f} cores busy, those of other ranks {usual:.1f}: "
+            f"its process keeps only {here:.1f} cores busy, other ranks' processes {usual:.1f}: "
             "it waits for something, such as a disk or the network"
         )
     return ""
 
 
-def _median_of(places: Sequence[Place], value: Callable[[Rates], float]) -> float | None:
-    return statistics.median([value(place.rates) for place in places]) if places else None
+def _median_of(candidates: Sequence[Candidate], value: Callable[[Rates], float]) -> float | None:
+    return statistics.median([value(candidate.rates) for candidate in candidates]) if candidates else None

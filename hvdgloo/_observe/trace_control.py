@@ -1,4 +1,4 @@
-"""What a page's button may set off: tracing some steps. Whoever runs the job implements it."""
+"""Control over a job's traces, for the page's button and ``hvdgloo-run top``. The launcher implements it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ MOST_STEPS = 1000
 
 
 class BusyError(HvdglooError):
-    """It cannot be done now; the text says why, and is shown to who asked."""
+    """The order cannot be carried out now; the text says why, and is shown to the user."""
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A trace that somebody asked for.
+    """A trace that was ordered.
 
     Attributes:
-        number: counts up from 1.
-        steps: how many it is of.
+        number: number of the trace, ascending from 1.
+        steps: number of its steps.
         state: "tracing", "ready" or "failed".
-        text: for people: how far it is, or why it failed.
-        bytes: of the merged file, once it is ready.
+        text: its progress, or why it failed, for people.
+        bytes: size of the merged file, once it is ready.
     """
 
     number: int
@@ -33,7 +33,7 @@ class Trace(msgspec.Struct, frozen=True):
     bytes: int = 0
 
 
-class Control(Protocol):
+class TraceControl(Protocol):
     """Has steps of a job traced; called on any thread."""
 
     def trace(self, steps: int) -> Trace:
@@ -44,12 +44,12 @@ class Control(Protocol):
         """
 
     def traces(self) -> list[Trace]:
-        """All of them, in ascending order."""
+        """Return all traces, in ascending order."""
 
     def path(self, number: int) -> str:
-        """The merged file.
+        """Return the path of the merged file.
 
         Raises:
             KeyError: there is no such trace.
-            BusyError: it is not ready, or has failed.
+            BusyError: the trace is not ready, or has failed.
         """

@@ -1,6 +1,6 @@
-"""A trace of the next steps, at somebody's order while the job runs.
+"""Traces of the next steps, ordered while the job runs.
 
-The trace begins where a step ends, so that it has whole steps, and is written by the engine's Timeline.
+A trace begins where a step ends, so that it has whole steps, and is written by the engine's Timeline.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class StepTracer:
 
     Args:
         counters: of this process, which count its steps.
-        rank: whose name a trace has.
-        start: begins to trace into a file, whatever else is traced; False if the rank's part of the job has ended.
-            Raises ConfigError if the file cannot be written.
+        rank: this rank, which is part of the file's name.
+        start: begins to trace into a file, next to any other trace; returns False if the rank's part of the job has
+            ended. Raises ConfigError if the file cannot be written.
         stop: ends that trace; the file is complete then.
-        wake: has the thread call ``advance``; from any thread.
+        wake: has the thread call ``advance``; callable from any thread.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class StepTracer:
         self._start, self._stop, self._wake = start, stop, wake
         self._order: samples.TraceOrder | None = None
         self._tracing = False
-        self._next_step = 0  # with which number of steps there is something to do
+        self._next_step = 0  # number of steps at which there is something to do
         self._deadline = 0.0
 
     def order(self, order: samples.TraceOrder, now: float) -> None:
@@ -62,7 +62,7 @@ class StepTracer:
         self._await(counters.steps + 1, now + waits)
 
     def advance(self, now: float) -> float | None:
-        """Do what is due. Returns when there will be something to do if nobody calls before; None for never."""
+        """Do what is due. Returns the time at which the next thing is due; None if nothing is."""
         order = self._order
         if order is None:
             return None
@@ -74,10 +74,10 @@ class StepTracer:
         return None if self._order is None else self._deadline
 
     def close(self) -> None:
-        """This rank's part of the job ends, and with it the trace."""
+        """End the trace, since this rank's part of the job ends."""
         if self._order is not None and self._tracing:
             self._end(self._order)
-        if self._counters.on_step == self._stepped:  # and not that of this process's next job
+        if self._counters.on_step == self._stepped:  # not the hook of this process's next job
             self._counters.on_step = None
 
     def _await(self, step: int, deadline: float) -> None:

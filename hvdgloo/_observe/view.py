@@ -1,9 +1,9 @@
-"""The job as those see it who look at it: one snapshot, and what has changed since.
+"""The job as observers see it: one snapshot, and the changes since.
 
-The same values serve everybody: the page's scripts, ``hvdgloo-run top --json``, the report and the metrics. Their JSON
-is that of ``msgspec.json.encode``: objects with these fields' names. Times are in seconds, sizes in bytes, moments in
-seconds since 1970, shares from 0 to 1. Ranks are shown as columns, one list for each property, because a job of 1,024
-ranks is sent to browsers each second.
+All of them get the same values: the page's scripts, ``hvdgloo-run top --json``, the report and the metrics. Their JSON
+is ``msgspec.json.encode``'s: objects with these fields' names. Durations are in seconds, sizes in bytes, points in time
+in seconds since 1970, shares from 0 to 1. Ranks are columns, one list for each property, because a job of 1,024 ranks
+is sent to browsers each second.
 """
 
 from __future__ import annotations
@@ -15,32 +15,34 @@ import msgspec
 from hvdgloo._observe import samples
 
 SCHEMA = 1
-"""Raised when a field changes its meaning or goes away."""
+"""Version of these types: raised when a field changes its meaning or is removed."""
 
 STATES = ("starting", "computing", "waiting", "communicating", "idle", "stalled", "lost", "ended", "failed")
-"""What a rank may be doing. ``Ranks.state`` has their indices."""
+"""States of a rank; ``Ranks.state`` has their indices."""
 
 
 class Job(msgspec.Struct, omit_defaults=False):
-    """The job as a whole. What is "at the moment" here and in ``Ranks`` is the mean of all its time once it is over.
+    """The job as a whole. Values "at the moment", here and in ``Ranks``, are means over the whole job once it is over.
 
     Attributes:
-        id: of the job, without meaning.
-        command: as the user typed it but for secrets.
+        id: id of the job, without meaning.
+        command: the command as the user typed it, without secrets.
         state: "starting", "running", "ended", "failed" or "stopped".
-        message: what failed or stopped it, or while it starts what is waited for, in a line; empty if there is nothing
-            to say.
-        exit_code: None while it runs.
-        started: when it was started.
-        now: when this was made.
-        size: number of ranks; of an elastic job, those of the present epoch.
-        epoch, least, most: of an elastic job; ``most`` None if there is no limit; both None for a job of fixed size.
+        message: one line: what failed or stopped it, or while it starts, what it waits for; empty if there is nothing
+            to report.
+        exit_code: exit status; None while it runs.
+        started: time of its start.
+        now: time of this snapshot or update.
+        size: number of ranks; of an elastic job, in the present epoch.
+        epoch: number of an elastic job's epoch.
+        least, most: bounds on an elastic job's ranks; ``most`` None if there is no limit; both None for a job of fixed
+            size.
         versions: package to version: hvdgloo, python, torch...
-        steps: of the rank that has made most; newcomers of an elastic job begin at 0.
-        steps_per_second, bytes_per_second: at the moment; steps of the slowest rank, bytes of all.
-        step_seconds, computing, waiting, communicating: of a step at the moment, the mean of all ranks; the last three
-            are shares of it.
-        control: whether this reader may have steps traced.
+        steps: steps of the rank that made most; new workers of an elastic job begin at 0.
+        steps_per_second, bytes_per_second: steps of the slowest rank and bytes of all, at the moment.
+        step_seconds: duration of a step at the moment, the mean of all ranks.
+        computing, waiting, communicating: shares of that duration.
+        control: True if this reader may have steps traced.
     """
 
     id: str = ""
@@ -66,7 +68,7 @@ class Job(msgspec.Struct, omit_defaults=False):
 
 
 class Gpu(samples.Gpu, frozen=True, array_like=False, forbid_unknown_fields=False):
-    """The same as an object, as all here is in JSON."""
+    """The same sample as an object, like everything here in JSON."""
 
 
 class Host(msgspec.Struct):
@@ -95,16 +97,16 @@ class Ranks(msgspec.Struct):
     Attributes:
         rank: the ranks.
         host: index in ``Snapshot.hosts``.
-        local_rank: on that host.
-        pid: of the process on its host.
+        local_rank: local rank on that host.
+        pid: id of the process on its host.
         state: index in ``STATES``.
-        detail: what it waits for and for whom, why it is lost; empty if there is nothing to say.
-        steps, operations, bytes: so far.
-        step_seconds: of a step at the moment.
-        computing, waiting, communicating: shares of that.
-        before_first: seconds from a step's begin to its first submission.
-        bytes_per_second, cpu (cores in use), memory: at the moment.
-        gpu: index among the host's; -1 for none.
+        detail: the operation and ranks that it waits for, or why it is lost; empty if there is nothing to report.
+        steps, operations, bytes: totals so far.
+        step_seconds: duration of a step at the moment.
+        computing, waiting, communicating: shares of that duration.
+        before_first: seconds from a step's beginning to its first submission.
+        bytes_per_second, cpu (cores in use), memory: rates and sizes at the moment.
+        gpu: index of its GPU on the host; -1 for none.
     """
 
     rank: list[int] = []
@@ -128,7 +130,7 @@ class Ranks(msgspec.Struct):
 
 
 class PlaneUse(msgspec.Struct):
-    """A data plane in use, and why it is; ``name`` and ``why`` as in ``samples.Plane``."""
+    """A data plane in use; ``name`` and ``why`` are as in ``samples.Plane``."""
 
     name: str
     process_set: int
@@ -144,13 +146,13 @@ class Straggler(msgspec.Struct):
     """A rank that others wait for.
 
     Attributes:
-        rank, host: who.
-        share: of the last ``of`` steps (or operations, if no steps are counted) it was the last in.
-        of: how many those are.
+        rank, host: the rank and its host.
+        share: share of the last ``of`` steps (or operations, if no steps are counted) in which it was the last.
+        of: number of these steps or operations.
         unit: "steps" or "operations".
-        seconds: that the others waited in each of those, on average.
-        causes: what is unusual there, in sentences; empty if nothing is.
-        text: all of it in one sentence.
+        seconds: time for which the others waited in each of these, on average.
+        causes: sentences about what is unusual about it; empty if nothing is.
+        text: all of this in one sentence.
     """
 
     rank: int
@@ -164,16 +166,16 @@ class Straggler(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """Something that has happened.
+    """An event.
 
     Attributes:
-        number: counts up from 1; no event has a lower number than one before it.
-        at: when.
+        number: number of the event, ascending from 1.
+        at: time of the event.
         kind: "state", "warning", "stall", "stall ended", "elastic", "host", "tuning", "trace", "failure" or
             "straggler".
-        rank: whom it is about; -1 for nobody in particular.
-        text: in a line.
-        more: what belongs to it, in several lines (Python stacks); empty if nothing does.
+        rank: rank that it is about; -1 for none in particular.
+        text: one line.
+        more: further lines (Python stacks); empty if there are none.
     """
 
     number: int
@@ -187,14 +189,14 @@ class Event(msgspec.Struct):
 class Series(msgspec.Struct):
     """Curves over the job's life: item ``i`` of each is for the time from ``at[i]`` to ``at[i] + width``.
 
-    ``width`` doubles whenever there would be too many points: memory is bounded, and old times stay. Where nothing is
-    known an item is None.
+    ``width`` doubles whenever there would be too many points: memory is bounded, and the past is kept. An item is None
+    where nothing is known.
 
     Attributes:
-        at: when each begins.
+        at: time at which each item begins.
         width: seconds.
-        steps_per_second, step_seconds, computing, waiting, communicating: as in ``Job`` for all, else of one rank; here
-            the last three are seconds in each step.
+        steps_per_second, step_seconds, computing, waiting, communicating: as in ``Job`` for all ranks, or of one rank;
+            here the last three are seconds in each step.
         bytes_per_second: plane to its curve.
         cpu, memory: cores in use, resident bytes (of all ranks together, or of one).
     """
@@ -212,8 +214,8 @@ class Series(msgspec.Struct):
 
 
 class Heat(msgspec.Struct):
-    """Which rank made others wait, when: for each rank (in the order of ``rank``) a row of seconds, one for each time
-    ``at[i]`` to ``at[i] + width``; rows of ranks that never did are left out.
+    """Seconds for which each rank made others wait: a row for each rank (in the order of ``rank``), with an item for
+    each time from ``at[i]`` to ``at[i] + width``. Ranks that never made others wait have no row.
     """
 
     at: list[float] = []
@@ -223,16 +225,17 @@ class Heat(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct):
-    """All that there is to see, but for output and the curves of single ranks.
+    """Everything that there is to see, except output and the curves of single ranks.
 
     Attributes:
         schema: ``SCHEMA``.
-        job, hosts, ranks, planes, stragglers: at the moment.
-        waits: how many rounds made the first to come wait for less than 0.1 ms, 0.2 ms, 0.4 ms, ... (the last: longer).
+        job, hosts, ranks, planes, stragglers: state at the moment.
+        waits: number of rounds in which the first rank waited for less than 0.1 ms, 0.2 ms, 0.4 ms, ... (the last:
+            longer).
         events: the last 500.
-        series, heat: the job's life.
+        series, heat: curves over the job's life.
         settings: name to value, as in a file for ``--config-file``.
-        output: number of the last line that a rank has written, see ``OutputLine``.
+        output: number of the last line that a rank wrote, see ``OutputLine``.
     """
 
     schema: int = SCHEMA
@@ -250,15 +253,15 @@ class Snapshot(msgspec.Struct):
 
 
 class Update(msgspec.Struct, omit_defaults=True):
-    """What has changed since the last update; what is None has not. Lists replace those before.
+    """Changes since the last update; a field that is None has not changed. Lists replace earlier ones.
 
     Attributes:
-        job: always.
+        job: always present.
         hosts, planes, stragglers, waits, settings: as in ``Snapshot``.
-        ranks: those that have changed; who appears for the first time is new.
+        ranks: ranks that changed or are new.
         gone: ranks that are no longer part of the job.
         events: new ones.
-        series: the points that are new or have changed, by their ``at``; all of them if ``width`` has changed.
+        series: points that are new or have changed, by their ``at``; all of them if ``width`` has changed.
         heat: the same.
         output: as in ``Snapshot``.
     """
@@ -278,14 +281,14 @@ class Update(msgspec.Struct, omit_defaults=True):
 
 
 class OutputLine(msgspec.Struct):
-    """A line that a rank has written.
+    """A line that a rank wrote.
 
     Attributes:
-        number: counts up over all ranks.
-        at: when it came.
-        rank: of whom.
-        stream: 1 or 2.
-        text: without its end; at most 4,096 characters.
+        number: number of the line, ascending over all ranks.
+        at: time at which it arrived.
+        rank: rank that wrote it.
+        stream: 1 for standard output, 2 for standard error.
+        text: the line without its end; at most 4,096 characters.
     """
 
     number: int
@@ -296,5 +299,5 @@ class OutputLine(msgspec.Struct):
 
 
 def encode(value: msgspec.Struct | list[OutputLine]) -> bytes:
-    """A value's JSON."""
+    """Encode a value as JSON."""
     return msgspec.json.encode(value)

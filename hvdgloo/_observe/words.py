@@ -1,4 +1,4 @@
-"""Numbers as people read them, the same as on the page. Pure."""
+"""Numbers in words, the same as on the page. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def number(value: float) -> str:
-    """Three digits that matter: ``0.0123``, ``1.23``, ``12.3``, ``1,234``."""
+    """Format a number with three significant digits: ``0.0123``, ``1.23``, ``12.3``, ``1,234``."""
     if not value:
         return "0"
     digits = max(0, min(4, 2 - math.floor(math.log10(abs(value)))))
@@ -15,7 +15,7 @@ def number(value: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes: ``12 B``, ``3.4 MB``."""
+    """Format a number of bytes: ``12 B``, ``3.4 MB``."""
     units = ("B", "kB", "MB", "GB", "TB", "PB")
     power = 0
     while abs(count) >= 999.5 and power < len(units) - 1:
@@ -25,7 +25,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time: ``120 µs``, ``14 ms``, ``3.2 s``, ``2 min 5 s``, ``3 h 20 min``, ``2 d 4 h``."""
+    """Format a duration: ``120 µs``, ``14 ms``, ``3.2 s``, ``2 min 5 s``, ``3 h 20 min``, ``2 d 4 h``."""
     if not seconds:
         return "0 s"
     for limit, factor, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (99.95, 1.0, "s")):
@@ -44,5 +44,5 @@ def duration(seconds: float) -> str:
 
 
 def share(part: float) -> str:
-    """``12 %``."""
+    """Format a share: ``12 %``."""
     return f"{round(part * 100)} %"

@@ -36,13 +36,13 @@ def test_the_slow_rank_is_named_at_the_top_with_its_cause(show: Show, browser: C
     assert said.startswith("Rank 3 (h2) was last in 9")
     assert "hypervisor" in said
     assert words(browser.texts("#straggler-list .who")) == "Rank 3 on h2"
-    assert "rank 3 cost most" in str(browser.attribute("#heat .plot", "aria-label"))
+    assert "rank 3 cost the most" in str(browser.attribute("#heat .plot", "aria-label"))
 
 
 def test_without_a_slow_rank_it_says_that_nobody_is(show: Show, browser: Chromium) -> None:
     show(minute(slow=None))
     assert browser.text("#verdict") == "No rank makes the others wait noticeably."
-    assert browser.text("#straggler-list") == "Nobody stands out."
+    assert browser.text("#straggler-list") == "No rank stands out."
 
 
 def test_what_is_not_known_yet_is_not_shown_as_nothing(show: Show, browser: Chromium) -> None:

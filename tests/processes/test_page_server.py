@@ -187,7 +187,7 @@ def test_a_wrong_token_is_refused(server: PageServer) -> None:
 def test_who_has_a_token_gets_new_links(server: PageServer) -> None:
     link = urlsplit(script(server, STATUS).post("/v1/links", None).json()["url"])
     assert "Set-Cookie" in Caller(server).get(f"/?{link.query}").headers
-    refused(browser(server).post("v1/links", None, Origin=server.address[:-1]), 403, "have a token")
+    refused(browser(server).post("v1/links", None, Origin=server.address[:-1]), 403, "with a token")
 
 
 # What other sites try.
@@ -342,7 +342,7 @@ def test_tracing_is_a_right_of_its_own(server: PageServer, controlled: PageServe
     refused(browser(server).post("v1/traces", order, Origin=server.address[:-1]), 403, "--page-control")
     assert browser(server).get("v1/traces").json()["control"] is False
     refused(browser(server).get("v1/traces/1"), 404, "no trace 1")
-    refused(script(controlled, STATUS).post("/v1/traces", order), 403, "only reads")
+    refused(script(controlled, STATUS).post("/v1/traces", order), 403, "may only read")
     assert script(controlled, STATUS).get("/v1/job").json()["job"]["control"] is False
     assert script(controlled, CONTROL).post("/v1/traces", order).status == 202
 
@@ -399,7 +399,7 @@ def test_only_so_many_can_watch(server: PageServer, monkeypatch: pytest.MonkeyPa
     with visitor.watch() as events:
         events.next()
         full = visitor.get("events")
-        refused(full, 503, "watching already")
+        refused(full, 503, "as many readers as it can serve")
         assert full.headers["Retry-After"] == "5"
         assert visitor.get("v1/job").status == 200
     until(lambda: server.watchers == 0, "the connection's end", PATIENCE)

@@ -199,7 +199,7 @@ def test_a_trace_that_fails_and_one_that_would_overwrite_another(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hvdgloo-trace-1.json").write_text("mine")
-    for state, message in (("ready", "cannot be written: File exists"), ("failed", "has failed: 2 ranks of 2")):
+    for state, message in (("ready", "cannot be written: File exists"), ("failed", "failed: 2 ranks of 2")):
         control = Tracing(tmp_path, state)
         with PageServer(Page(JOB.observatory, control), secret=SECRET, unix=str(folder / "s")):
             job = Published(folder, control=auth.control_token(SECRET))
@@ -246,17 +246,18 @@ def test_a_job_is_named_by_its_id_or_its_launcher(published: Published, folder: 
     for name in (ID, ID[:5], str(published.pid)):
         assert top(name, "--once")[0] == 0
     with pytest.raises(
-        ConfigError, match=r"which job\? These run:\n  \w{12}  for \d+ d( \d+ h)?  hvdgloo-run\\tx\n  \w{12}"
+        ConfigError,
+        match=r"several jobs match; name one of these:\n  \w{12}  for \d+ d( \d+ h)?  hvdgloo-run\\tx\n  \w{12}",
     ):
         top("--once")
-    with pytest.raises(ConfigError, match="there is no job nix; these run"):
+    with pytest.raises(ConfigError, match="there is no job nix; these are running"):
         top("nix")
     other.end()
     assert top("--once")[0] == 0
 
 
 def test_there_is_no_job(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="you run no job on this host"):
+    with pytest.raises(ConfigError, match="you are running no job on this host"):
         top()
 
 
@@ -364,7 +365,7 @@ def test_a_strange_answer_is_an_error_in_a_line_or_harmless(
 
 def test_the_launcher_s_command_line_knows_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top"]) == 2
-    assert "you run no job on this host" in capsys.readouterr().err
+    assert "you are running no job on this host" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["top", "--help"])
     assert ended.value.code == 0

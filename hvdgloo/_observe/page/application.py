@@ -5,15 +5,15 @@
 ``GET /v1/job``                 a Snapshot; ``?curves=0`` leaves ``series`` and ``heat`` out
 ``GET /v1/output``              OutputLines: ``?rank=&after=&before=&search=&limit=``
 ``GET /v1/ranks/<n>/series``    the Series of one rank
-``GET /v1/traces``              who may have steps traced, and which traces there are
-``POST /v1/traces``             ``{"steps": n}``: 202 has the next n steps traced, 403 may not, 409 cannot be done now
+``GET /v1/traces``              whether this reader may have steps traced, and all traces
+``POST /v1/traces``             ``{"steps": n}``: 202 has the next n steps traced, 403 not allowed, 409 not possible now
 ``GET /v1/traces/<n>``          a merged trace as a download; 409 not ready
 ``POST /v1/links``              with a token only: a new link
 ``GET /events``                 server-sent events (``hvdgloo._observe.page.feed``)
 ``GET /metrics``                Prometheus' text format
 ==============================  =======================================================================================
 
-Values are those of ``hvdgloo._observe.view`` as JSON; refusals are ``{"error": ..., "reason": ...}``.
+Values are ``hvdgloo._observe.view``'s as JSON; refusals are ``{"error": ..., "reason": ...}``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from werkzeug.exceptions import HTTPException
 
 from hvdgloo._observe.page.feed import Feed
 from hvdgloo._observe.page.files import File, files
-from hvdgloo._observe.trace_control import MOST_STEPS, BusyError, Control, Trace
+from hvdgloo._observe.trace_control import MOST_STEPS, BusyError, Trace, TraceControl
 from hvdgloo._observe.view import Heat, Series, encode
 from hvdgloo.rendezvous._page_server.access import Visitor
 from hvdgloo.rendezvous._server.pages import reason_of
@@ -58,12 +58,12 @@ class _Link(msgspec.Struct):
 
 
 def create_application(
-    observatory: Observatory, feed: Feed, control: Control | None, link: Callable[[], str] | None
+    observatory: Observatory, feed: Feed, control: TraceControl | None, link: Callable[[], str] | None
 ) -> WSGIApplication:
-    """A WSGI application, to be put behind the gate.
+    """Make the WSGI application, to be put behind the gate.
 
     Args:
-        control: has steps traced; None if nobody may ask for that.
+        control: has steps traced; None if that is not allowed.
         link: makes a new link; None if browsers cannot reach this server.
     """
     flask = Flask("hvdgloo.rendezvous", static_folder=None, template_folder=None)
@@ -87,10 +87,10 @@ def create_application(
 
 
 class _Routes:
-    """What answers requests; see the module."""
+    """The routes' answers; see the module."""
 
     def __init__(
-        self, observatory: Observatory, feed: Feed, control: Control | None, link: Callable[[], str] | None
+        self, observatory: Observatory, feed: Feed, control: TraceControl | None, link: Callable[[], str] | None
     ) -> None:
         self._observatory = observatory
         self._feed = feed
@@ -142,7 +142,9 @@ class _Routes:
         if self._control is None:
             raise Refusal(403, "steps can be traced from here only if the job was started with --page-control")
         if not self._controls:
-            raise Refusal(403, "the status token only reads; the control token, or the page itself, has steps traced")
+            raise Refusal(
+                403, "the status token may only read; to trace steps, use the control token or the page itself"
+            )
         if request.mimetype != _JSON:
             raise Refusal(415, f"the body must be {_JSON}")
         try:
@@ -170,27 +172,27 @@ class _Routes:
 
     def links(self) -> Response:
         if not self._visitor.script:
-            raise Refusal(403, "links are made for those who have a token")
+            raise Refusal(403, "new links are made only for requests with a token")
         if self._link is None:
             raise Refusal(409, "the job has no page: it was started without --page")
         return _json(_Link(self._link()))
 
     def events(self) -> Response:
         response = Response(content_type="text/event-stream")
-        # What follows the head is not this answer's to write, and ends with the connection.
+        # The feed writes what follows the head, until the connection ends.
         response.headers["Connection"] = "close"
         response.automatically_set_content_length = False
         if request.method == "HEAD":
             return response
         if not self._feed.reserve():
-            raise Refusal(503, "as many as can be served are watching already; try again in a moment")
+            raise Refusal(503, "the page already has as many readers as it can serve; try again in a moment")
         request.environ["hvdgloo.connection"].hand_over = partial(
             self._feed.join, controls=self._controls, last=request.headers.get("Last-Event-ID", "")
         )
         return response
 
     def metrics(self) -> Response:
-        from hvdgloo._observe import metrics  # which nobody reads but Prometheus
+        from hvdgloo._observe import metrics  # for Prometheus only
 
         text, content_type = metrics.text(self._observatory)
         return Response(text, content_type=content_type)
@@ -210,10 +212,10 @@ def _number(name: str, default: int) -> int: ...
 @overload
 def _number(name: str, default: None) -> int | None: ...
 def _number(name: str, default: int | None) -> int | None:
-    """An argument of the query.
+    """Read a number from the query.
 
     Raises:
-        Refusal: it is no number of at most 15 digits.
+        Refusal: it is not a number of at most 15 digits.
     """
     text = request.args.get(name)
     if text is None:

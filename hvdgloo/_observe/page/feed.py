@@ -1,8 +1,8 @@
-"""The page's live events: one thread that writes what has changed to all who watch.
+"""The page's live events: one thread writes changes to all readers.
 
-Each change is taken from the observatory and encoded once, however many watch. Nobody is waited for: what a reader has
-not taken is kept up to a limit, and beyond it the reader is cut off; browsers then come back of their own accord, and
-are told what they have missed, or all of it anew.
+Each change is taken from the observatory and encoded once, however many readers there are. No reader is waited for:
+what it has not taken is kept up to a limit, beyond which the reader is disconnected. Browsers then reconnect by
+themselves, and get what they missed, or a new snapshot.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 MOST_READERS = 128
 MOST_BEHIND = 8 << 20  # bytes
-_KEPT = 4  # of what was encoded last; readers who keep up want no more
+_KEPT = 4  # of the last encoded values; readers that keep up need no more
 _LONGEST_REVISION = 18  # digits
 _TURN = 0.25  # seconds between two looks for news
-_ALIVE = 15.0  # seconds between two signs of life
-_LAST_WORDS = 0.5  # seconds for sending them
+_ALIVE = 15.0  # seconds between two keep-alive comments
+_LAST_WORDS = 0.5  # seconds for sending the end
 
 
 class _News:
@@ -55,7 +55,7 @@ class _News:
 
 
 class _Reader:
-    """Somebody who watches, what is new to them, and what they have not taken yet."""
+    """A reader of the live events, with what it has not taken yet."""
 
     def __init__(self, connection: HttpConnection, subscription: Subscription, *, controls: bool) -> None:
         self.connection = connection
@@ -69,10 +69,10 @@ class _Reader:
         self.behind += len(data)
 
     def send(self) -> None:
-        """Send as much as they take.
+        """Send as much as the reader takes.
 
         Raises:
-            OSError: they have gone.
+            OSError: the reader has disconnected.
         """
         while self._waiting:
             rest = self._waiting[0]
@@ -91,21 +91,21 @@ class Feed:
     """Writes events to connections that are handed over to it.
 
     Args:
-        observatory: what is watched.
-        close: called for each connection when it is over.
+        observatory: the observatory that readers are shown.
+        close: called for each connection when it ends.
     """
 
     def __init__(self, observatory: Observatory, close: Callable[[HttpConnection], None]) -> None:
         self._observatory = observatory
         self._close = close
-        self._life = secrets.token_hex(4)  # so that numbers of another server mean nothing
+        self._life = secrets.token_hex(4)  # so that another server's revisions are not taken for this one's
         self._selector = selectors.DefaultSelector()
         self._wake_up = WakeUp()
         self._selector.register(self._wake_up, selectors.EVENT_READ)
         self._lock = threading.Lock()
         self._coming: deque[_Reader] = deque()
         self._readers: set[_Reader] = set()
-        self._places = 0  # taken, from ``reserve`` until a reader has gone
+        self._places = 0  # in use, from ``reserve`` until the reader disconnects
         self._thread: threading.Thread | None = None
         self._fresh: deque[_News] = deque(maxlen=_KEPT)
         self._alive = 0.0
@@ -113,11 +113,11 @@ class Feed:
 
     @property
     def watchers(self) -> int:
-        """How many watch now."""
+        """Number of readers."""
         return self._places
 
     def reserve(self) -> bool:
-        """Take one of the places for readers; ``join`` comes next. False if there is none."""
+        """Reserve a place for a reader, before ``join``; return False if there is none."""
         with self._lock:
             if self._places >= MOST_READERS or self._ended:
                 return False
@@ -125,11 +125,11 @@ class Feed:
             return True
 
     def join(self, connection: HttpConnection, *, controls: bool, last: str) -> None:
-        """Take over a connection that has been sent the head of its answer.
+        """Take over a connection on which the head of the answer was sent.
 
         Args:
-            controls: its reader may have steps traced, as ``Job.control`` is to say.
-            last: id of the last event that they have seen, from the Last-Event-ID header; empty if they see none yet.
+            controls: its reader may have steps traced, which ``Job.control`` tells it.
+            last: id of the last event that the reader got, from the Last-Event-ID header; empty if it got none.
         """
         try:
             connection.socket.setblocking(False)
@@ -151,7 +151,7 @@ class Feed:
         self._wake_up.wake()
 
     def stop(self, reason: str) -> None:
-        """Send a last snapshot and the end to all, within half a second, and stop. May be repeated."""
+        """Send a last snapshot and the end to all readers, within half a second, and stop. May be repeated."""
         with self._lock:
             self._ended = self._ended or reason
             thread = self._thread
@@ -162,7 +162,7 @@ class Feed:
             self._release()
 
     def _revision(self, last: str) -> int | None:
-        """Of an event's id, if it is one of this server's."""
+        """Return the revision in an event's id, if this server sent it."""
         life, _, revision = last.partition("-")
         known = life == self._life and revision.isdecimal() and len(revision) <= _LONGEST_REVISION
         return int(revision) if known else None
@@ -174,7 +174,7 @@ class Feed:
             while not self._ended:
                 try:
                     self._turn()
-                except Exception:  # the job goes on, and so should those who watch
+                except Exception:  # neither the job nor its page should end
                     logger.exception("the page's events")
                     self._forget_all()
             self._say_goodbye()
@@ -203,12 +203,12 @@ class Feed:
         self._give(reader, b"retry: 2000\n\n")
 
     def _tell(self, reader: _Reader) -> None:
-        """Give a reader what is new to them."""
+        """Give a reader what is new to it."""
         while reader in self._readers and (value := reader.subscription.next(0)) is not None:
             self._give(reader, self._news(value, reader.subscription.revision).text(reader.controls))
 
     def _news(self, value: Snapshot | Update, revision: int | None) -> _News:
-        """The same for all to whom the observatory gives the same value."""
+        """Return the encoded form of a value, which is shared by all readers of that value."""
         for news in self._fresh:
             if news.value is value:
                 return news
@@ -229,7 +229,7 @@ class Feed:
             self._forget(reader)
             return
         if reader.behind > MOST_BEHIND:
-            logger.debug("a reader of the page is %d bytes behind, and is cut off", reader.behind)
+            logger.debug("a reader of the page is %d bytes behind, and is disconnected", reader.behind)
             self._forget(reader)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if reader.behind else 0)
@@ -237,7 +237,7 @@ class Feed:
             self._selector.modify(reader.connection.socket, events, reader)
 
     def _is_there(self, reader: _Reader) -> bool:
-        """Whether they are still there. What they say means nothing."""
+        """Return whether a reader is still connected. What it sends is ignored."""
         try:
             if reader.connection.socket.recv(4096):
                 return True
@@ -260,7 +260,7 @@ class Feed:
             self._forget(reader)
 
     def _say_goodbye(self) -> None:
-        """Show how it has ended, and that it has."""
+        """Send the last snapshot and the end."""
         while self._coming:
             self._welcome(self._coming.popleft())
         if not self._readers:
@@ -283,6 +283,6 @@ class Feed:
 
 
 def _event(kind: str, data: bytes, id: str) -> bytes:
-    """A server-sent event. JSON has no line breaks but escaped ones, so one line holds the data."""
+    """Format a server-sent event. JSON has no line breaks but escaped ones, so one line holds the data."""
     number = f"id: {id}\n" if id else ""
     return f"event: {kind}\n{number}data: ".encode() + data + b"\n\n"

@@ -1,4 +1,4 @@
-"""The page's own files, from the package: each read once, with its digest as its tag."""
+"""The page's static files, from the package: each is read once, and its digest is its tag."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class File:
-    """A file to be sent. ``tag`` is that of its contents, in quotes as HTTP has it."""
+    """A file to be sent. ``tag`` is the ETag of its contents, in quotes as HTTP has it."""
 
     data: bytes
     content_type: str
@@ -37,7 +37,7 @@ class File:
 
 @functools.cache
 def files() -> Mapping[str, File]:
-    """All files below ``static``, by path. Others are never opened, whatever a request says."""
+    """Return all files below ``static``, by path. No other file is ever opened, whatever a request asks for."""
     return dict(_below(resources.files("hvdgloo._observe.page") / "static", ""))
 
 
@@ -45,7 +45,7 @@ def _below(folder: Traversable, prefix: str) -> list[tuple[str, File]]:
     found = []
     for entry in folder.iterdir():
         if not _PLAIN.fullmatch(entry.name):
-            continue  # an editor's
+            continue  # an editor's backup
         if entry.is_dir():
             found += _below(entry, f"{prefix}{entry.name}/")
         elif (kind := _TYPES.get(entry.name.rpartition(".")[2])) is not None:

@@ -1,4 +1,4 @@
-"""A job as a file: the page with all that was seen in it, which needs no server; and the same as JSON."""
+"""Report of a job: the page with everything that was observed, in one file that needs no server; and as JSON."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hvdgloo._observe.page.files import files
 from hvdgloo._platform.files import PRIVATE, replacing
 
 _RANKS = 64
-"""Of so many ranks the curves are kept; of larger jobs those of the stragglers, and of ranks that failed or stalled."""
+"""Most ranks whose curves are kept: in larger jobs, stragglers and ranks that failed or stalled come first."""
 _LINES = 5000
 _LEAST_LINES = 20
-"""Of each rank, however many there are."""
+"""Lines that are kept of each rank, however many ranks there are."""
 
 _STYLE = re.compile(r'<link rel="stylesheet" href="static/([^"]+)">\n?')
 _SCRIPT = re.compile(r'<script src="static/([^"]+)" defer></script>\n?')
@@ -29,7 +29,7 @@ _REMARKABLE = {view.STATES.index(state) for state in ("stalled", "lost", "failed
 
 
 class Recording(msgspec.Struct):
-    """All that a report shows. ``series`` is by rank, ``lines`` are the last ones of each rank."""
+    """Contents of a report. ``series`` is by rank, ``lines`` are the last ones of each rank."""
 
     snapshot: view.Snapshot
     series: dict[int, view.Series]
@@ -37,17 +37,17 @@ class Recording(msgspec.Struct):
 
 
 def write(observatory: Observatory, path: str) -> list[str]:
-    """Writes what was seen of a job as one HTML file, and as JSON beside it, for this user alone to read.
+    """Write what was observed of a job as one HTML file, and as JSON next to it, readable for this user only.
 
     Args:
-        observatory: that has seen it.
-        path: of either file; ``.html`` and ``.json`` are added where it ends with neither.
+        observatory: the job's observatory.
+        path: path of either file; ``.html`` and ``.json`` are added where it ends with neither.
 
     Returns:
         The paths of the HTML and the JSON file.
 
     Raises:
-        OSError: a file cannot be written. Files that were there before are then still whole.
+        OSError: a file cannot be written. Files that existed before are then still whole.
     """
     page, data = paths(path)
     recording = record(observatory)
@@ -58,7 +58,7 @@ def write(observatory: Observatory, path: str) -> list[str]:
 
 
 def paths(path: str) -> tuple[str, str]:
-    """Where ``write`` puts the HTML and the JSON file."""
+    """Return the paths at which ``write`` puts the HTML and the JSON file."""
     stem, extension = os.path.splitext(path)
     if extension.lower() not in (".html", ".htm", ".json"):
         stem, extension = path, ".html"
@@ -68,7 +68,7 @@ def paths(path: str) -> tuple[str, str]:
 
 
 def record(observatory: Observatory) -> Recording:
-    """What there is to see now."""
+    """Record the present state of a job."""
     snapshot = observatory.snapshot()
     ranks = snapshot.ranks.rank
     lines = [line for rank in ranks for line in observatory.lines(rank, limit=max(_LEAST_LINES, _LINES // len(ranks)))]
@@ -80,7 +80,7 @@ def record(observatory: Observatory) -> Recording:
 
 
 def _shown(snapshot: view.Snapshot) -> list[int]:
-    """Ranks whose curves are worth their space."""
+    """Choose the ranks whose curves are worth their space."""
     ranks = snapshot.ranks
     remarkable = [straggler.rank for straggler in snapshot.stragglers]
     remarkable += [rank for rank, state in zip(ranks.rank, ranks.state, strict=True) if state in _REMARKABLE]
@@ -89,10 +89,10 @@ def _shown(snapshot: view.Snapshot) -> list[int]:
 
 
 def _page(job: view.Job, recording: bytes) -> bytes:
-    """The page's index with everything that it would load in it.
+    """Build the page's index with everything that it would load included.
 
-    What it may run is what stands in it: its policy has the digests of its scripts, so that a name or a line of output
-    could do no harm even if it were taken for markup.
+    Its policy allows only its own scripts, by their digests, so that a name or a line of output could do no harm even
+    if it were taken for markup.
     """
     static = files()
     index = static["index.html"].data.decode()
@@ -128,6 +128,6 @@ def _digests(texts: Iterable[str]) -> str:
 
 
 def _replace(path: str, data: bytes) -> None:
-    """Writes a file at once or not at all, for this user alone: a report has all that the job's ranks have printed."""
+    """Write a file at once or not at all, for this user only: a report has everything that the job's ranks printed."""
     with replacing(path, PRIVATE) as file:
         file.write(data)

@@ -1,1 +1,1 @@
-"""``hvdgloo-run top``: a running job in a terminal, as JSON, or as a fresh link to its page."""
+"""``hvdgloo-run top``: a running job in a terminal, as JSON, or as a new link to its page."""

@@ -1,4 +1,4 @@
-"""The subcommand: which job, and in what form."""
+"""The subcommand ``top``: its arguments, the job that they name, and the form in which it is shown."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from hvdgloo._platform.spelling import in_one_line, suggestions
 from hvdgloo.errors import ConfigError, MissingDependencyError
 
 _DESCRIPTION = """\
-Show a running job: what its ranks do, who makes the others wait, and what has
-happened. On the screen, arrows scroll through the ranks, and q ends it.
+Show a running job: what its ranks do, which of them make the others wait, and
+its events. On the screen, arrow keys scroll through the ranks, and q quits.
 """
 _EPILOG = """\
 JOB is the beginning of a job's id, or its launcher's process id; it can be left
-out where you run one job on this host. A job elsewhere is named by the link
-that its launcher printed (--page), in quotes; it is used up like in a browser.
+out if you run only one job on this host. For a job elsewhere, give the link
+that its launcher printed (--page), in quotes; as in a browser, it works once.
 
-Exit status: 0, also when the job ends meanwhile; 1 if it does not answer; 2 if
+Exit status: 0, also if the job ends meanwhile; 1 if it does not answer; 2 if
 there is no such job, or it cannot be shown.
 """
 _KEYS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10, " ": 10}
-"""Keys, and by how many ranks they scroll."""
-_SETTLING = 4.0  # seconds within which ranks that are asked have answered; each does so once a second
+"""Keys, and the number of ranks by which they scroll."""
+_SETTLING = 4.0  # seconds within which ranks send their first sample; each sends one a second
 _LOOK_AGAIN = 0.5  # seconds
 _QUIT = frozenset("q\x04")
 
@@ -58,15 +58,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -> int:
-    """Carry out the subcommand; returns the exit status.
+    """Run the subcommand; return the exit status.
 
     Args:
-        arguments: after ``top``.
-        environ: this process's.
+        arguments: the arguments after ``top``.
+        environ: this process's environment.
 
     Raises:
         ConfigError: an argument cannot be used, there is no such job, or it cannot be shown.
-        MissingDependencyError: what draws it on a terminal is not installed.
+        MissingDependencyError: the package that draws it on a terminal is not installed.
         GoneError: the job does not answer.
     """
     options = build_parser().parse_args(arguments)
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
         else:
             _watch(source, stdout, options.interval)
     except KeyboardInterrupt:
-        pass  # is how one ends looking
+        pass  # a usual way to quit
     finally:
         source.close()
     stdout.flush()
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
 
 
 def _need_rich() -> None:
-    """Find out, before a link is used up, whether there is what draws tables."""
+    """Check, before a link is used up, that the package that draws tables is installed."""
     if importlib.util.find_spec("rich") is None:
         raise MissingDependencyError(
             "top needs the package rich to draw on a terminal: pip install 'hvdgloo[top]', or use --json"
@@ -105,7 +105,7 @@ def _need_rich() -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of what comes after ``top``."""
+    """Build the parser of the arguments after ``top``."""
     parser = _Parser(
         prog="hvdgloo-run top",
         description=_DESCRIPTION,
@@ -113,38 +113,38 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("job", nargs="?", metavar="JOB", help="which job (default: the only one)")
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the job to show (default: the only one)")
     parser.add_argument(
         "--trace",
         type=_steps,
         metavar="STEPS",
-        help="have the next steps traced, write the merged trace into this folder, and end (needs --page-control)",
+        help="trace the next steps, write the merged trace into this directory, and quit (needs --page-control)",
     )
-    parser.add_argument("--once", action="store_true", help="show it once, and end")
-    parser.add_argument("--json", action="store_true", help="as JSON, a line for each time (docs/observing.md)")
-    parser.add_argument("--link", action="store_true", help="print a new link to the job's page, and end")
-    parser.add_argument("--token", action="store_true", help="print the token for scripts and Prometheus, and end")
+    parser.add_argument("--once", action="store_true", help="show the job once, and quit")
+    parser.add_argument("--json", action="store_true", help="print JSON, one line each time (docs/observing.md)")
+    parser.add_argument("--link", action="store_true", help="print a new link to the job's page, and quit")
+    parser.add_argument("--token", action="store_true", help="print the token for scripts and Prometheus, and quit")
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two looks (default: 1)"
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between two updates (default: 1)"
     )
     return parser
 
 
 def find(which: str | None, environ: Mapping[str, str]) -> JobFile:
-    """The job on this host that is meant by an argument.
+    """Find the job on this host that an argument names.
 
     Raises:
-        ConfigError: there is none, or several.
+        ConfigError: there is no such job, or more than one.
     """
     running = jobs(runtime_folder(environ))
     found = [job for job in running if which is None or job.id.startswith(which) or str(job.pid) == which]
     if len(found) == 1:
         return found[0]
     if found:
-        raise ConfigError("top: which job? These run:\n" + _listed(found))
+        raise ConfigError("top: several jobs match; name one of these:\n" + _listed(found))
     if running:
-        raise ConfigError(f"top: there is no job {which}; these run:\n" + _listed(running))
-    raise ConfigError("top: you run no job on this host; a job elsewhere is named by the link to its page")
+        raise ConfigError(f"top: there is no job {which}; these are running:\n" + _listed(running))
+    raise ConfigError("top: you are running no job on this host; for a job elsewhere, give the link to its page")
 
 
 def _listed(found: Sequence[JobFile]) -> str:
@@ -185,7 +185,7 @@ def _print_json(source: Source, stdout: TextIO, interval: float, *, once: bool) 
 
 
 def _plain(data: bytes) -> str:
-    """JSON as a line that does nothing to a terminal, whatever server it is from."""
+    """Return JSON as a line that is harmless to a terminal, whatever server sent it."""
     text = data.decode("utf-8", "replace")
     if text.isprintable():
         return text
@@ -200,7 +200,7 @@ def _print_once(source: Source, stdout: TextIO) -> None:
 
     from hvdgloo._observe.top.screen import ENDLESS, Screen
 
-    endless = not stdout.isatty()  # whoever reads a pipe or a file gets all that there is
+    endless = not stdout.isatty()  # a pipe or a file gets everything
     console = Console(file=stdout, highlight=False, width=ENDLESS if endless else None)
     console.print(Screen(_settled(source), whole=True, endless=endless), end="")
 
@@ -209,14 +209,14 @@ def _trace(source: Source, steps: int, stdout: TextIO) -> None:
     """Have steps traced, and write the merged trace to a new file.
 
     Raises:
-        ConfigError: it is refused, has failed, or cannot be written.
+        ConfigError: the trace is refused, failed, or cannot be written.
     """
     trace = source.trace(steps)
     while trace.state == "tracing":
         time.sleep(_LOOK_AGAIN)
         trace = source.state_of(trace.number)
     if trace.state != "ready":
-        raise ConfigError(f"top: trace {trace.number} has failed: {trace.text}")
+        raise ConfigError(f"top: trace {trace.number} failed: {trace.text}")
     path = f"hvdgloo-trace-{trace.number}.json"
     try:
         with os.fdopen(create(path), "wb") as file:
@@ -227,7 +227,7 @@ def _trace(source: Source, steps: int, stdout: TextIO) -> None:
 
 
 def _settled(source: Source) -> Snapshot:
-    """The job, once its ranks have said something: where nobody has looked before, they begin to just now."""
+    """Return the job once its ranks have sent samples, which they only begin to do for the first observer."""
     deadline = time.monotonic() + _SETTLING
     while True:
         snapshot = decoded(source.snapshot())
@@ -261,14 +261,14 @@ def _watch(source: Source, stdout: TextIO, interval: float) -> None:
                 snapshot = decoded(source.snapshot())
             except GoneError:
                 break
-    # What was seen last stays readable when the screen is gone.
+    # The last snapshot stays readable when the screen is gone.
     console.print(Screen(snapshot), end="")
     console.print("The job is over.")
 
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Lets keys be read as they are pressed: a function that waits for some, for so many seconds at most."""
+    """Provide a function that waits for keys for at most so many seconds, and returns them as they are pressed."""
     if not sys.stdin.isatty():
         yield _rest
         return
@@ -278,7 +278,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
     def pressed(seconds: float) -> str:
         if not select.select([descriptor], [], [], seconds)[0]:
             return ""
-        return os.read(descriptor, 64).decode("ascii", "ignore") or "q"  # the terminal has gone
+        return os.read(descriptor, 64).decode("ascii", "ignore") or "q"  # the terminal was closed
 
     tty.setcbreak(descriptor)
     try:
@@ -288,6 +288,6 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 
 def _rest(seconds: float) -> str:
-    """Instead of waiting for keys where there are none."""
+    """Sleep in place of a wait for keys, where there is no terminal."""
     time.sleep(seconds)
     return ""

@@ -1,4 +1,4 @@
-"""What ``top`` shows of a snapshot, from the top of the screen down: the job, its hosts, stragglers, ranks, events."""
+"""The screen of ``top`` for a snapshot, from the top down: the job, its hosts, stragglers, ranks, events."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _COLUMNS: tuple[tuple[str, int, int, Callable[[Ranks, int], str]], ...] = (
     ("cores", 5, 110, lambda ranks, n: number(ranks.cpu[n])),
     ("memory", 7, 110, lambda ranks, n: size(ranks.memory[n])),
 )
-"""Heading, width, how wide the terminal must be for it, and what stands there."""
+"""Heading, width, least width of the terminal for this column, and its text for a rank."""
 _OF_STEPS = frozenset({"steps", "step", "computing", "waiting"})
 _WITHOUT_STEPS = frozenset({"operations"})
 ENDLESS = 100_000
@@ -55,8 +55,8 @@ class Screen:
     """A snapshot as a renderable.
 
     Args:
-        snapshot: of the job.
-        whole: all hosts and ranks, however many lines that takes.
+        snapshot: the job.
+        whole: show all hosts and ranks, however many lines that takes.
         endless: lines are as long as they need to be, and nothing is shortened; for a console of width ``ENDLESS``.
         first: place of the first rank to be shown in the table.
     """
@@ -94,7 +94,7 @@ class Screen:
 
 
 def order(ranks: Ranks, slow: list[int]) -> list[int]:
-    """Places in ``ranks`` as the table shows them: what needs attention first, then those that others wait for."""
+    """Sort the indices in ``ranks`` for the table: ranks that need attention first, then stragglers."""
     early = {rank: place for place, rank in enumerate(slow)}
     return sorted(
         range(len(ranks.rank)),
@@ -121,7 +121,7 @@ def _job(snapshot: Snapshot) -> list[RenderableType]:
     if job.step_seconds:
         lines.append(
             Text.assemble(
-                f"{duration(job.step_seconds)} a step: ",
+                f"{duration(job.step_seconds)} per step: ",
                 (f"{share(job.computing)} computing", _STYLES["computing"]),
                 "  ",
                 (f"{share(job.waiting)} waiting", _STYLES["waiting"]),
@@ -153,7 +153,7 @@ def _planes(snapshot: Snapshot) -> list[RenderableType]:
 
 
 def _grid(snapshot: Snapshot, shown: int, marks: dict[str, str], width: int | None) -> RenderableType:
-    """A row for each host: what its ranks do, and how the host is."""
+    """Build a row for each host: the states of its ranks, and its load."""
     cells: dict[int, Text] = {}
     ranks = snapshot.ranks
     for place in range(len(ranks.rank)):
@@ -205,8 +205,8 @@ def _stragglers(snapshot: Snapshot) -> list[RenderableType]:
 
 
 def _events(snapshot: Snapshot, ascii_only: bool) -> list[RenderableType]:
-    said = {straggler.rank for straggler in snapshot.stragglers[:_STRAGGLERS]}  # of whom it is said just above
-    events = [event for event in snapshot.events if event.kind != "straggler" or event.rank not in said]
+    shown = {straggler.rank for straggler in snapshot.stragglers[:_STRAGGLERS]}  # just above
+    events = [event for event in snapshot.events if event.kind != "straggler" or event.rank not in shown]
     return [
         Text(
             f"{time.strftime('%H:%M:%S', time.localtime(event.at))}  {in_one_line(event.text)}",
@@ -219,7 +219,7 @@ def _events(snapshot: Snapshot, ascii_only: bool) -> list[RenderableType]:
 
 
 def _ranks(snapshot: Snapshot, first: int, rows: int | None, width: int | None) -> RenderableType:
-    """The table of ranks, from the ``first`` one of its order on. What is narrow leaves columns out."""
+    """Build the table of ranks, from the ``first`` one of its order on. A narrow one has fewer columns."""
     ranks, hosts = snapshot.ranks, snapshot.hosts
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", width=width)
     unwanted = _WITHOUT_STEPS if any(ranks.steps) else _OF_STEPS

@@ -1,4 +1,4 @@
-"""Where ``top`` reads: the HTTP server of a job's launcher, by its Unix socket or by a link to its page."""
+"""Source of what ``top`` shows: the HTTP server of a job's launcher, by its Unix socket or by a link to its page."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hvdgloo._platform.spelling import in_one_line
 from hvdgloo.errors import ConfigError, HvdglooError
 
 PATIENCE = 20.0
-"""Seconds that a launcher may take to answer; the first answer takes it longest, since it imports its server."""
+"""Seconds that a launcher may take to answer; the first answer takes longest, since the launcher imports its server."""
 
 
 _MOST = 64 << 20
-"""Bytes of an answer, which may come from anybody's server: a snapshot of 100,000 ranks has less."""
+"""Most bytes of an answer, which may come from any server: a snapshot of 100,000 ranks is smaller."""
 _MOST_OF_A_TRACE = 4 << 30
 _PIECE = 1 << 20
 _LONGEST_REFUSAL = 500
@@ -43,7 +43,7 @@ class _Traces(msgspec.Struct):
 
 
 class GoneError(HvdglooError):
-    """The job's launcher does not answer any more: most likely the job is over."""
+    """The job's launcher no longer answers: most likely the job is over."""
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -64,8 +64,8 @@ class Source:
 
     Args:
         connect: makes a connection that is not open yet.
-        headers: that let one in.
-        place: path below which it is read.
+        headers: headers that admit this reader.
+        place: path below which the job is read.
     """
 
     def __init__(
@@ -76,19 +76,19 @@ class Source:
         self._place = place
 
     def snapshot(self, *, curves: bool = False) -> bytes:
-        """The job as it is, in JSON.
+        """Return the job's present state as JSON.
 
         Args:
-            curves: whether the job's life is wanted, too.
+            curves: include the curves over the job's life.
 
         Raises:
-            GoneError: nobody answers.
+            GoneError: the launcher does not answer.
             ConfigError: the answer is a refusal.
         """
         return self._request("GET", f"v1/job?curves={int(curves)}")
 
     def link(self) -> str:
-        """A new link to the job's page; raises as ``snapshot`` does."""
+        """Return a new link to the job's page; raises as ``snapshot`` does."""
         return in_one_line(_read(self._request("POST", "v1/links"), _Link).url)
 
     def trace(self, steps: int) -> Trace:
@@ -97,7 +97,7 @@ class Source:
         return _shown(_read(self._request("POST", "v1/traces", order), Trace))
 
     def state_of(self, number: int) -> Trace:
-        """What has become of a trace; raises as ``snapshot`` does."""
+        """Return the state of a trace; raises as ``snapshot`` does."""
         traces = _read(self._request("GET", "v1/traces"), _Traces).traces
         found = [trace for trace in traces if trace.number == number]
         if not found:
@@ -105,7 +105,7 @@ class Source:
         return _shown(found[0])
 
     def traced(self, number: int) -> bytes:
-        """A merged trace; raises as ``snapshot`` does."""
+        """Return a merged trace; raises as ``snapshot`` does."""
         return self._request("GET", f"v1/traces/{number}", most=_MOST_OF_A_TRACE)
 
     def close(self) -> None:
@@ -116,26 +116,26 @@ class Source:
         try:
             self._connection.request(method, self._place + path, body, headers)
             answer = self._connection.getresponse()
-            said = _received(answer, most or _MOST)
+            body = _received(answer, most or _MOST)
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
             raise GoneError(f"the job's launcher does not answer ({_reason(error)}); most likely it is over") from None
         if answer.status >= 300:
-            raise ConfigError(f"the job's launcher refuses: {_refusal(said)}")
-        return said
+            raise ConfigError(f"the job's launcher refuses: {_refusal(body)}")
+        return body
 
 
 def of_job(job: JobFile) -> Source:
-    """Reads a job of this user on this host."""
+    """Return the source of a job of this user on this host."""
     return Source(lambda: UnixConnection(job.unix), {"Authorization": f"Bearer {job.control or job.token}"})
 
 
 def of_link(link: str) -> Source:
-    """Reads a job by a link to its page, which is used up as if a browser had opened it.
+    """Return the source of a job by a link to its page, which is used up as if a browser had opened it.
 
     Raises:
         ConfigError: it is no such link, or was used before.
-        GoneError: nobody answers there.
+        GoneError: no server answers there.
     """
     parts = urlsplit(link)
     if parts.scheme not in ("http", "https") or not parts.netloc or not parts.query.startswith("token="):
@@ -153,15 +153,15 @@ def of_link(link: str) -> Source:
     cookie, _, attributes = answer.headers.get("Set-Cookie", "").partition(";")
     place = next((a.strip()[5:] for a in attributes.split(";") if a.strip().startswith("Path=")), "")
     if answer.status != 200 or not place:
-        raise ConfigError(f"{link}: the link was used before, or is of another job; each works once")
+        raise ConfigError(f"{link}: the link was used before, or belongs to another job; each works once")
     return Source(lambda: kind(parts.netloc, timeout=PATIENCE), {"Cookie": cookie}, place)
 
 
 def decoded(data: bytes) -> Snapshot:
-    """A snapshot from its JSON.
+    """Decode a snapshot from JSON.
 
     Raises:
-        ConfigError: it is of another version of hvdgloo.
+        ConfigError: it comes from another version of hvdgloo.
     """
     if _read(data, _Schema).schema == SCHEMA:
         snapshot = _read(data, Snapshot)
@@ -172,15 +172,15 @@ def decoded(data: bytes) -> Snapshot:
     raise ConfigError(OTHER_VERSION)
 
 
-OTHER_VERSION = "the job runs another version of hvdgloo; use the one that it was started with"
+OTHER_VERSION = "the job runs another version of hvdgloo; use the version that it was started with"
 
 
 def _received(answer: http.client.HTTPResponse, most: int) -> bytes:
-    """All of an answer.
+    """Read all of an answer.
 
     Raises:
         HTTPException: it is longer than ``most``.
-        OSError: nothing came for too long.
+        OSError: nothing arrived in time.
     """
     pieces, left = [], most
     while piece := answer.read(_PIECE):

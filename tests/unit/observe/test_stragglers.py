@@ -6,17 +6,18 @@ import pytest
 
 from hvdgloo._observe.rates import Rates
 from hvdgloo._observe.samples import Gpu, HostSample, Late, Lateness
-from hvdgloo._observe.stragglers import Place, find
+from hvdgloo._observe.stragglers import Candidate, find
 from tests.support.observed import CAUSES, SimulatedJob
 
 
-def places(size: int = 4, *, steps: bool = True, gpu: int = -1, **rates: float) -> dict[int, Place]:
+def candidates(size: int = 4, *, steps: bool = True, gpu: int = -1, **rates: float) -> dict[int, Candidate]:
     """Ranks on two hosts that all do the same."""
     usual = (
         {"steps_per_second": 10.0, "step_seconds": 0.1, "before_first": 0.005, "cpu": 1.0} if steps else {"cpu": 1.0}
     )
     return {
-        rank: Place(rank, f"h{1 + rank * 2 // size}", gpu, Rates(**{**usual, **rates}), steps) for rank in range(size)
+        rank: Candidate(rank, f"h{1 + rank * 2 // size}", gpu, Rates(**{**usual, **rates}), steps)
+        for rank in range(size)
     }
 
 
@@ -35,7 +36,7 @@ def lateness(counts: dict[int, int], seconds: float = 0.014, recent: int = 1000)
 
 
 def test_a_rank_that_is_nearly_always_the_last_is_named_with_what_it_costs() -> None:
-    (straggler,) = find(lateness({3: 920, 0: 40, 1: 40}), places(), hosts())
+    (straggler,) = find(lateness({3: 920, 0: 40, 1: 40}), candidates(), hosts())
 
     assert (straggler.rank, straggler.host, straggler.unit, straggler.of) == (3, "h2", "steps", 1000)
     assert straggler.share == 0.92
@@ -47,7 +48,7 @@ def test_a_rank_that_is_nearly_always_the_last_is_named_with_what_it_costs() -> 
 
 
 def test_where_no_steps_are_counted_operations_are() -> None:
-    (straggler,) = find(lateness({3: 920}), places(steps=False), hosts())
+    (straggler,) = find(lateness({3: 920}), candidates(steps=False), hosts())
 
     assert straggler.unit == "operations"
 
@@ -66,36 +67,36 @@ def test_where_no_steps_are_counted_operations_are() -> None:
     ids=["unknown", "nobody", "by chance", "not worth mentioning", "too early", "may be chance", "no such rank"],
 )
 def test_nobody_is_blamed_without_reason(seen: Lateness | None) -> None:
-    assert find(seen, places(), hosts()) == []
+    assert find(seen, candidates(), hosts()) == []
 
 
 def test_of_two_ranks_one_is_always_the_last_which_says_nothing() -> None:
-    assert find(lateness({0: 520, 1: 480}), places(2), hosts()) == []
-    assert [found.rank for found in find(lateness({0: 50, 1: 950}), places(2), hosts())] == [1]
+    assert find(lateness({0: 520, 1: 480}), candidates(2), hosts()) == []
+    assert [found.rank for found in find(lateness({0: 50, 1: 950}), candidates(2), hosts())] == [1]
 
 
 def test_a_job_of_one_rank_has_no_stragglers() -> None:
-    assert find(lateness({0: 1000}), places(1), hosts()) == []
+    assert find(lateness({0: 1000}), candidates(1), hosts()) == []
 
 
 def test_chance_finds_nobody_among_a_thousand_ranks() -> None:
     counts = {rank: 1 + rank % 2 for rank in range(1024)}
 
-    assert find(lateness(counts, seconds=1.0), places(1024), hosts()) == []
-    assert [found.rank for found in find(lateness({**counts, 512: 60}, 1.0), places(1024), hosts())] == [512]
+    assert find(lateness(counts, seconds=1.0), candidates(1024), hosts()) == []
+    assert [found.rank for found in find(lateness({**counts, 512: 60}, 1.0), candidates(1024), hosts())] == [512]
 
 
 def test_the_costliest_comes_first() -> None:
     seen = lateness({1: 500})
     seen = Lateness(1000, 1000, (), (*seen.ranks, Late(2, 400, 40.0, 400, 40.0)))
 
-    assert [found.rank for found in find(seen, places(), hosts())] == [2, 1]
+    assert [found.rank for found in find(seen, candidates(), hosts())] == [2, 1]
 
 
 def causes_of(of_rank_3: Rates | None = None, **of_h2: float) -> list[str]:
-    ranks = places()
+    ranks = candidates()
     if of_rank_3 is not None:
-        ranks[3] = Place(3, "h2", -1, of_rank_3, True)
+        ranks[3] = Candidate(3, "h2", -1, of_rank_3, True)
     (straggler,) = find(lateness({3: 920}), ranks, hosts(**of_h2))
     if straggler.causes:
         assert straggler.text.endswith(f"each time: {'; '.join(straggler.causes)}.")
@@ -126,13 +127,13 @@ def test_what_is_unusual_about_its_host_is_said(of_h2: dict[str, float], text: s
 
 def test_what_all_hosts_have_in_common_is_no_cause() -> None:
     common = HostSample(at=0.0, cores=16, cpu=0.99, stolen=0.2, throttled=0.3, memory_pressure=0.2)
-    (straggler,) = find(lateness({3: 920}), places(), {"h1": common, "h2": common})
+    (straggler,) = find(lateness({3: 920}), candidates(), {"h1": common, "h2": common})
 
     assert straggler.causes == []
 
 
 def test_on_a_single_host_shares_of_its_time_are_said_without_comparison() -> None:
-    here = {rank: Place(rank, "h1", -1, Rates(step_seconds=0.1), True) for rank in range(4)}
+    here = {rank: Candidate(rank, "h1", -1, Rates(step_seconds=0.1), True) for rank in range(4)}
     (straggler,) = find(lateness({3: 920}), here, {"h1": HostSample(at=0.0, cores=4, cpu=0.99, stolen=0.2)})
 
     assert straggler.causes == ["the hypervisor gives 20 % of h1's processor time to other machines"]
@@ -143,16 +144,16 @@ def test_on_a_single_host_shares_of_its_time_are_said_without_comparison() -> No
     [
         (
             Rates(step_seconds=0.1, before_first=0.08, cpu=1.0),
-            "a step's first tensor comes 80 ms after its begin, on other ranks after 5 ms: "
+            "a step's first tensor is submitted 80 ms after its beginning, on other ranks after 5 ms: "
             "the input pipeline or the forward pass is slower",
         ),
         (
             Rates(step_seconds=0.1, before_first=0.005, cpu=7.9),
-            "its process keeps 7.9 cores busy, those of other ranks 1.0",
+            "its process keeps 7.9 cores busy, other ranks' processes 1.0",
         ),
         (
             Rates(step_seconds=0.1, before_first=0.005, cpu=0.1),
-            "its process keeps only 0.1 cores busy, those of other ranks 1.0: "
+            "its process keeps only 0.1 cores busy, other ranks' processes 1.0: "
             "it waits for something, such as a disk or the network",
         ),
     ],
@@ -172,13 +173,13 @@ def test_a_slower_gpu_is_said_if_it_is_the_same_model_at_work(clock: int, use: f
         "h1": HostSample(at=0.0, cores=8, cpu=0.4, gpus=(Gpu(0, "H100", 0.9, 0, 0, 1980, 1980),)),
         "h2": HostSample(at=0.0, cores=8, cpu=0.4, gpus=(Gpu(0, name, use, 0, 0, clock, 1980),)),
     }
-    (straggler,) = find(lateness({1: 950}), places(2, gpu=0), measured)
+    (straggler,) = find(lateness({1: 950}), candidates(2, gpu=0), measured)
 
-    assert straggler.causes == (["its GPU runs at 900 MHz, those of other ranks at 1,980 MHz"] if said else [])
+    assert straggler.causes == (["its GPU runs at 900 MHz, other ranks' GPUs at 1,980 MHz"] if said else [])
 
 
 def test_nothing_is_said_about_a_host_that_says_nothing() -> None:
-    (straggler,) = find(lateness({3: 920}), places(), {})
+    (straggler,) = find(lateness({3: 920}), candidates(), {})
 
     assert straggler.causes == []
 

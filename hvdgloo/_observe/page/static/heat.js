@@ -49,7 +49,7 @@ class Stragglers {
           : []),
       );
     });
-    if (!items.length) items.push(dom.make("li", { class: "nobody", text: "Nobody stands out." }));
+    if (!items.length) items.push(dom.make("li", { class: "nobody", text: "No rank stands out." }));
     this._list.replaceChildren(...items);
   }
 
@@ -109,14 +109,14 @@ class HeatMap {
     const worst = sums.sort((a, b) => b.sum - a.sum).slice(0, MOST_ROWS);
     this._rows = worst.sort((a, b) => a.rank - b.rank);
     const left = sums.length - this._rows.length;
-    const shown = left > 0 ? `When, by rank (those ${MOST_ROWS} of ${format.count(sums.length)} that cost most)` : "When, by rank";
+    const shown = left > 0 ? `When, by rank (the ${MOST_ROWS} of ${format.count(sums.length)} that cost the most)` : "When, by rank";
     dom.setText(dom.byId("heat-caption"), shown);
     this._figure.classList.toggle("empty", !this._rows.length);
     const height = `${Math.max(5, this._rows.length) * 18 + 40}px`;
     if (this._area.style.height !== height) this._area.style.height = height;
     const worstOf = [...worst].sort((a, b) => b.sum - a.sum)[0];
-    const summary = worstOf ? `rank ${worstOf.rank} cost most, ${format.seconds(worstOf.sum)} in all` : "nobody yet";
-    dom.setAttribute(this._area, "aria-label", `Heat map of who made others wait, by rank and time: ${summary}`);
+    const summary = worstOf ? `rank ${worstOf.rank} cost the most, ${format.seconds(worstOf.sum)} in all` : "none yet";
+    dom.setAttribute(this._area, "aria-label", `Heat map of the time for which each rank made others wait: ${summary}`);
     this._paint();
     if (this._plot) this._plot.setData([heat.at, heat.at.map(() => 0)]);
     else this._make();

@@ -104,7 +104,7 @@ class Output {
     }
     this._newest = lines.length === this._atOnce ? lines.at(-1).number : Math.max(known, lines.at(-1)?.number ?? 0);
     if (this._rows.childElementCount) this._say("");
-    else this._say(this._search.value || this._rank.value ? "No line matches." : "No rank has written anything yet.");
+    else this._say(this._search.value || this._rank.value ? "No line matches." : "No output yet.");
     if (this._follow.checked) this._scrollDown();
     if (this._newest < this._known) this._inTurn(() => this._fetchNew());
   }

@@ -98,7 +98,7 @@ class Grid {
     for (const host of store.hosts) this._setHost(host, shown);
     if (!this._current?.isConnected || this._current.hidden) this._setCurrent(this._visible()[0] ?? null);
     if (this._pointed !== undefined) this._say(this._pointed);
-    else dom.setText(dom.byId("readout"), shown.size ? "Point at a rank to see what it does; choose it to see more." : "No rank matches.");
+    else dom.setText(dom.byId("readout"), shown.size ? "Point at a rank to see what it is doing; select it for details." : "No rank matches.");
   }
 
   _cellOf(row, host) {
@@ -152,7 +152,7 @@ class Grid {
     // What stands in a card is its name, too.
     cell.removeAttribute("aria-label");
     dom.setText(cell.querySelector(".word"), row.state);
-    const step = row.step_seconds ? `${format.seconds(row.step_seconds)} a step` : "";
+    const step = row.step_seconds ? `${format.seconds(row.step_seconds)} per step` : "";
     dom.setText(cell.querySelector(".what"), row.detail || step);
   }
 
@@ -259,7 +259,7 @@ class RankCard {
     this._setSplit(row);
     dom.describe(this._facts, [
       ["steps", format.count(row.steps)],
-      ["a step", format.seconds(row.step_seconds)],
+      ["time per step", format.seconds(row.step_seconds)],
       ...PARTS.map(({ name, label }) => [label, format.share(row[name])]),
       ["before its first operation", format.seconds(row.before_first)],
       ["operations", format.count(row.operations)],

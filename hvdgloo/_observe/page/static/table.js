@@ -33,7 +33,7 @@ const RANK_COLUMNS = [
   { title: "host", value: (row, store) => store.hostOf(row), text: (row, store) => store.hostOf(row) },
   { title: "state", value: (row) => STATES.indexOf(row.state), text: (row) => row.state },
   { title: "steps", value: (row) => row.steps, text: (row) => format.count(row.steps) },
-  { title: "a step", value: (row) => row.step_seconds, text: (row) => format.seconds(row.step_seconds) },
+  { title: "time per step", value: (row) => row.step_seconds, text: (row) => format.seconds(row.step_seconds) },
   { title: "computing", value: (row) => row.computing, text: (row) => format.share(row.computing) },
   { title: "waiting", value: (row) => row.waiting, text: (row) => format.share(row.waiting) },
   { title: "communicating", value: (row) => row.communicating, text: (row) => format.share(row.communicating) },
