@@ -32,7 +32,7 @@ from hvdgloo._net.descriptors import reserve_descriptors
 from hvdgloo.config import parse_endpoint
 from hvdgloo.rendezvous import RendezvousServer, WorkerInfo, generate_secret
 from hvdgloo.rendezvous import _auth as auth
-from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous import _messages as messages
 
 GLOO_VALUE_BYTES = 154
 WORKERS_PER_HOST = 8
@@ -87,11 +87,11 @@ class Job:
         placed = yield from until_there("POST", f"/v1/epochs/0/workers?timeout={POLL:.3f}", body, 202)
         self.registered = time.monotonic()
         if not self.topology:
-            rank, topology = wire.unpack_placed(placed)
+            rank, topology = messages.unpack_placed(placed)
             assert topology.size == size
             assert topology.workers[rank].pid == info.pid
-            self.topology = placed[-len(wire.pack_topology(topology)) :]
-        assert placed == wire.pack_placed(place, self.topology)
+            self.topology = placed[-len(messages.pack_topology(topology)) :]
+        assert placed == messages.pack_placed(place, self.topology)
         yield from self._set(f"0/{place}", bytes([place % 256]) * GLOO_VALUE_BYTES)
         peers = neighbours(place, size)
         values = yield from self._get_many([f"0/{rank}" for rank in peers])
@@ -111,7 +111,7 @@ class Job:
     @staticmethod
     def _get_many(keys: list[str]) -> Generator[Request, Answer, list[bytes]]:
         target = f"/v1/kv/gloo?op=get&timeout={POLL:.3f}"
-        return wire.unpack_values((yield from until_there("POST", target, wire.pack_keys(keys), 404)))
+        return messages.unpack_values((yield from until_there("POST", target, messages.pack_keys(keys), 404)))
 
 
 @dataclass

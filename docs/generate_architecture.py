@@ -61,7 +61,7 @@ BOXES = (
     Box("runner.protocol, network, processes", ("what launcher and agents share",),
         ("runner.protocol", "runner.network", "runner.processes", "as_horovod"), 0.84, 290),
     Box("_observe.page, _observe.top", ("a job's live page, report,", "and terminal view"),
-        ("_observe.page", "_observe.top", "rendezvous._shown", "rendezvous._watch"), 0.53, 210),
+        ("_observe.page", "_observe.top", "rendezvous._job_observer", "rendezvous._console"), 0.53, 210),
     Box("rendezvous", ("where workers meet: ranks, keys,", "epochs of elastic jobs"), ("rendezvous*",), 0.66, 230),
     Box("_observe", ("counters, samples,", "stragglers"), ("_observe",), 0.42),
 )  # fmt: skip

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hvdgloo.rendezvous._auth import SEAL_BYTES, generate_secret, seal, unseal
     from hvdgloo.rendezvous._client.client import HttpStore, Registration, RendezvousClient
     from hvdgloo.rendezvous._client.elastic import Alone, ElasticClient, News, Placement
-    from hvdgloo.rendezvous._identity import host_identity
+    from hvdgloo.rendezvous._host_identity import host_identity
     from hvdgloo.rendezvous._server.server import RendezvousServer
     from hvdgloo.rendezvous._store import MemoryStore, Store
     from hvdgloo.rendezvous._worker_info import WorkerInfo
@@ -22,7 +22,7 @@ _PLACES = {
     "_auth": ("SEAL_BYTES", "generate_secret", "seal", "unseal"),
     "_client.client": ("HttpStore", "Registration", "RendezvousClient"),
     "_client.elastic": ("Alone", "ElasticClient", "News", "Placement"),
-    "_identity": ("host_identity",),
+    "_host_identity": ("host_identity",),
     "_worker_info": ("WorkerInfo",),
     "_server.server": ("RendezvousServer",),
     "_store": ("MemoryStore", "Store"),

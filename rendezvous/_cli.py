@@ -32,15 +32,15 @@ from hvdgloo._platform.spelling import suggestions
 from hvdgloo.config import Config, format_endpoint, parse_listener, parse_value, read_secret_file, settings
 from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.rendezvous._auth import generate_secret, status_token
+from hvdgloo.rendezvous._console import PROGRAM, complain, say, watch_elastic, watch_fixed
 from hvdgloo.rendezvous._elastic.events import Action, Join, Rules
 from hvdgloo.rendezvous._elastic.job import RETURN_TIME
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.rendezvous._server.server import RendezvousServer
-from hvdgloo.rendezvous._watch import PROGRAM, complain, say, watch_elastic, watch_fixed
 from hvdgloo.version import __version__
 
 if TYPE_CHECKING:  # a server without a page does not need it
-    from hvdgloo.rendezvous._shown import Shown
+    from hvdgloo.rendezvous._job_observer import JobObserver
 
 _TLS = ("tls", "tls_cert", "tls_key", "tls_ca")  # settings that are options here, too
 
@@ -92,13 +92,13 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
     actions: queue.SimpleQueue[Action] = queue.SimpleQueue()
     elastic = None if options.rules is None else ElasticEpochs(options.rules, act=actions.put, hold=RETURN_TIME)
     tls = None if options.tls_files is None else Tls(*options.tls_files)
-    shown = None
+    observer = None
     if options.page is not None:
-        from hvdgloo.rendezvous._shown import Shown
+        from hvdgloo.rendezvous._job_observer import JobObserver
 
         where, its_port = options.page
         title = f"{PROGRAM}, {_workers(options)}"
-        shown = Shown(title, secret=secret, address=where, port=its_port, rules=options.rules, tls=tls)
+        observer = JobObserver(title, secret=secret, address=where, port=its_port, rules=options.rules, tls=tls)
     server = RendezvousServer(
         secret=secret,
         size=options.np if elastic is None else None,
@@ -108,19 +108,19 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
         port_range=options.port_range,
         start_timeout=options.start_timeout or Config.start_timeout,
         tls=tls,
-        observed=None if shown is None else shown.observed,
-        page=None if shown is None else shown.link,
+        observed=None if observer is None else observer.observed,
+        page=None if observer is None else observer.link,
     )
-    if shown is not None:
-        stack.enter_context(shown)
+    if observer is not None:
+        stack.enter_context(observer)
     stack.enter_context(server)
-    _announce(server, options, secret_place, shown)
+    _announce(server, options, secret_place, observer)
     if elastic is None:
-        status = watch_fixed(server, options.once, shown)
+        status = watch_fixed(server, options.once, observer)
     else:
-        status = watch_elastic(server, actions, options.once, shown)
-    if shown is not None:
-        shown.ended(status, server.last_failure)
+        status = watch_elastic(server, actions, options.once, observer)
+    if observer is not None:
+        observer.ended(status, server.last_failure)
     return status
 
 
@@ -383,7 +383,9 @@ def _write_secret(path: str) -> bytes:
 # What it prints.
 
 
-def _announce(server: RendezvousServer, options: argparse.Namespace, secret_place: str, shown: Shown | None) -> None:
+def _announce(
+    server: RendezvousServer, options: argparse.Namespace, secret_place: str, observer: JobObserver | None
+) -> None:
     endpoints = [reachable for endpoint in server.endpoints for reachable in _reachable(endpoint)]
     secret = f"HVDGLOO_SECRET_FILE={secret_place}" if secret_place else "HVDGLOO_SECRET, as this process has it"
     say(f"{PROGRAM} {__version__} waits for {_workers(options)} on {', '.join(endpoints)}")
@@ -400,10 +402,10 @@ def _announce(server: RendezvousServer, options: argparse.Namespace, secret_plac
     scheme = "http" if options.tls_files is None else "https"
     where = f"{scheme}://{endpoints[0]}/"
     password = f"(password: {how}{f' --secret-file {secret_place}' if secret_place else ''})"
-    if shown is None:
+    if observer is None:
         say(f"State: {where}v1/status {password}")
     else:
-        say(f"Page: {shown.link()}")
+        say(f"Page: {observer.link()}")
         say(f"That link works for one browser; others find the page by {where} {password}")
 
 

@@ -26,7 +26,7 @@ class WorkerInfo:
         rank: its rank, if a launcher gave it one.
         index: its place among workers without a launcher, e.g. a Kubernetes job's completion index.
         host_name: for messages.
-        host_identity: see ``hvdgloo.rendezvous._identity``.
+        host_identity: see ``hvdgloo.rendezvous._host_identity``.
         address: IP address at which other workers reach it.
         port: that of its control listener; 0 if it has none.
         pid: its process id.

@@ -8,7 +8,7 @@ import tempfile
 from typing import IO, Any
 
 from hvdgloo.errors import JobFailedError, RemoteTraceback
-from hvdgloo.runner.report import Report
+from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.worker import function_task
 
 
@@ -39,7 +39,7 @@ class ResultFiles:
             self._files[number] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._files[number].write(data)
 
-    def outcome(self, report: Report, rank: int) -> function_task.TaskResult | None:
+    def outcome(self, report: LaunchResult, rank: int) -> function_task.TaskResult | None:
         """Return the result of the worker that had this rank in the end; None if it ended before it could write one."""
         name = function_task.name_of(rank, report.workers[rank] if report.workers else None)
         file = self._files.pop(report.numbers[rank], None)
@@ -50,7 +50,7 @@ class ResultFiles:
             return function_task.unpack_outcome(file.read(), name, self._secret)
 
 
-def conclude(report: Report, results: ResultFiles) -> list[Any]:
+def conclude(report: LaunchResult, results: ResultFiles) -> list[Any]:
     """Return the function's results, in the order of ranks.
 
     Raises:
@@ -76,7 +76,7 @@ def conclude(report: Report, results: ResultFiles) -> list[Any]:
     return values
 
 
-def _failure(report: Report, results: ResultFiles) -> BaseException:
+def _failure(report: LaunchResult, results: ResultFiles) -> BaseException:
     """Return the exception that represents the job's failure: the first failed worker's own, if it left one."""
     first = report.outcome.first
     if first is None or first.rank is None:

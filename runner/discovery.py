@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from hvdgloo._net import ports
 from hvdgloo.errors import ConfigError, LaunchError
-from hvdgloo.rendezvous._identity import host_identity
+from hvdgloo.rendezvous._host_identity import host_identity
 from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.runner.network import addressing, interfaces, probe
 from hvdgloo.runner.network.addressing import Placement, Reports, Server

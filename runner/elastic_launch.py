@@ -21,9 +21,9 @@ from hvdgloo._net.tls import Tls
 from hvdgloo.config import parse_endpoint
 from hvdgloo.errors import JobFailedError
 from hvdgloo.rendezvous import RendezvousServer
+from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
-from hvdgloo.rendezvous._elastic.roster import Roster
-from hvdgloo.rendezvous._identity import host_name
+from hvdgloo.rendezvous._host_identity import host_name
 from hvdgloo.runner.admission import Admission, launcher_addresses
 from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.startup_view import StartDisplay
@@ -33,22 +33,24 @@ from hvdgloo.runner.job.advice import advise_on_signal
 from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
 from hvdgloo.runner.job.outcome import Failure, as_shown
 from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry, LaunchSpec, Slot
+from hvdgloo.runner.job_console import expect, open_console
+from hvdgloo.runner.launch_observer import LaunchObserver
+from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.left_behind import with_files
-from hvdgloo.runner.observer import Observer, Surroundings, expect, open_console
+from hvdgloo.runner.observing.job_observer import progress_display
 from hvdgloo.runner.protocol.frames import Spawn
 from hvdgloo.runner.provisions import advice_for, base_environment, check_outputs, command_on, limits_there, required_on
 from hvdgloo.runner.rendezvous_host import InLauncher
-from hvdgloo.runner.report import Report
-from hvdgloo.runner.show.showing import progress_display
 from hvdgloo.runner.signals import ENDING, passed_on
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
+from hvdgloo.runner.surroundings import Surroundings
 from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.select import AnyHostSpawner, hosts_here
 from hvdgloo.topology import places
 
 
-def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings) -> Report:
+def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings) -> LaunchResult:
     """Run an elastic job; see ``launch``.
 
     Raises:
@@ -69,7 +71,7 @@ def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings)
         expect(console, spec, elastic.rules.largest or elastic.rules.size)
         hosts: list[HostState] = []
         display = StartDisplay(hosts, console, environ=spec.environ, verbose=spec.verbose)
-        observer = Observer(console, display, around.results, around.showing)
+        observer = LaunchObserver(console, display, around.results, around.job_observer)
         supervisor = ElasticSupervisor(
             spec,
             chosen,
@@ -81,9 +83,9 @@ def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings)
             ranks=ranks,
         )
         supervisor.on_start = display.close
-        around.showing.attend(supervisor)
+        around.job_observer.attend(supervisor)
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
-        running = observer.running(progress_display(spec, around.showing, console))
+        running = observer.running(progress_display(spec, around.job_observer, console))
         notes = around.outside(supervisor.fail_soon)
         with passed_on(around.signals, supervisor.interrupt) as signal_came, supervisor, display, running, notes:
             driver = ElasticDriver(
@@ -257,7 +259,7 @@ class _Giver:
         self._admission = admission
         self._port = port
         self._job_id = job_id
-        self._plan: Roster | None = None
+        self._plan: Assignment | None = None
         self._slots: tuple[Slot, ...] = ()
 
     def environment(self, visit: Visit) -> Mapping[str, str]:
@@ -301,34 +303,34 @@ class _Giver:
         assert visit.link is not None
         return visit.link.host
 
-    def _master(self, plan: Roster) -> tuple[str, int] | None:
+    def _master(self, plan: Assignment) -> tuple[str, int] | None:
         """Return an address and a free port of rank 0's host, if that host has been admitted; once all workers are
         together, they are known in any case."""
-        visit = self._supervisor.visit(plan.seats[0].host)
+        visit = self._supervisor.visit(plan.members[0].host)
         if visit is None or not visit.admitted:
             return None
         return self._admission.reached(visit).address.address, visit.hello.port
 
 
-def _slots(roster: Roster) -> tuple[Slot, ...]:
+def _slots(assignment: Assignment) -> tuple[Slot, ...]:
     """Return the places of an epoch's members, by rank."""
-    numbers = {name: number for number, (name, _) in enumerate(roster.slots)}
-    found = places([(numbers[seat.home], seat.local_rank) for seat in roster.seats])
+    numbers = {name: number for number, (name, _) in enumerate(assignment.slots)}
+    found = places([(numbers[member.home], member.local_rank) for member in assignment.members])
     return tuple(
         Slot(
             rank=rank,
-            size=roster.size,
+            size=assignment.size,
             host=place.host,
             node=place.host,
-            nodes=len(roster.slots),
-            hostname=seat.home,
+            nodes=len(assignment.slots),
+            hostname=member.home,
             local_rank=place.local_rank,
             local_size=place.local_size,
             cross_rank=place.cross_rank,
             cross_size=place.cross_size,
-            agent=seat.host,
+            agent=member.host,
         )
-        for rank, (seat, place) in enumerate(zip(roster.seats, found, strict=True))
+        for rank, (member, place) in enumerate(zip(assignment.members, found, strict=True))
     )
 
 
@@ -340,22 +342,22 @@ def _report(
     outcome: ElasticOutcome | None,
     console: Console,
     entry: Callable[[str], HostEntry],
-) -> Report:
+) -> LaunchResult:
     # Workers that do not call hvd.init() come to no epoch, and yet end well.
-    last = driver.changes[-1][1].roster if driver.changes else driver.epochs.roster
+    last = driver.changes[-1][1].assignment if driver.changes else driver.epochs.assignment
     # Workers that the job had no time to request from the supervisor have no number.
-    workers = [supervisor.workers.get(seat.worker, -1) for seat in last.seats]
+    workers = [supervisor.workers.get(member.worker, -1) for member in last.members]
     statuses = supervisor.survivors.statuses
     supervisor.outcome.statuses = {rank: statuses.get(number) for rank, number in enumerate(workers)}
-    report = Report(
+    report = LaunchResult(
         supervisor.outcome,
         _slots(last),
         numbers=tuple(workers),
-        workers=tuple(seat.worker for seat in last.seats),
+        workers=tuple(member.worker for member in last.members),
         changes=tuple(driver.changes),
         why_over=outcome.ended.text if outcome is not None else "",
     )
-    away = [seat.host for seat in last.seats[:1] if not spawner.is_local(entry(seat.host))]
+    away = [member.host for member in last.members[:1] if not spawner.is_local(entry(member.host))]
     report = with_files(report, spec, console, elsewhere="".join(away))
     first = supervisor.outcome.first
     if first is None:
@@ -366,7 +368,7 @@ def _report(
         return replace(report, advice=advise_on_signal(first.reason))
     shown = console.shown_with(number)
     if shown in workers:
-        hosts = {rank: seat.host for rank, seat in enumerate(last.seats)}
+        hosts = {rank: member.host for rank, member in enumerate(last.members)}
         alike = as_shown(first, supervisor.outcome, hosts, lambda _: workers.index(shown))
         if alike != first:
             supervisor.outcome.first, first, number = alike, alike, shown

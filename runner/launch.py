@@ -25,20 +25,22 @@ from hvdgloo.runner.job.command import interface_variables, thread_defaults, wor
 from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
 from hvdgloo.runner.job.outcome import JobOutcome, as_shown, blame
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
+from hvdgloo.runner.job_console import expect, open_console
+from hvdgloo.runner.launch_observer import LaunchObserver
+from hvdgloo.runner.launch_result import LaunchResult, Restart, first_line, history
 from hvdgloo.runner.left_behind import with_files
 from hvdgloo.runner.network.addressing import Placement, Server
 from hvdgloo.runner.network.interfaces import Address
-from hvdgloo.runner.observer import Observer, Results, Surroundings, expect, open_console
+from hvdgloo.runner.observing.job_observer import JobObserver, progress_display
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Spawn
 from hvdgloo.runner.provisions import advice_for, base_environment, check_outputs, command_on, limits_there, required_on
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
-from hvdgloo.runner.report import Report, Restart, first_line, history
-from hvdgloo.runner.show.showing import Showing, progress_display
 from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, Interrupts, Outside, nobody, passed_on
 from hvdgloo.runner.supervise.audience import Seat
 from hvdgloo.runner.supervise.init_watch import InitWatch
 from hvdgloo.runner.supervise.startup import check_machines
 from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
+from hvdgloo.runner.surroundings import Results, Surroundings
 from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.select import choose_spawner
 
@@ -55,7 +57,7 @@ def launch(
     spawner: Spawner | None = None,
     fork: bool = False,
     outside: Outside | None = None,
-) -> Report:
+) -> LaunchResult:
     """Run the job that ``spec`` describes, and return when nothing of it is left.
 
     Args:
@@ -79,11 +81,11 @@ def launch(
         stderr.flush()
 
     terminal = spec.views.progress and not (quiet or spec.verbose) and is_terminal(stderr)
-    showing = Showing(spec, say=say, progress=terminal)
+    job_observer = JobObserver(spec, say=say, progress=terminal)
     raise_again()  # there is something to be cleaned up from now on
-    with showing:
+    with job_observer:
         around = Surroundings(
-            stdout, stderr, quiet, news, tuple(signals), results, spawner, fork, outside or nobody, showing
+            stdout, stderr, quiet, news, tuple(signals), results, spawner, fork, outside or nobody, job_observer
         )
         if spec.elastic is None:
             report = _launch_fixed(spec, around)
@@ -92,12 +94,12 @@ def launch(
             from hvdgloo.runner.elastic_launch import launch_elastic
 
             report = launch_elastic(spec, spec.elastic, around)
-        showing.conclude(report.outcome, report.headline())
-        files = (*report.files, *(f"the report is in {path}" for path in showing.written[:1]))
-        return replace(report, files=files, unwritten=(*report.unwritten, *showing.unwritten))
+        job_observer.conclude(report.outcome, report.headline())
+        files = (*report.files, *(f"the report is in {path}" for path in job_observer.written[:1]))
+        return replace(report, files=files, unwritten=(*report.unwritten, *job_observer.unwritten))
 
 
-def _launch_fixed(spec: LaunchSpec, around: Surroundings) -> Report:
+def _launch_fixed(spec: LaunchSpec, around: Surroundings) -> LaunchResult:
     """Run a job of a fixed size, and restart it after failures, as often as allowed; see ``launch``."""
     restarts: list[Restart] = []
     failed = ""
@@ -131,7 +133,7 @@ def _attempt(
     number: int,
     interrupts: Interrupts,
     signal_came: Callable[[], bool],
-) -> Report:
+) -> LaunchResult:
     """Start all workers, and wait for their end. Arguments that are not described here are as for ``launch``.
 
     Args:
@@ -151,15 +153,15 @@ def _attempt(
     check_outputs(spec, spawner, hosts)
     if spec.network.tls is not None:
         Tls(*spec.network.tls).check_listener()  # the rendezvous server is opened only when all agents are there
-    showing = around.showing
+    job_observer = around.job_observer
     with open_console(spec, around) as console:
         if number:
             console.news(f"{failed}\nrestart {number} of {spec.max_restarts}: all workers are started again")
         states = host_states(hosts, spec)
         display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose)
-        observer = Observer(console, display, around.results, showing)
+        observer = LaunchObserver(console, display, around.results, job_observer)
         supervisor = Supervisor(spec, spawner, states, job_id, observer)
-        showing.attend(supervisor, f"restart {number}: {first_line(failed)}" if number else "")
+        job_observer.attend(supervisor, f"restart {number}: {first_line(failed)}" if number else "")
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
         with interrupts.passed_to(supervisor.interrupt), supervisor, around.outside(supervisor.fail_soon):
             with display:
@@ -188,9 +190,9 @@ def _attempt(
                 rendezvous.serve()
                 if spec.stdin_rank is not None:
                     _feed_stdin(supervisor, spec.stdin_rank)
-                showing.placed(0, [Seat(slot.rank, slot.rank, slot.agent, slot.local_rank) for slot in slots])
+                job_observer.placed(0, [Seat(slot.rank, slot.rank, slot.agent, slot.local_rank) for slot in slots])
                 init = _init_watch(spec, slots, rendezvous)
-                progress = observer.running(progress_display(spec, showing, console))
+                progress = observer.running(progress_display(spec, job_observer, console))
                 with _init_display(spec, init, console) as observer.display, progress:
                     outcome = supervisor.supervise(init)
             console.finish()
@@ -205,13 +207,13 @@ def _report(
     slots: tuple[Slot, ...],
     outcome: JobOutcome,
     console: Console,
-) -> Report:
+) -> LaunchResult:
     names = {slot.rank: slot.agent for slot in slots}
     first = blame(outcome, names, console.cause)
     if first is not None:
         first = as_shown(first, outcome, names, console.shown_with)
     outcome.first = first
-    report = Report(outcome, slots, numbers=tuple(range(len(slots))))
+    report = LaunchResult(outcome, slots, numbers=tuple(range(len(slots))))
     elsewhere = "" if spawner.is_local(hosts[0]) else hosts[0].name
     report = with_files(report, spec, console, elsewhere=elsewhere)
     if first is None:

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from hvdgloo.runner.console.console import Console
 from hvdgloo.runner.job.spec import LaunchSpec
-from hvdgloo.runner.report import Report
+from hvdgloo.runner.launch_result import LaunchResult
 
 _CLOCKS = 5.0  # seconds by which a file server's clock may differ from ours
 
 
-def with_files(report: Report, spec: LaunchSpec, console: Console, *, elsewhere: str) -> Report:
+def with_files(report: LaunchResult, spec: LaunchSpec, console: Console, *, elsewhere: str) -> LaunchResult:
     """Add the files other than the page's to a report.
 
     Args:

@@ -14,10 +14,10 @@ from typing import Protocol
 from hvdgloo._net.tls import Tls
 from hvdgloo.config import parse_endpoint
 from hvdgloo.errors import LaunchError
-from hvdgloo.rendezvous._beside import Arrived, Listening, ServerFailed, ServerRequest
-from hvdgloo.rendezvous._identity import host_name
+from hvdgloo.rendezvous._host_identity import host_name
 from hvdgloo.rendezvous._server.server import RendezvousServer
 from hvdgloo.rendezvous._server.sidecar import arrivals
+from hvdgloo.rendezvous._sidecar import Arrived, Listening, ServerFailed, ServerRequest
 from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.network.addressing import Placement, Server

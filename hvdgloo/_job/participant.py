@@ -25,7 +25,7 @@ from hvdgloo._platform.spelling import followed_by
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, InvalidArgumentError, RendezvousError
 from hvdgloo.rendezvous import RendezvousClient, WorkerInfo, host_identity
-from hvdgloo.rendezvous._identity import host_name
+from hvdgloo.rendezvous._host_identity import host_name
 from hvdgloo.topology import Topology
 
 if TYPE_CHECKING:

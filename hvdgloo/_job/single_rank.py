@@ -18,7 +18,7 @@ from hvdgloo._job.settings import engine_settings
 from hvdgloo._observe.counters import Counters
 from hvdgloo.config import Config
 from hvdgloo.rendezvous import MemoryStore
-from hvdgloo.rendezvous._identity import host_name
+from hvdgloo.rendezvous._host_identity import host_name
 from hvdgloo.topology import Topology
 from hvdgloo.types import Buffer, TensorSpec
 

@@ -41,7 +41,7 @@ from hvdgloo.errors import (
     RendezvousTimeoutError,
 )
 from hvdgloo.rendezvous import _auth as auth
-from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous import _messages as messages
 from hvdgloo.rendezvous._client.connection import HttpConnection, NotHttpError
 from hvdgloo.rendezvous._store import MAX_SCOPE_BYTES, check_key, describe_keys
 from hvdgloo.rendezvous._worker_info import WorkerInfo
@@ -163,7 +163,7 @@ class RendezvousClient:
                     "at what the missing workers printed; if they only need longer, raise the start timeout",
                 )
         try:
-            return Registration(*wire.unpack_placed(answer.body))
+            return Registration(*messages.unpack_placed(answer.body))
         except ValueError as error:
             raise RendezvousError(
                 f"rendezvous server {self.server}, /v1/epochs/{epoch}/workers: {error} (check that hvdgloo of the same "
@@ -584,7 +584,7 @@ class HttpStore:
         for key in items:
             check_key(key)
         if items:
-            self._client._call("POST", f"{self._path}?op=set", wire.pack_items(items), self._seconds(timeout))
+            self._client._call("POST", f"{self._path}?op=set", messages.pack_items(items), self._seconds(timeout))
 
     def get(self, key: str, *, timeout: float | None = None) -> bytes:
         """The value of ``key``, as soon as it is there.
@@ -607,10 +607,10 @@ class HttpStore:
         if not keys:
             return []
         seconds = self._seconds(timeout)
-        answer = self._client._wait("POST", self._path, wire.pack_keys(keys), seconds, pending=404, query="op=get&")
+        answer = self._client._wait("POST", self._path, messages.pack_keys(keys), seconds, pending=404, query="op=get&")
         if answer.status == 404:
             raise self._missing(list(answer.details.get("missing", keys)), seconds)
-        values = wire.unpack_values(answer.body)
+        values = messages.unpack_values(answer.body)
         if len(values) != len(keys):
             raise RendezvousError(
                 f"rendezvous server {self._client.server} gave {len(values)} values for {len(keys)} keys",

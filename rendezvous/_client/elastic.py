@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import msgspec
 
 from hvdgloo.errors import DismissedError, RendezvousError, RendezvousTimeoutError
-from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous import _messages as messages
 from hvdgloo.rendezvous._client.client import RendezvousClient, _Answer
-from hvdgloo.rendezvous._elastic import wire as elastic
-from hvdgloo.rendezvous._elastic.wire import Alone, News, What
+from hvdgloo.rendezvous._elastic import messages as elastic
+from hvdgloo.rendezvous._elastic.messages import Alone, News, Progress
 from hvdgloo.rendezvous._store import epoch_scope
 from hvdgloo.rendezvous._worker_info import WorkerInfo
 from hvdgloo.topology import Topology
@@ -58,7 +58,7 @@ class ElasticClient:
         self._client = client
         self._patience = patience
         self.worker = worker
-        self._place: elastic.Place | None = None
+        self._current: elastic.CurrentEpoch | None = None
 
     def next_epoch(
         self,
@@ -95,11 +95,11 @@ class ElasticClient:
             RendezvousTimeoutError: there was no epoch within ``timeout``.
             RendezvousError: the server cannot be reached.
         """
-        self._place = None  # until the answer: where it was, the question says
+        self._current = None  # until the answer: where it was, the question says
         said = digest[:4096], error[:4096], list(accused), stood
-        ask = elastic.Ask(self.worker, after, ready, serial, *said, info.to_dict())
+        ask = elastic.Register(self.worker, after, ready, serial, *said, info.to_dict())
         route = "/v1/elastic/next"
-        answer = self._wait(route, elastic.ASK.encode(ask), timeout)
+        answer = self._wait(route, elastic.REGISTER.encode(ask), timeout)
         if answer.status == 202:
             raise RendezvousTimeoutError(
                 f"rendezvous server {self._client.server}: no epoch after {after} within {timeout:g} s; "
@@ -108,13 +108,13 @@ class ElasticClient:
                 route=route,
             )
         try:
-            decoded = elastic.ANSWER.decode(answer.body)
-            if isinstance(decoded, elastic.Seated):
-                topology = wire.unpack_topology(decoded.topology)
+            decoded = elastic.REPLY.decode(answer.body)
+            if isinstance(decoded, elastic.Formed):
+                topology = messages.unpack_topology(decoded.topology)
                 if max(decoded.rank, decoded.root) >= topology.size:
                     raise ValueError(f"rank {decoded.rank} or {decoded.root} is none of the topology's {topology.size}")
                 placement = Placement(decoded.rank, topology, decoded.root, decoded.everyone, frozenset(decoded.new))
-                self._place = elastic.Place(topology.epoch, decoded.rank, topology.size, False, info.to_dict())
+                self._current = elastic.CurrentEpoch(topology.epoch, decoded.rank, topology.size, False, info.to_dict())
                 return placement
         except ValueError as error_:
             raise RendezvousError(
@@ -123,27 +123,27 @@ class ElasticClient:
                 server=self._client.server,
                 route=route,
             ) from error_
-        if isinstance(decoded, elastic.Dropped):
+        if isinstance(decoded, elastic.Dismissed):
             raise DismissedError(decoded.reason, fate=decoded.fate)
         return decoded
 
     def up(self, epoch: int) -> None:
         """This worker is connected with all other members of the epoch. Raises RendezvousError."""
-        self._report(What.UP, epoch, self._patience)
+        self._report(Progress.UP, epoch, self._patience)
 
     def synced(self, epoch: int) -> None:
         """This worker is in ``elastic.run``, and has the state of the epoch. Raises RendezvousError."""
-        if self._place is not None:
-            self._place = msgspec.structs.replace(self._place, synced=True)
-        self._report(What.SYNCED, epoch, self._patience)
+        if self._current is not None:
+            self._current = msgspec.structs.replace(self._current, synced=True)
+        self._report(Progress.SYNCED, epoch, self._patience)
 
     def finished(self) -> None:
         """This worker's training has come to its end: there will be no further epoch. Raises RendezvousError."""
-        self._report(What.FINISHED, -1, _REPORT_SECONDS)
+        self._report(Progress.FINISHED, -1, _REPORT_SECONDS)
 
     def leaving(self) -> None:
         """This worker will not be there much longer, and wants to leave at the next commit. Raises RendezvousError."""
-        self._report(What.LEAVING, -1, _REPORT_SECONDS)
+        self._report(Progress.LEAVING, -1, _REPORT_SECONDS)
 
     @staticmethod
     def scope(epoch: int) -> str:
@@ -168,17 +168,17 @@ class ElasticClient:
             left = max(0.0, deadline - time.monotonic())
             answer = self._wait(
                 "/v1/elastic/news",
-                lambda: elastic.LISTEN.encode(elastic.Listen(self.worker, since, self._place)),
+                lambda: elastic.LISTEN.encode(elastic.Listen(self.worker, since, self._current)),
                 left,
             )
             news = elastic.NEWS.decode(answer.body)
             if news.number != since or time.monotonic() >= deadline - 0.001:
                 return news
 
-    def _report(self, what: What, epoch: int, timeout: float) -> None:
+    def _report(self, what: Progress, epoch: int, timeout: float) -> None:
         self._wait(
             "/v1/elastic/reports",
-            lambda: elastic.REPORT.encode(elastic.Report(self.worker, what, epoch, self._place)),
+            lambda: elastic.REPORT.encode(elastic.Report(self.worker, what, epoch, self._current)),
             timeout,
         )
 

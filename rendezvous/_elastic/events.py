@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.rendezvous._elastic.roster import Roster
+from hvdgloo.rendezvous._elastic.assignment import Assignment
 
 SHORTEST_COOLDOWN, LONGEST_COOLDOWN = 1.0, 3600.0
 
@@ -33,7 +33,7 @@ class Rules:
         size: slots, or workers without a launcher, that must be there before the job starts.
         smallest, largest: fewer workers than this wait for others; more slots than this stay unused.
         elastic_timeout: how long to wait for ``smallest`` workers, or for those that do not come back.
-        start_timeout: how long to wait for a further worker of a roster.
+        start_timeout: how long to wait for a further worker of a assignment.
         connect_timeout: how long the workers of a new epoch may take to connect with each other.
         reset_limit: how often workers may form anew; None for any number of times.
         failures_per_host: a host is left out at this failure of a worker there.
@@ -253,7 +253,7 @@ class Spawn(Action):
     worker: str
     host: str
     slot: int
-    plan: Roster
+    plan: Assignment
 
 
 @dataclass(frozen=True)
@@ -266,18 +266,18 @@ class Stop(Action):
 
 @dataclass(frozen=True)
 class Formed(Action):
-    """The answer to every member of the roster. ``again``: only to this one, which has missed it."""
+    """The answer to every member of the assignment. ``again``: only to this one, which has missed it."""
 
-    roster: Roster
+    assignment: Assignment
     again: str = ""
 
 
 @dataclass(frozen=True)
-class Welcome(Action):
+class Alone(Action):
     """The answer to a newcomer that is not ready: go on alone. ``plan`` has the place that it will probably get."""
 
     worker: str
-    plan: Roster
+    plan: Assignment
 
 
 class Fate(enum.Enum):
@@ -341,13 +341,13 @@ class Changed(Action):
     """Workers are in training (again), for the summary.
 
     Attributes:
-        roster: the new one.
+        assignment: the new one.
         why: what ended the epoch before; empty for the first.
         stood: seconds for which nobody was in training: since the first worker that came back had to wait, or since it
             was known that the epoch was over, whichever was earlier.
     """
 
-    roster: Roster
+    assignment: Assignment
     why: str
     stood: float
 

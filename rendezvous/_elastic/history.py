@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Changed
-from hvdgloo.rendezvous._elastic.roster import Roster
 
 MOST = 20
 """Changes that the summary lists; of more, the last ones."""
@@ -23,8 +23,8 @@ def describe_change(change: Changed, before: Changed) -> str:
 
 def describe_survivors(change: Changed, before: Changed) -> str:
     """The same without the reason: ``3 of 4 workers went on after 0.4 s``."""
-    size, old = change.roster.size, before.roster.size
-    new = len(change.roster.fresh)
+    size, old = change.assignment.size, before.assignment.size
+    new = len(change.assignment.fresh)
     went_on = size - new
     if went_on == old:
         text = f"{_workers(old)} went on" if new else "all workers went on" if old > 1 else "the worker went on"
@@ -37,11 +37,11 @@ def describe_survivors(change: Changed, before: Changed) -> str:
     return f"{text} after {change.stood:.1f} s"
 
 
-def describe_epoch(roster: Roster) -> str:
+def describe_epoch(assignment: Assignment) -> str:
     """Who is in training: ``epoch 1: 3 workers are in training (h1: ranks 0-1, h2: rank 2)``."""
-    some = "1 worker is" if roster.size == 1 else f"{roster.size} workers are"
-    ranks = ranks_by_host((seat.host_name, rank) for rank, seat in enumerate(roster.seats))
-    return f"epoch {roster.epoch}: {some} in training ({ranks})"
+    some = "1 worker is" if assignment.size == 1 else f"{assignment.size} workers are"
+    ranks = ranks_by_host((member.host_name, rank) for rank, member in enumerate(assignment.members))
+    return f"epoch {assignment.epoch}: {some} in training ({ranks})"
 
 
 def ranks_by_host(places: Iterable[tuple[str, int]]) -> str:
@@ -84,7 +84,10 @@ def summarize(changes: Sequence[tuple[float, Changed]]) -> str:
 def _reason(change: Changed, before: Changed) -> str:
     if change.why:
         return change.why
-    hosts, old = ({seat.host: seat.host_name or seat.host for seat in each.roster.seats} for each in (change, before))
+    hosts, old = (
+        {member.host: member.host_name or member.host for member in each.assignment.members}
+        for each in (change, before)
+    )
     gone = [name for host, name in old.items() if host not in hosts]
     came = [name for host, name in hosts.items() if host not in old]
     parts = []
@@ -92,8 +95,8 @@ def _reason(change: Changed, before: Changed) -> str:
         parts.append(f"{_hosts(gone)} removed")
     if came:
         parts.append(f"{_hosts(came)} added")
-    if not parts and change.roster.fresh:
-        parts.append("a new worker was ready" if len(change.roster.fresh) == 1 else "new workers were ready")
+    if not parts and change.assignment.fresh:
+        parts.append("a new worker was ready" if len(change.assignment.fresh) == 1 else "new workers were ready")
     return " and ".join(parts) or "the slots of the hosts have changed"
 
 

@@ -29,10 +29,11 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from hvdgloo.rendezvous._elastic.crew import NOBODY, Crew, listed
+from hvdgloo.rendezvous._elastic.assignment import NO_STATE, Assignment, choose
 from hvdgloo.rendezvous._elastic.events import (
     RESET_LIMIT_EXCEEDED_MESSAGE,
     Action,
+    Alone,
     Announce,
     Changed,
     Dismissed,
@@ -60,10 +61,9 @@ from hvdgloo.rendezvous._elastic.events import (
     Up,
     Update,
     Voided,
-    Welcome,
 )
 from hvdgloo.rendezvous._elastic.hosts import shortened
-from hvdgloo.rendezvous._elastic.roster import NO_STATE, Roster, choose
+from hvdgloo.rendezvous._elastic.pool import NOBODY, Pool, listed
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
 from hvdgloo.topology import counted_slots
 
@@ -143,8 +143,8 @@ class ElasticJob:
         self.rules = rules
         self.phase = Phase.WAITING
         self.resets = 0
-        self._crew = Crew(rules, now, chance)
-        self._crew.epoch = epochs - 1
+        self._pool = Pool(rules, now, chance)
+        self._pool.epoch = epochs - 1
         self._has_state = False  # whether any worker has ever had a state to go on from
         self._ending = ""  # why there will be no further epoch
         self._failure: Failing | None = None  # the first one of a member since the last training
@@ -181,17 +181,17 @@ class ElasticJob:
         """When to feed ``TimePassed`` if nothing else happens until then; infinite if time alone changes nothing."""
         if self.final:
             return math.inf
-        times = [self._say_at, self._limit, *(worker.end_by for worker in self._crew.workers.values())]
+        times = [self._say_at, self._limit, *(worker.end_by for worker in self._pool.workers.values())]
         waits = self.phase in (P.WAITING, P.DRAINING) and not self._unused
         if waits or (self._ending and self.phase is P.RUNNING):
             # In WAITING nothing is decided before both are over.
             times.append(max(self._patience, self._not_before) if self.phase is P.WAITING else self._patience)
         if self.phase in (P.WAITING, P.RUNNING, P.DRAINING):
-            times += [self._next_return, self._crew.rested_at()]
-        if self.phase is P.WAITING and self._not_before > self._crew.now:
+            times += [self._next_return, self._pool.rested_at()]
+        if self.phase is P.WAITING and self._not_before > self._pool.now:
             times.append(self._not_before)
         if self.phase is P.RUNNING and not self._announced & Update.ADDED:
-            times.append(self._crew.settled_at())
+            times.append(self._pool.settled_at())
         return min(times)
 
     def feed(self, event: Event, now: float) -> tuple[Action, ...]:
@@ -201,7 +201,7 @@ class ElasticJob:
             what is to be done about it, in order.
         """
         self._out = []
-        self._crew.now = now
+        self._pool.now = now
         if self.final:
             if isinstance(event, Registered):
                 self._refuse_after_the_end(event)
@@ -222,11 +222,11 @@ class ElasticJob:
             case HostLost():
                 self._host_lost(event)
             case HostsListed(hosts, machines):
-                self._crew.hosts.update(hosts, dict(machines))
+                self._pool.hosts.update(hosts, dict(machines))
                 if self.phase is P.WAITING and self.rules.launched:
                     self._say_at = min(self._say_at, now + SAY_SOON)
             case Identified(host, identity):
-                self._crew.hosts.identified(host, identity)
+                self._pool.hosts.identified(host, identity)
             case Leaving():
                 self._leaving(event)
             case Silent():
@@ -241,19 +241,19 @@ class ElasticJob:
             self._dismiss_spares()
             self._announce()
             self._say()
-        self._next_return = self._crew.hosts.next_return(now)
+        self._next_return = self._pool.hosts.next_return(now)
         return tuple(self._out)
 
     def _is_routine(self, event: Event) -> bool:
         """Whether an event, of which there is one for each worker of an epoch, changes nothing else than it says."""
         if isinstance(event, Synced):
-            return not all(worker.synced for worker in self._crew.members())
+            return not all(worker.synced for worker in self._pool.members())
         return isinstance(event, Up)
 
     @property
-    def roster(self) -> Roster:
+    def assignment(self) -> Assignment:
         """The members of the newest epoch; nobody before the first one."""
-        return self._crew.roster
+        return self._pool.assignment
 
     @property
     def waiting_for(self) -> str:
@@ -262,18 +262,18 @@ class ElasticJob:
 
     @property
     def _now(self) -> float:
-        return self._crew.now
+        return self._pool.now
 
     @property
     def _unused(self) -> bool:
         """Whether nobody has come yet, or all have gone, where no launcher has promised that there will be workers."""
-        return not self.rules.launched and not self._crew.workers
+        return not self.rules.launched and not self._pool.workers
 
     # What has happened.
 
     def _registered(self, event: Registered) -> None:
         self._forget_before(event.after)
-        worker = self._crew.workers.get(event.worker)
+        worker = self._pool.workers.get(event.worker)
         if worker is None and self.rules.launched:
             self._out.append(Dismissed(event.worker, Fate.REMOVED, "the job does not know this worker any more"))
             return
@@ -283,8 +283,8 @@ class ElasticJob:
             self._tell_fate(worker)
         elif worker.pending:
             pass  # it asks again
-        elif worker.stage is Stage.MEMBER and event.after < worker.epoch and not self._crew.is_recalled:
-            self._out.append(Formed(self.roster, worker.id))  # the answer was lost
+        elif worker.stage is Stage.MEMBER and event.after < worker.epoch and not self._pool.is_recalled:
+            self._out.append(Formed(self.assignment, worker.id))  # the answer was lost
         elif worker.stage in (Stage.MEMBER, Stage.FINISHED):
             self._returned(worker, event)
         elif self._ending:
@@ -292,7 +292,7 @@ class ElasticJob:
             self._tell_fate(worker)
         elif event.ready:
             worker.stage, worker.ready_at = Stage.STANDBY, self._now
-        elif self._crew.collecting:
+        elif self._pool.collecting:
             worker.stage = Stage.ARRIVED
             if self.phase is P.FORMING:
                 self._limit = self._now + self.rules.start_timeout
@@ -303,26 +303,26 @@ class ElasticJob:
         """A worker that nobody has announced. It may have been a member in the time of a server before this one."""
         if self._unused and self.phase is P.WAITING:
             self._patience = self._now + self.rules.elastic_timeout  # the job's time starts with its first worker
-        worker = self._crew.meet(event)
-        known = event.after == self.roster.epoch and self._crew.is_free(event.rank)
-        if event.after >= 0 and (self.roster is NOBODY or known):
+        worker = self._pool.meet(event)
+        known = event.after == self.assignment.epoch and self._pool.is_free(event.rank)
+        if event.after >= 0 and (self.assignment is NOBODY or known):
             worker.stage, worker.rank, worker.epoch = Stage.MEMBER, event.rank or 0, event.after
-            self._crew.epoch = max(self._crew.epoch, event.after)
-            self._crew.ran = True
-            self._crew.seat(worker)
+            self._pool.epoch = max(self._pool.epoch, event.after)
+            self._pool.ran = True
+            self._pool.record(worker)
             self._not_before = self._now + RETURN_TIME
-        elif self._crew.ran:
+        elif self._pool.ran:
             self._mention(f"{worker} has come")
         return worker
 
     def _recalled(self, event: Recalled) -> None:
         """A worker is in an epoch. If this server does not know, a server before it did."""
         self._forget_before(event.epoch)
-        if self.rules.launched or event.worker in self._crew.workers or not self._crew.recall(event):
+        if self.rules.launched or event.worker in self._pool.workers or not self._pool.recall(event):
             return
         self._has_state = self._has_state or event.synced
         if self.phase is P.WAITING:
-            size = self.roster.size
+            size = self.assignment.size
             members = f"{size} member{'s' * (size > 1)}"
             self._mention(f"epoch {event.epoch}, of {members}, has been in training since before this server's start")
             self._patience = math.inf
@@ -333,8 +333,8 @@ class ElasticJob:
         """A worker knows of an epoch. If this server was told of an earlier one, by somebody without whom the others
         have gone on, that one is over. Who was in it is a newcomer when it comes back.
         """
-        if self._crew.is_recalled and epoch > self.roster.epoch:
-            self._crew.forget()
+        if self._pool.is_recalled and epoch > self.assignment.epoch:
+            self._pool.forget()
             if self.phase is P.RUNNING:
                 self._go(P.DRAINING)
             if self.phase is P.DRAINING:
@@ -349,7 +349,7 @@ class ElasticJob:
             self._note(f"{worker}: {event.error}", heard=True)
         grace = UNCONNECTED_TIME if self.phase is P.CONNECTING else ACCUSED_TIME
         for rank in event.accused:
-            other = self._crew.at_rank(rank)
+            other = self._pool.at_rank(rank)
             if other is None or other is worker:
                 continue
             if self.phase is P.CONNECTING:
@@ -365,20 +365,20 @@ class ElasticJob:
 
     def _welcome(self, worker: Worker) -> None:
         worker.stage = Stage.ALONE
-        self._out.append(Welcome(worker.id, self._crew.plan()))
+        self._out.append(Alone(worker.id, self._pool.plan()))
 
     def _up(self, id: str, epoch: int) -> None:
-        worker = self._crew.workers.get(id)
+        worker = self._pool.workers.get(id)
         if worker is not None and worker.stage is Stage.MEMBER and worker.epoch == epoch:
             worker.up = True
 
     def _synced(self, id: str, epoch: int) -> None:
-        worker = self._crew.workers.get(id)
+        worker = self._pool.workers.get(id)
         if worker is not None and worker.stage is Stage.MEMBER and worker.epoch == epoch:
             worker.synced = self._has_state = True
 
     def _worker_finished(self, id: str) -> None:
-        worker = self._crew.workers.get(id)
+        worker = self._pool.workers.get(id)
         if worker is not None and worker.stage is Stage.MEMBER and not worker.out:
             worker.stage = Stage.FINISHED
             self._finish(worker, "has finished its training")
@@ -388,71 +388,71 @@ class ElasticJob:
         if self._ending:
             return
         self._ending = f"{worker} {how}"
-        for other in self._crew.workers.values():
+        for other in self._pool.workers.values():
             if other.stage in (Stage.RETURNED, Stage.STANDBY, Stage.ARRIVED):
-                fate = Fate.REMOVED if other.fresh and self._crew.ran else Fate.OVER
+                fate = Fate.REMOVED if other.fresh and self._pool.ran else Fate.OVER
                 self._exclude(other, fate, self._ending)
 
     def _gone(self, event: Gone) -> None:
-        worker = self._crew.workers.get(event.worker)
+        worker = self._pool.workers.get(event.worker)
         if worker is None:
             return
-        fits = self._crew.fits(worker)
-        del self._crew.workers[worker.id]
-        if self._crew.ran and worker.stage is not Stage.FINISHED and not worker.out:
+        fits = self._pool.fits(worker)
+        del self._pool.workers[worker.id]
+        if self._pool.ran and worker.stage is not Stage.FINISHED and not worker.out:
             self._mention(f"{worker} {event.reason}")
         if not self.rules.launched and self.phase is P.RUNNING and worker.stage is Stage.MEMBER:
             # Where its host was cut off, the others would wait for it in vain.
             self._void(f"{worker} {event.reason}")
         told_over = bool(worker.out) and worker.fate is Fate.OVER
         if not event.status and worker.stage is Stage.FINISHED:
-            self._crew.well.add(worker.id)
+            self._pool.well.add(worker.id)
         elif event.status == 0 and self._may_finish(worker):
-            self._crew.well.add(worker.id)
+            self._pool.well.add(worker.id)
             self._finish(worker, "has ended with status 0")
         elif worker.stage is Stage.FINISHED or (told_over and event.status) or (fits and not worker.out):
             self._blame(worker, event.status, event.reason)
-            self._crew.failed(worker)
+            self._pool.failed(worker)
             self._count(worker.host, f"{worker} {event.reason}")
 
     def _may_finish(self, worker: Worker) -> bool:
         """Whether a worker that has ended with status 0 has done what it was to do, though it has not said so."""
-        if self.phase is P.WAITING or worker.pending or worker.out or not self._crew.is_member(worker):
+        if self.phase is P.WAITING or worker.pending or worker.out or not self._pool.is_member(worker):
             return False
-        return not (worker.fresh and self._crew.ran)
+        return not (worker.fresh and self._pool.ran)
 
     def _host_lost(self, event: HostLost) -> None:
-        lost = [worker for worker in self._crew.workers.values() if worker.host == event.host]
-        blamed = [worker for worker in lost if not worker.out and self._crew.fits(worker)]
+        lost = [worker for worker in self._pool.workers.values() if worker.host == event.host]
+        blamed = [worker for worker in lost if not worker.out and self._pool.fits(worker)]
         for worker in lost:
-            del self._crew.workers[worker.id]
+            del self._pool.workers[worker.id]
         for worker in blamed:
             if worker.stage is Stage.STARTING:
                 self._could_not_start(worker, event)
             else:
                 self._blame(worker, event.status, f"was lost: {event.reason}")
         self._count(event.host, event.reason)
-        if self.phase is P.RUNNING and any(self._crew.is_member(worker) for worker in lost):
+        if self.phase is P.RUNNING and any(self._pool.is_member(worker) for worker in lost):
             # A host that was cut off closes no connection: without this its peers would wait for it in vain.
             self._void(f"host {event.host} was lost: {event.reason}")
 
     def _silent(self, event: Silent) -> None:
         """A member that hangs is lost by the others. One without others is ended here, if somebody wants to join it."""
-        worker = self._crew.workers.get(event.worker)
-        alone = worker is not None and self._crew.is_member(worker) and self.roster.size == 1
+        worker = self._pool.workers.get(event.worker)
+        alone = worker is not None and self._pool.is_member(worker) and self.assignment.size == 1
         if worker is not None and alone and self.phase is P.RUNNING and self._announced & Update.ADDED:
             worker.end_by = self._now
             worker.end_reason = f"it has not answered for {event.seconds:.0f} s, and others want to join it"
             self._end_the_late()
 
     def _leaving(self, event: Leaving) -> None:
-        self._crew.hosts.leaves(event.host)
-        worker = self._crew.workers.get(event.worker)
+        self._pool.hosts.leaves(event.host)
+        worker = self._pool.workers.get(event.worker)
         if worker is not None:
             worker.leaving = True
 
     def _end_the_late(self) -> None:
-        for worker in list(self._crew.workers.values()):
+        for worker in list(self._pool.workers.values()):
             if self._now >= worker.end_by:
                 worker.end_by = math.inf
                 reason = worker.end_reason
@@ -462,7 +462,7 @@ class ElasticJob:
                 if self.rules.launched or worker.out:
                     self._drop(worker, reason)
                 else:  # nobody can end it: if it comes back, after all, it is a newcomer
-                    del self._crew.workers[worker.id]
+                    del self._pool.workers[worker.id]
                     self._mention(f"{worker} is not waited for any more: {reason}")
 
     def _mention(self, text: str) -> None:
@@ -485,9 +485,9 @@ class ElasticJob:
 
     def _blame(self, worker: Worker, status: int | None, reason: str) -> None:
         failing = Failing(worker.id, worker.rank, worker.host, status or 1, reason)
-        if self._crew.is_member(worker):
+        if self._pool.is_member(worker):
             self._failure = self._failure or failing
-            self._failed_epoch = self.roster.epoch
+            self._failed_epoch = self.assignment.epoch
             self._note(f"{worker} {reason}")
         else:
             self._other_failure = failing
@@ -496,18 +496,18 @@ class ElasticJob:
         """A worker that has not been heard of is no loss by itself: there may be enough without it."""
         reason = f"host {worker.host_name} could not be used: {lost.reason}"
         self._other_failure = Failing("", None, worker.host, lost.status, reason)
-        if self._crew.is_member(worker):
+        if self._pool.is_member(worker):
             self._note(reason)
 
     def _count(self, host: str, reason: str, *, at_once: bool = False) -> None:
         """A failure counts against its host, which is left out if that was one too many."""
-        until = self._crew.hosts.failed(host, reason, self._now, at_once=at_once)
+        until = self._pool.hosts.failed(host, reason, self._now, at_once=at_once)
         if until is None or self._ending:
             return
         back = "" if until == math.inf else f" for {until - self._now:.0f} s"
-        shown = self._crew.hosts.shown(host)
+        shown = self._pool.hosts.shown(host)
         self._out.append(Tell(f"host {shown} is left out{back}: {reason}", (host, shown)))
-        for worker in list(self._crew.workers.values()):
+        for worker in list(self._pool.workers.values()):
             if worker.host == host:
                 self._drop(worker, f"host {host} is left out: {reason}")
 
@@ -544,47 +544,47 @@ class ElasticJob:
     def _wait(self) -> None:
         """WAITING: form an epoch of those that are there, if they are enough."""
         self._spawn()
-        there = self._crew.candidates()
+        there = self._pool.candidates()
         if self._now < self._not_before:
             return
         lost = self._has_state and not any(worker.serial != NO_STATE for worker in there if not worker.fresh)
-        if lost and (not self._crew.unheard or self._now >= self._patience):
+        if lost and (not self._pool.unheard or self._now >= self._patience):
             self._fail(self._state_lost())
         elif lost:
             pass  # a member of which this server has not heard may have it, and will come when it finds the server
-        elif len(there) >= self._crew.needed:
+        elif len(there) >= self._pool.needed:
             self._form(there)
-        elif self._crew.hopeless():
-            self._fail(f"{self._crew.there()}, and no others can come")
+        elif self._pool.hopeless():
+            self._fail(f"{self._pool.there()}, and no others can come")
         elif self._now >= self._patience and not self._unused:
-            self._fail(f"{self._crew.there()} after {self.rules.elastic_timeout:g} s (--elastic-timeout)")
+            self._fail(f"{self._pool.there()} after {self.rules.elastic_timeout:g} s (--elastic-timeout)")
 
     def _form(self, there: list[Worker]) -> None:
         limit = self.rules.reset_limit
-        if self._crew.ran and limit is not None and self.resets >= limit:
+        if self._pool.ran and limit is not None and self.resets >= limit:
             # The failure of a worker that was no member has not stopped the training.
             self._fail(RESET_LIMIT_EXCEEDED_MESSAGE.format(limit), self._failure or Failing(reason=self._why))
             return
-        self._crew.epoch += 1
-        self._crew.is_recalled = False
-        self._crew.roster = choose(self._crew.epoch, [worker.candidate() for worker in there], self.rules.largest)
+        self._pool.epoch += 1
+        self._pool.is_recalled = False
+        self._pool.assignment = choose(self._pool.epoch, [worker.candidate() for worker in there], self.rules.largest)
         self._limit = math.inf
         if any(worker.pending for worker in there):
             self._limit = self._now + self.rules.start_timeout
         self._go(P.FORMING)
 
     def _gather(self) -> None:
-        """FORMING: answer the members of the roster once all of them have registered."""
-        members = self._crew.members()
-        if len(members) < self.roster.size or not all(self._crew.stays(worker) for worker in members):
+        """FORMING: answer the members of the assignment once all of them have registered."""
+        members = self._pool.members()
+        if len(members) < self.assignment.size or not all(self._pool.stays(worker) for worker in members):
             self._go(P.WAITING)
-            if not any(self._crew.stays(worker) for worker in members):
+            if not any(self._pool.stays(worker) for worker in members):
                 self._fail("all workers have ended before they were together")
         elif all(worker.pending for worker in members):
             for worker in members:
                 worker.stage, worker.up = Stage.MEMBER, False
-                worker.rank, worker.epoch = self.roster.ranks[worker.id], self.roster.epoch
-            self._out.append(Formed(self.roster))
+                worker.rank, worker.epoch = self.assignment.ranks[worker.id], self.assignment.epoch
+            self._out.append(Formed(self.assignment))
             self._trouble = ""
             self._limit = self._now + 3 * self.rules.connect_timeout  # they have their own deadlines, and say more
             self._go(P.CONNECTING)
@@ -599,10 +599,10 @@ class ElasticJob:
 
     def _connect(self) -> None:
         """CONNECTING: wait until all are connected, unless one cannot be."""
-        members = self._crew.members()
+        members = self._pool.members()
         unconnected = [worker for worker in members if not worker.up and worker.stage is not Stage.FINISHED]
-        if self._crew.doomed():
-            tried = len(members) == self.roster.size and not any(worker.out for worker in members)
+        if self._pool.doomed():
+            tried = len(members) == self.assignment.size and not any(worker.out for worker in members)
         elif not unconnected:
             self._run()
             return
@@ -617,20 +617,20 @@ class ElasticJob:
         self._void(self._trouble or "its members change")
         self._go(P.DRAINING)
         if tried:
-            self._tries[frozenset(self.roster.ranks)] += 1
-            if self._tries[frozenset(self.roster.ranks)] >= ATTEMPTS:
+            self._tries[frozenset(self.assignment.ranks)] += 1
+            if self._tries[frozenset(self.assignment.ranks)] >= ATTEMPTS:
                 self._leave_one_out()
 
     def _void(self, reason: str) -> None:
         """Tell the members of the epoch that they are not to wait for each other; once."""
-        if self._voided < self.roster.epoch:
-            self._voided = self.roster.epoch
-            self._out.append(Voided(self.roster.epoch, reason))
+        if self._voided < self.assignment.epoch:
+            self._voided = self.assignment.epoch
+            self._out.append(Voided(self.assignment.epoch, reason))
 
     def _leave_one_out(self) -> None:
         """The same workers have failed to connect several times: without one of their hosts, the others may."""
         self._tries.clear()
-        order = list(dict.fromkeys(seat.host for seat in self.roster.seats))
+        order = list(dict.fromkeys(member.host for member in self.assignment.members))
         accused = max(
             self._accusations.items(),
             key=lambda item: (item[1], order.index(item[0]) if item[0] in order else -1),
@@ -644,10 +644,10 @@ class ElasticJob:
 
     def _run(self) -> None:
         """All members are connected: training begins, or goes on."""
-        if self._crew.ran:
+        if self._pool.ran:
             self.resets += 1
-        self._crew.ran = True
-        self._out.append(Changed(self.roster, self._why, self._now - min(self._stopped_at, self._held_up_at)))
+        self._pool.ran = True
+        self._out.append(Changed(self.assignment, self._why, self._now - min(self._stopped_at, self._held_up_at)))
         self._began_at, self._held_up_at = self._now, math.inf
         self._why, self._failure, self._patience = "", None, math.inf
         self._welcome_arrived()
@@ -657,27 +657,27 @@ class ElasticJob:
 
     def _welcome_arrived(self) -> None:
         """Others are in training: who waits in ``init()`` goes on alone."""
-        for worker in self._crew.workers.values():
-            if worker.stage is Stage.ARRIVED and not self._crew.collecting:
+        for worker in self._pool.workers.values():
+            if worker.stage is Stage.ARRIVED and not self._pool.collecting:
                 self._welcome(worker)
 
     def _watch(self) -> None:
         """RUNNING: the epoch is over as soon as one member has come back, has ended, or is being ended."""
-        if self._crew.doomed():
+        if self._pool.doomed():
             self._go(P.DRAINING)
 
     def _drain(self) -> None:
         """DRAINING: wait until every member is accounted for."""
-        members = self._crew.members()
-        awaited = [worker for worker in members if not self._crew.accounted(worker)]
+        members = self._pool.members()
+        awaited = [worker for worker in members if not self._pool.accounted(worker)]
         if not awaited:
             # Of whom nothing was heard yet may be on the way to this server.
-            self._not_before = self._now + RETURN_TIME if self._crew.unheard else -math.inf
+            self._not_before = self._now + RETURN_TIME if self._pool.unheard else -math.inf
             for worker in members:
-                if not self._crew.fits(worker):
+                if not self._pool.fits(worker):
                     self._remove(worker)
             self._go(P.WAITING)
-            if all(worker.out for worker in members) and not self._crew.unheard:
+            if all(worker.out for worker in members) and not self._pool.unheard:
                 left = bool(members) and all(worker.leaving for worker in members)
                 lost = self._state_lost() if self._has_state else "all workers have ended, or were removed"
                 self._fail("all workers were asked to end, and have left" if left else lost)
@@ -686,7 +686,7 @@ class ElasticJob:
 
     def _end(self) -> None:
         """The end of training, once one member has finished: wait until all have ended."""
-        members = self._crew.members()
+        members = self._pool.members()
         if self.phase is P.FORMING and any(worker.stage is Stage.DISMISSED for worker in members):
             self._fail(f"{self._ending} without calling hvd.init(), in which others waited for it")
         elif self.phase is P.FORMING and self._has_failed:
@@ -707,28 +707,28 @@ class ElasticJob:
     @property
     def _has_failed(self) -> bool:
         """Whether a member of the newest epoch has failed since the last training."""
-        return self._failure is not None and self._failed_epoch == self.roster.epoch
+        return self._failure is not None and self._failed_epoch == self.assignment.epoch
 
     @property
     def _done(self) -> int:
         """How many members of the newest epoch have ended with success."""
-        return sum(seat.worker in self._crew.well for seat in self.roster.seats)
+        return sum(member.worker in self._pool.well for member in self.assignment.members)
 
     def _state_lost(self) -> str:
         """That nobody is left who has the state, and why those are out whose processes had not ended."""
-        reasons = list(dict.fromkeys(worker.out for worker in self._crew.members() if worker.out))
+        reasons = list(dict.fromkeys(worker.out for worker in self._pool.members() if worker.out))
         return "; ".join([_STATE_LOST, *shortened(reasons, show=3)])
 
     def _fail(self, text: str, failure: Failing | None = None) -> None:
         self.phase, self._failed = self._next(P.FAILED), text
         failing = failure or self._failure or self._other_failure or Failing(reason=text)
-        for worker in self._crew.workers.values():
+        for worker in self._pool.workers.values():
             if worker.pending:
                 self._exclude(worker, Fate.FAILED, text)
         self._out.append(Ended(text, failing))
 
     def _refuse_after_the_end(self, event: Registered) -> None:
-        worker = self._crew.workers.get(event.worker)
+        worker = self._pool.workers.get(event.worker)
         if worker is not None and worker.out:
             self._out.append(Dismissed(event.worker, worker.fate, worker.out))
         elif self.phase is P.OVER:
@@ -743,14 +743,14 @@ class ElasticJob:
         """Start workers in the slots that are free, if they can ever join."""
         if not self.rules.launched or self._ending or self.phase in (P.FORMING, P.CONNECTING):
             return
-        if not self._crew.ran and (self.phase is not P.WAITING or self._crew.capacity() < self.rules.size):
+        if not self._pool.ran and (self.phase is not P.WAITING or self._pool.capacity() < self.rules.size):
             return
         if self.phase is P.RUNNING and self._resets_left == 0:
             return
-        entered = self.phase is P.WAITING or all(worker.synced for worker in self._crew.members())
+        entered = self.phase is P.WAITING or all(worker.synced for worker in self._pool.members())
         if not entered and self._told_of_slots:
             return
-        free = self._crew.free_slots()
+        free = self._pool.free_slots()
         if free and not entered:
             self._told_of_slots = True
             hosts = ", ".join(dict.fromkeys(host for host, _ in free))
@@ -762,8 +762,8 @@ class ElasticJob:
             )
         if not free or not entered:
             return
-        started = [self._crew.create(host, slot) for host, slot in free]
-        plan = self._crew.plan()
+        started = [self._pool.create(host, slot) for host, slot in free]
+        plan = self._pool.plan()
         self._out += [Spawn(worker.id, worker.host, worker.slot, plan) for worker in started]
 
     @property
@@ -781,17 +781,17 @@ class ElasticJob:
     def _why_unfit(self, worker: Worker) -> str:
         if worker.leaving:
             return f"{worker} leaves, as it was asked to end"
-        slots = self._crew.slots(worker.host)
+        slots = self._pool.slots(worker.host)
         return f"host {worker.host} {f'has only {counted_slots(slots)} now' if slots else 'was removed'}"
 
     def _dismiss_spares(self) -> None:
         """Workers that are in no epoch, and in a slot that cannot be used, are nobody's loss."""
-        for worker in list(self._crew.workers.values()):
-            if worker.out or self._crew.fits(worker):
+        for worker in list(self._pool.workers.values()):
+            if worker.out or self._pool.fits(worker):
                 continue
             if worker.stage is Stage.RETURNED and self.phase is P.WAITING:
                 self._remove(worker)
-            elif worker.fresh and not (self.phase is P.FORMING and self._crew.is_member(worker)):
+            elif worker.fresh and not (self.phase is P.FORMING and self._pool.is_member(worker)):
                 self._drop(worker, self._why_unfit(worker))
                 self._mention(worker.out)
 
@@ -799,13 +799,13 @@ class ElasticJob:
         """Say what would change at the members' next commit, when that is something else than was said last."""
         update = Update.NONE
         if self.phase is P.RUNNING and not self._ending:
-            staying = sum(self._crew.fits(worker) for worker in self._crew.members()) + self._crew.unheard
-            if staying < self.roster.size:
+            staying = sum(self._pool.fits(worker) for worker in self._pool.members()) + self._pool.unheard
+            if staying < self.assignment.size:
                 update |= Update.REMOVED
-            settled_at = self._crew.settled_at()
+            settled_at = self._pool.settled_at()
             settled = self.rules.join is Join.NOW or settled_at == math.inf or self._now >= settled_at
             room = self.rules.largest is None or staying < self.rules.largest
-            if room and settled and self._resets_left > 0 and self._crew.joinable():
+            if room and settled and self._resets_left > 0 and self._pool.joinable():
                 update |= Update.ADDED
         if update != self._announced:
             self._serial += 1
@@ -844,20 +844,20 @@ class ElasticJob:
         """For how long it is waited for workers, and what would change that; empty where that was said at the start."""
         if self.phase is not P.WAITING or not self.rules.launched:
             return ""
-        many = "--min-np" if self._crew.ran else "-np"
+        many = "--min-np" if self._pool.ran else "-np"
         left = max(0.0, self._patience - self._now)
         return f". The job ends if they do not come within {left:.0f} s; --elastic-timeout and {many} set that"
 
     def _awaited(self) -> str:
-        members = self._crew.members()
+        members = self._pool.members()
         match self.phase:
             case P.WAITING:
-                return f"workers: {self._crew.there()}"
+                return f"workers: {self._pool.there()}"
             case P.FORMING if any(worker.pending for worker in members):
                 return f"{listed([worker for worker in members if not worker.pending])} to call hvd.init()"
             case P.CONNECTING:
                 return f"{listed([worker for worker in members if not worker.up])} to be connected with the others"
-            case P.DRAINING if awaited := [worker for worker in members if not self._crew.accounted(worker)]:
+            case P.DRAINING if awaited := [worker for worker in members if not self._pool.accounted(worker)]:
                 return f"{listed(awaited)} to come back to elastic.run"
         return ""
 

@@ -24,7 +24,7 @@ from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.tls import Tls
 from hvdgloo.config import format_endpoint
 from hvdgloo.errors import ConfigError
-from hvdgloo.rendezvous._identity import host_name
+from hvdgloo.rendezvous._host_identity import host_name
 from hvdgloo.rendezvous._page_server.access import Access
 
 if TYPE_CHECKING:

@@ -16,10 +16,12 @@ from typing import Any
 
 import msgspec
 
-from hvdgloo.rendezvous import _wire as wire
-from hvdgloo.rendezvous._elastic import wire as elastic
+from hvdgloo.rendezvous import _messages as messages
+from hvdgloo.rendezvous._elastic import messages as elastic
+from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import (
     Action,
+    Alone,
     Announce,
     Dismissed,
     Ended,
@@ -37,10 +39,8 @@ from hvdgloo.rendezvous._elastic.events import (
     TimePassed,
     Up,
     Voided,
-    Welcome,
 )
 from hvdgloo.rendezvous._elastic.job import ElasticJob
-from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.rendezvous._server.epochs import NotAcceptedError, StoppingError
 from hvdgloo.rendezvous._server.pauses import Pause, Steps
 from hvdgloo.rendezvous._store import Latch
@@ -117,7 +117,7 @@ class ElasticEpochs:
         with self._lock:
             self._tell(event)
 
-    def ask(self, client: str, ask: elastic.Ask, *, timeout: float) -> Steps[bytes | str]:
+    def ask(self, client: str, ask: elastic.Register, *, timeout: float) -> Steps[bytes | str]:
         """A worker wants its next epoch.
 
         Args:
@@ -184,17 +184,17 @@ class ElasticEpochs:
             NotAcceptedError: the client is another worker's, or what it says about itself cannot be used.
             StoppingError: the server is being stopped.
         """
-        events: dict[elastic.What, Event] = {
-            elastic.What.UP: Up(report.worker, report.epoch),
-            elastic.What.SYNCED: Synced(report.worker, report.epoch),
-            elastic.What.FINISHED: Finished(report.worker),
-            elastic.What.LEAVING: Leaving(worker=report.worker),
+        events: dict[elastic.Progress, Event] = {
+            elastic.Progress.UP: Up(report.worker, report.epoch),
+            elastic.Progress.SYNCED: Synced(report.worker, report.epoch),
+            elastic.Progress.FINISHED: Finished(report.worker),
+            elastic.Progress.LEAVING: Leaving(worker=report.worker),
         }
         with self._lock:
             self._check_open()
             self._check_speaker(client, report.worker)
-            self._recall(client, report.worker, report.place)
-            self._tell(events[report.what])
+            self._recall(client, report.worker, report.current)
+            self._tell(events[report.progress])
 
     def news(self, client: str, listen: elastic.Listen, *, timeout: float) -> Steps[bytes]:
         """The news, as soon as their number is another than ``since``; the old ones after ``timeout`` seconds.
@@ -207,7 +207,7 @@ class ElasticEpochs:
         with self._lock:
             self._check_open()
             self._check_speaker(client, listen.worker)
-            self._recall(client, listen.worker, listen.place)
+            self._recall(client, listen.worker, listen.current)
             self._silent_at.pop(listen.worker, None)
             if self._news.number != listen.since:
                 return self._tell_news(listen.worker)
@@ -257,29 +257,29 @@ class ElasticEpochs:
             self._thread = None
 
     @property
-    def roster(self) -> Roster:
+    def assignment(self) -> Assignment:
         """The members of the newest epoch, whether they have come together yet or not; nobody before the first one."""
         with self._lock:
-            return self._job.roster
+            return self._job.assignment
 
     def status(self) -> dict[str, Any]:
         """What ``/v1/status`` shows of the job, as JSON values."""
         with self._lock:
-            roster = self._job.roster
+            assignment = self._job.assignment
             return {
                 "phase": self._job.phase.name.lower(),
-                "epoch": roster.epoch,
+                "epoch": assignment.epoch,
                 "resets": self._job.resets,
                 "workers": [
                     {
                         "rank": rank,
-                        "worker": seat.worker,
-                        "host": seat.host_name,
-                        "local_rank": seat.local_rank,
-                        "connected": bool(self._connected.get(seat.worker)),
+                        "worker": member.worker,
+                        "host": member.host_name,
+                        "local_rank": member.local_rank,
+                        "connected": bool(self._connected.get(member.worker)),
                     }
-                    for rank, seat in enumerate(roster.seats)
-                    if seat.worker
+                    for rank, member in enumerate(assignment.members)
+                    if member.worker
                 ],
                 "waiting_for": self._job.waiting_for,
             }
@@ -294,31 +294,31 @@ class ElasticEpochs:
         if self._closed:
             raise StoppingError(self._closed)
 
-    def _begin_anew(self, ask: elastic.Ask) -> None:
+    def _begin_anew(self, ask: elastic.Register) -> None:
         """After the end of a job its workers may be started again: for them, once the old ones have gone, there is
         another job.
         """
         others = any(clients for worker, clients in self._connected.items() if worker != ask.worker)
         if self._job.final and not self.rules.launched and ask.after < 0 and not others:
-            self._job = ElasticJob(self.rules, self._clock(), epochs=self._job.roster.epoch + 1)
+            self._job = ElasticJob(self.rules, self._clock(), epochs=self._job.assignment.epoch + 1)
             self._news = msgspec.structs.replace(self._news, update=0)
             self._infos = {ask.worker: self._infos[ask.worker]}
             self._answers.clear()
 
-    def _recall(self, client: str, worker: str, place: elastic.Place | None) -> None:
+    def _recall(self, client: str, worker: str, current: elastic.CurrentEpoch | None) -> None:
         """A worker says where it is, which a server that was restarted does not know. Any other server knows as much or
         more: the question for the next epoch may have overtaken this, and the worker listens at another port by then.
         """
-        info = None if place is None else _info(place.info)
+        info = None if current is None else _info(current.info)
         self._note_client(client, worker, info, is_latest=False)
-        if place is not None and info is not None and not self.rules.launched:
+        if current is not None and info is not None and not self.rules.launched:
             self._tell(
                 Recalled(
                     worker,
-                    place.epoch,
-                    place.rank,
-                    place.size,
-                    place.synced,
+                    current.epoch,
+                    current.rank,
+                    current.size,
+                    current.synced,
                     host=info.host_identity,
                     host_name=info.host_name,
                     pid=info.pid,
@@ -387,17 +387,17 @@ class ElasticEpochs:
         before = self._news
         for action in self._job.feed(event, self._clock()):
             match action:
-                case Formed(roster, again):
+                case Formed(assignment, again):
                     if not again:
                         self._act(action)  # first: so a launcher knows whose rank is which before the workers do
-                    self._place(roster, [again] if again else list(roster.ranks))
-                case Welcome(worker, plan):
+                    self._place(assignment, [again] if again else list(assignment.ranks))
+                case Alone(worker, plan):
                     self._answer(worker, _alone(worker, plan))
                 case Dismissed(worker, fate, reason):
-                    self._answer(worker, elastic.Dropped(fate.value, reason))
+                    self._answer(worker, elastic.Dismissed(fate.value, reason))
                 case Announce(serial, update):
                     self._news = msgspec.structs.replace(
-                        self._news, serial=serial, update=int(update), epoch=self._job.roster.epoch
+                        self._news, serial=serial, update=int(update), epoch=self._job.assignment.epoch
                     )
                 case Voided(epoch, reason):
                     self._news = msgspec.structs.replace(self._news, voided=epoch, reason=reason)
@@ -413,8 +413,8 @@ class ElasticEpochs:
         self._changed.notify()
         self.on_change()
 
-    def _answer(self, worker: str, answer: elastic.Answer) -> None:
-        self._answers[worker] = elastic.ANSWER.encode(answer)
+    def _answer(self, worker: str, answer: elastic.Reply) -> None:
+        self._answers[worker] = elastic.REPLY.encode(answer)
         for latch in self._waiting.pop(worker, ()):
             latch.release()
 
@@ -426,22 +426,22 @@ class ElasticEpochs:
         for client in [client for client, other in self._clients.items() if other == worker]:
             del self._clients[client]
 
-    def _place(self, roster: Roster, workers: list[str]) -> None:
+    def _place(self, assignment: Assignment, workers: list[str]) -> None:
         """Answer these members of an epoch."""
-        if self._topology[0] != roster.epoch:
-            self.on_formed(roster.epoch)
-            self._topology = roster.epoch, wire.pack_topology(self._topology_of(roster))
-        new = [rank for rank, seat in enumerate(roster.seats) if seat.worker in roster.fresh]
+        if self._topology[0] != assignment.epoch:
+            self.on_formed(assignment.epoch)
+            self._topology = assignment.epoch, messages.pack_topology(self._topology_of(assignment))
+        new = [rank for rank, member in enumerate(assignment.members) if member.worker in assignment.fresh]
         for worker in workers:
-            rank = roster.ranks[worker]
-            self._answer(worker, elastic.Seated(rank, self._topology[1], roster.root, roster.everyone, new))
+            rank = assignment.ranks[worker]
+            self._answer(worker, elastic.Formed(rank, self._topology[1], assignment.root, assignment.everyone, new))
 
-    def _topology_of(self, roster: Roster) -> Topology:
-        infos = [self._infos[seat.worker] for seat in roster.seats]
-        numbers = {name: number for number, (name, _) in enumerate(roster.slots)}
+    def _topology_of(self, assignment: Assignment) -> Topology:
+        infos = [self._infos[member.worker] for member in assignment.members]
+        numbers = {name: number for number, (name, _) in enumerate(assignment.slots)}
         hosts = []
-        for name, _ in roster.slots:
-            here = [info for seat, info in zip(roster.seats, infos, strict=True) if seat.home == name]
+        for name, _ in assignment.slots:
+            here = [info for member, info in zip(assignment.members, infos, strict=True) if member.home == name]
             identities = {info.host_identity for info in here}
             hosts.append(
                 Host(
@@ -452,10 +452,10 @@ class ElasticEpochs:
                 )
             )
         workers = [
-            Worker(rank, numbers[seat.home], seat.local_rank, info.pid, info.address, info.port)
-            for rank, (seat, info) in enumerate(zip(roster.seats, infos, strict=True))
+            Worker(rank, numbers[member.home], member.local_rank, info.pid, info.address, info.port)
+            for rank, (member, info) in enumerate(zip(assignment.members, infos, strict=True))
         ]
-        return Topology(roster.epoch, tuple(hosts), tuple(workers), *control_tree(infos))
+        return Topology(assignment.epoch, tuple(hosts), tuple(workers), *control_tree(infos))
 
 
 def _info(data: dict[str, Any]) -> WorkerInfo:
@@ -469,8 +469,8 @@ def _process(info: WorkerInfo) -> tuple[str, int]:
     return info.host_identity, info.pid
 
 
-def _alone(worker: str, plan: Roster) -> elastic.Alone:
+def _alone(worker: str, plan: Assignment) -> elastic.Alone:
     numbers = {name: number for number, (name, _) in enumerate(plan.slots)}
     rank = plan.ranks[worker]
-    place = places([(numbers[seat.home], seat.local_rank) for seat in plan.seats])[rank]
+    place = places([(numbers[member.home], member.local_rank) for member in plan.members])[rank]
     return elastic.Alone(rank, plan.size, place.local_rank, place.local_size, place.cross_rank, place.cross_size)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous import _messages as messages
 from hvdgloo.rendezvous._server.membership import Membership, NotAcceptedError
 from hvdgloo.rendezvous._server.pauses import Pause, Steps
 from hvdgloo.rendezvous._store import Latch
@@ -249,7 +249,7 @@ class Epochs:
             self._fail(epoch, current, f"epoch {epoch} cannot start: {error}")
             raise EpochFailedError(current.failure) from None
         current.ranks = ranks
-        current.topology = wire.pack_topology(topology)
+        current.topology = messages.pack_topology(topology)
         current.completed_after = self._clock() - (current.started or 0.0)
         current.release()
 
@@ -308,15 +308,15 @@ class Epochs:
             "missing_ranks": membership.missing_ranks(),
             "workers": [
                 {
-                    "rank": current.ranks.get(seat.client, seat.info.rank),
-                    "index": seat.info.index,
-                    "host": seat.info.host_name,
-                    "pid": seat.info.pid,
-                    "address": seat.info.address,
-                    "port": seat.info.port,
-                    "connected": connected(seat.client),
+                    "rank": current.ranks.get(each.client, each.info.rank),
+                    "index": each.info.index,
+                    "host": each.info.host_name,
+                    "pid": each.info.pid,
+                    "address": each.info.address,
+                    "port": each.info.port,
+                    "connected": connected(each.client),
                 }
-                for seat in membership.seats
+                for each in membership.registrations
             ],
         }
         if current.topology is not None:

@@ -30,7 +30,7 @@ class NotAcceptedError(Exception):
 
 
 @dataclass(frozen=True)
-class Seat:
+class Registration:
     """A worker that has been admitted: its client id, what it says about itself, and which arrival it was."""
 
     client: str
@@ -63,22 +63,22 @@ class Membership:
             raise ValueError(f"an epoch needs at least one worker, not {size}")
         self.size = size
         self._places = self._fill()
-        self._seats: dict[str, Seat] = {}
+        self._registrations: dict[str, Registration] = {}
         self._slots: dict[int, str] = {}  # rank or index to the client that has it
         self._arrivals = 0
 
     @property
     def arrived(self) -> int:
-        return len(self._seats)
+        return len(self._registrations)
 
     @property
     def complete(self) -> bool:
-        return len(self._seats) == self.size
+        return len(self._registrations) == self.size
 
     @property
-    def seats(self) -> tuple[Seat, ...]:
+    def registrations(self) -> tuple[Registration, ...]:
         """All workers that are in, in order of arrival."""
-        return tuple(self._seats.values())
+        return tuple(self._registrations.values())
 
     def join(self, client: str, info: WorkerInfo) -> None:
         """Admit a worker. The same client may repeat the call.
@@ -87,14 +87,14 @@ class Membership:
             NotAcceptedError: it brings no rank where ranks are known, a rank out of range, one that another client
                 has, or the epoch is full.
         """
-        seat = self._seats.get(client)
-        if seat is not None:
-            if seat.info != info:
+        registration = self._registrations.get(client)
+        if registration is not None:
+            if registration.info != info:
                 raise NotAcceptedError("this client has registered before, and as another worker", taken=True)
             return
         slot = self._slot(info)
         if slot is not None and slot in self._slots:
-            other = self._seats[self._slots[slot]].info
+            other = self._registrations[self._slots[slot]].info
             what = "rank" if info.rank is not None else "index"
             raise NotAcceptedError(
                 started_by(other, info, f"{what} {slot}")
@@ -103,26 +103,26 @@ class Membership:
                 taken=True,
             )
         if self.complete:
-            for each in self.seats:
+            for each in self.registrations:
                 if own := started_by(each.info, info, "a worker"):
                     raise NotAcceptedError(own, taken=True)
             raise NotAcceptedError(f"epoch {self.epoch} is complete: {self.summary()}", taken=True)
-        self._seats[client] = Seat(client, info, self._arrivals)
+        self._registrations[client] = Registration(client, info, self._arrivals)
         self._arrivals += 1
         if slot is not None:
             self._slots[slot] = client
 
     def leave(self, client: str) -> bool:
         """Forget a worker that left before all were there; False if it had not come, or it is too late."""
-        if self.complete or client not in self._seats:
+        if self.complete or client not in self._registrations:
             return False
-        del self._seats[client]
+        del self._registrations[client]
         self._slots = {slot: other for slot, other in self._slots.items() if other != client}
         return True
 
     def clear(self) -> None:
         """Forget all workers, to gather anew."""
-        self._seats.clear()
+        self._registrations.clear()
         self._slots.clear()
 
     def missing_ranks(self) -> list[int]:
@@ -138,10 +138,10 @@ class Membership:
             counts = Counter(self._places[rank][0] for rank in self._slots)
             return _summed((name, counts[host]) for host, (name, _) in enumerate(self.hosts))
         identities: dict[str, str] = {}
-        for seat in self.seats:
-            identities.setdefault(seat.info.host_identity, seat.info.host_name)
+        for registration in self.registrations:
+            identities.setdefault(registration.info.host_identity, registration.info.host_name)
         names = Counter(identities.values())
-        counts_by_identity = Counter(seat.info.host_identity for seat in self.seats)
+        counts_by_identity = Counter(registration.info.host_identity for registration in self.registrations)
         return {
             name if names[name] == 1 else f"{name} [{identity[:6]}]": counts_by_identity[identity]
             for identity, name in identities.items()
@@ -177,13 +177,13 @@ class Membership:
         hosts: list[Host] = []
         workers: list[Worker] = []
         ranks: dict[str, int] = {}
-        for index, (name, seats) in enumerate(groups):
-            identities = {seat.info.host_identity for seat in seats}
-            addresses = tuple(dict.fromkeys(seat.info.address for seat in seats))
+        for index, (name, registrations) in enumerate(groups):
+            identities = {registration.info.host_identity for registration in registrations}
+            addresses = tuple(dict.fromkeys(registration.info.address for registration in registrations))
             # Workers that a launcher put on one host but that disagree about its identity share no memory.
             hosts.append(Host(name, identities.pop() if len(identities) == 1 else "", addresses))
-            for local_rank, seat in enumerate(seats):
-                rank, info = len(workers), seat.info
+            for local_rank, registration in enumerate(registrations):
+                rank, info = len(workers), registration.info
                 if info.rank is not None and info.rank != rank:
                     raise ValueError(
                         f"rank {info.rank} is on host {info.host_name}, but ranks must fill hosts one after the other: "
@@ -191,8 +191,8 @@ class Membership:
                         "leave out their ranks and let the rendezvous server choose"
                     )
                 workers.append(Worker(rank, index, local_rank, info.pid, info.address, info.port))
-                ranks[seat.client] = rank
-        infos = [seat.info for _, seats in groups for seat in seats]
+                ranks[registration.client] = rank
+        infos = [registration.info for _, registrations in groups for registration in registrations]
         return Topology(self.epoch, tuple(hosts), tuple(workers), *control_tree(infos)), ranks
 
     def _fill(self) -> list[tuple[int, int]]:
@@ -210,36 +210,36 @@ class Membership:
         if info.rank is not None and info.rank >= self.size:
             raise NotAcceptedError(f"rank {info.rank} does not exist: epoch {self.epoch} has {self.size} workers")
         kind = _claim(info)
-        for seat in self._seats.values():
-            if _claim(seat.info) != kind:
+        for registration in self._registrations.values():
+            if _claim(registration.info) != kind:
                 raise NotAcceptedError(
-                    f"this worker brings {kind}, but others bring {_claim(seat.info)}: set HVDGLOO_RANK, or "
+                    f"this worker brings {kind}, but others bring {_claim(registration.info)}: set HVDGLOO_RANK, or "
                     "HVDGLOO_INDEX, for all workers or for none"
                 )
             break  # all present workers agree, so one of them speaks for all
         return info.rank if info.rank is not None else info.index
 
-    def _groups(self) -> list[tuple[str, list[Seat]]]:
+    def _groups(self) -> list[tuple[str, list[Registration]]]:
         """Hosts in order: name, and its workers in order."""
         if self.hosts is not None:
-            by_host: list[tuple[str, list[Seat]]] = [(name, []) for name, _ in self.hosts]
+            by_host: list[tuple[str, list[Registration]]] = [(name, []) for name, _ in self.hosts]
             for rank, (host, _) in enumerate(self._places):
-                by_host[host][1].append(self._seats[self._slots[rank]])
+                by_host[host][1].append(self._registrations[self._slots[rank]])
             return by_host
-        ordered = sorted(self.seats, key=_order)
-        by_identity: dict[str, list[Seat]] = {}
-        for seat in ordered:
-            by_identity.setdefault(seat.info.host_identity, []).append(seat)
-        return [(seats[0].info.host_name, seats) for seats in by_identity.values()]
+        ordered = sorted(self.registrations, key=_order)
+        by_identity: dict[str, list[Registration]] = {}
+        for registration in ordered:
+            by_identity.setdefault(registration.info.host_identity, []).append(registration)
+        return [(registrations[0].info.host_name, registrations) for registrations in by_identity.values()]
 
 
 def _claim(info: WorkerInfo) -> str:
     return "a rank" if info.rank is not None else "an index" if info.index is not None else "neither rank nor index"
 
 
-def _order(seat: Seat) -> int:
-    claim = seat.info.rank if seat.info.rank is not None else seat.info.index
-    return seat.arrival if claim is None else claim
+def _order(registration: Registration) -> int:
+    claim = registration.info.rank if registration.info.rank is not None else registration.info.index
+    return registration.arrival if claim is None else claim
 
 
 def _summed(pairs: Any) -> dict[str, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
 
-from hvdgloo.rendezvous._server.routes import ROUTES, Answer, Call, Route, WSGIApplication, refused, signature_headers
+from hvdgloo.rendezvous._server.routes import ROUTES, Call, Reply, Route, WSGIApplication, refused, signature_headers
 from hvdgloo.rendezvous._server.service import Service
 
 
@@ -40,7 +40,7 @@ def _view(service: Service, route: Route) -> Callable[..., Response]:
     )
 
 
-def _response(answer: Answer) -> Response:
+def _response(answer: Reply) -> Response:
     return Response(answer.body, answer.status, content_type=answer.content_type)
 
 

@@ -3,9 +3,9 @@
 ====================================  ==============================================================================
 ``GET /v1/hello``                     the run id; signed for the empty run
 ``POST /v1/epochs/<e>/workers``       a WorkerInfo as JSON, ``?timeout=s``; 200 rank and topology
-                                      (``hvdgloo.rendezvous._wire``), 202 not yet, 404 no such epoch, 409 the place is
-                                      taken, 504 the epoch failed
-``POST /v1/elastic/next``             a worker of an elastic job asks for its next epoch (``_elastic.wire``),
+                                      (``_messages``), 202 not yet, 404 no such epoch, 409 the place is taken, 504 the
+                                      epoch failed
+``POST /v1/elastic/next``             a worker of an elastic job asks for its next epoch (``_elastic.messages``),
                                       ``?timeout=s``; 200 the answer, 202 not yet, 404 the job is not elastic
 ``POST /v1/elastic/reports``          it says how far it is; 204
 ``POST /v1/elastic/news``             it asks what would change, ``?timeout=s``; 200 as soon as that is news to it
@@ -45,7 +45,7 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 
 from hvdgloo._net.codec import Codec
 from hvdgloo.rendezvous import _auth as auth
-from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous import _messages as messages
 from hvdgloo.rendezvous._server.epochs import (
     EpochFailedError,
     NotAcceptedError,
@@ -70,7 +70,7 @@ _JSON, _BYTES = "application/json", "application/octet-stream"
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """What is sent back, before it is signed."""
 
     body: bytes = b""
@@ -121,19 +121,19 @@ class Route:
 
     rule: str
     methods: tuple[str, ...]
-    handler: Callable[..., Answer | Steps[Answer]]
+    handler: Callable[..., Reply | Steps[Reply]]
 
-    def answer(self, service: Service, call: Call, arguments: Mapping[str, str]) -> Answer:
+    def answer(self, service: Service, call: Call, arguments: Mapping[str, str]) -> Reply:
         """What ``steps`` comes to, after all pauses on this thread."""
         return waited(self.steps(service, call, arguments), partial(service.watch, call.connection))
 
-    def steps(self, service: Service, call: Call, arguments: Mapping[str, str]) -> Steps[Answer]:
+    def steps(self, service: Service, call: Call, arguments: Mapping[str, str]) -> Steps[Reply]:
         """The handler's answer, or the one that its exception stands for."""
         try:
             answer = self.handler(service, call, **arguments)
             return (yield from answer) if isinstance(answer, Generator) else answer
         except Refusal as refusal:
-            return Answer(refusal.body(), refusal.status, _JSON)
+            return Reply(refusal.body(), refusal.status, _JSON)
         except NotAcceptedError as error:
             return refused(409 if error.taken else 400, error)
         except UnknownEpochError as error:
@@ -146,9 +146,9 @@ class Route:
             return refused(503, error)
 
 
-def refused(status: int, reason: object) -> Answer:
+def refused(status: int, reason: object) -> Reply:
     """An answer that says why a request is refused."""
-    return Answer(Refusal(status, str(reason)).body(), status, _JSON)
+    return Reply(Refusal(status, str(reason)).body(), status, _JSON)
 
 
 def signature_headers(service: Service, environ: Environ, rule: str, status: int, body: bytes) -> dict[str, str]:
@@ -163,11 +163,11 @@ def signature_headers(service: Service, environ: Environ, rule: str, status: int
     return headers
 
 
-def _hello(service: Service, _: Call) -> Answer:
+def _hello(service: Service, _: Call) -> Reply:
     return _json({"run": service.run, "version": __version__, "elastic": service.elastic is not None})
 
 
-def _register(service: Service, call: Call, epoch: str) -> Steps[Answer]:
+def _register(service: Service, call: Call, epoch: str) -> Steps[Reply]:
     if service.elastic is not None:
         raise Refusal(
             409,
@@ -182,35 +182,35 @@ def _register(service: Service, call: Call, epoch: str) -> Steps[Answer]:
         placed = yield from service.epochs.register(int(epoch), call.client, info, timeout=call.timeout())
     if isinstance(placed, NotYet):
         return _json({"reason": placed.summary, "idle": placed.idle}, 202)
-    return Answer(wire.pack_placed(placed.rank, placed.topology))
+    return Reply(messages.pack_placed(placed.rank, placed.topology))
 
 
-def _next_epoch(service: Service, call: Call) -> Steps[Answer]:
-    from hvdgloo.rendezvous._elastic.wire import ASK  # which jobs of fixed size do without
+def _next_epoch(service: Service, call: Call) -> Steps[Reply]:
+    from hvdgloo.rendezvous._elastic.messages import REGISTER  # which jobs of fixed size do without
 
-    epochs, ask = _elastic(service), _read(ASK, call.body)
+    epochs, ask = _elastic(service), _read(REGISTER, call.body)
     with service.polling():
         answer = yield from epochs.ask(call.client, ask, timeout=call.timeout())
-    return _json({"reason": answer}, 202) if isinstance(answer, str) else Answer(answer)
+    return _json({"reason": answer}, 202) if isinstance(answer, str) else Reply(answer)
 
 
-def _report(service: Service, call: Call) -> Answer:
-    from hvdgloo.rendezvous._elastic.wire import REPORT
+def _report(service: Service, call: Call) -> Reply:
+    from hvdgloo.rendezvous._elastic.messages import REPORT
 
     _elastic(service).report(call.client, _read(REPORT, call.body))
-    return Answer(status=204)
+    return Reply(status=204)
 
 
-def _news(service: Service, call: Call) -> Steps[Answer]:
-    from hvdgloo.rendezvous._elastic.wire import LISTEN
+def _news(service: Service, call: Call) -> Steps[Reply]:
+    from hvdgloo.rendezvous._elastic.messages import LISTEN
 
     epochs, listen = _elastic(service), _read(LISTEN, call.body)
     with service.polling():
         news = yield from epochs.news(call.client, listen, timeout=call.timeout())
-    return Answer(news)
+    return Reply(news)
 
 
-def _observe(service: Service, call: Call) -> Answer:
+def _observe(service: Service, call: Call) -> Reply:
     if service.observed is None:
         raise Refusal(404, "nobody looks at this job: its server was started without --page")
     from hvdgloo._observe.samples import CODEC, LIMIT
@@ -218,7 +218,7 @@ def _observe(service: Service, call: Call) -> Answer:
     if len(call.body) > LIMIT:
         raise Refusal(413, f"an observation has at most {LIMIT} bytes")
     service.observed(_read(CODEC, call.body))
-    return Answer(status=204)
+    return Reply(status=204)
 
 
 def _elastic(service: Service) -> ElasticEpochs:
@@ -234,15 +234,17 @@ def _read(codec: Codec[T], body: bytes) -> T:
         raise Refusal(400, str(error)) from None
 
 
-def _many(service: Service, call: Call, scope: str) -> Steps[Answer]:
+def _many(service: Service, call: Call, scope: str) -> Steps[Reply]:
     store = service.store(_decoded(scope, "scope", MAX_SCOPE_BYTES))
     op = call.argument("op", "")
     try:
         if op == "set":
-            store.set_many(wire.unpack_items(call.body), owner=call.client)
-            return Answer(status=204)
+            store.set_many(messages.unpack_items(call.body), owner=call.client)
+            return Reply(status=204)
         if op == "get":
-            return Answer(wire.pack_values((yield from _wait(service, call, store, wire.unpack_keys(call.body)))))
+            return Reply(
+                messages.pack_values((yield from _wait(service, call, store, messages.unpack_keys(call.body))))
+            )
     except StoreFullError:
         raise
     except ValueError as error:
@@ -250,23 +252,23 @@ def _many(service: Service, call: Call, scope: str) -> Steps[Answer]:
     raise Refusal(400, "the query must say op=set or op=get")
 
 
-def _one(service: Service, call: Call, scope: str, key: str) -> Steps[Answer]:
+def _one(service: Service, call: Call, scope: str, key: str) -> Steps[Reply]:
     store, name = service.store(_decoded(scope, "scope", MAX_SCOPE_BYTES)), _decoded(key, "key")
     if call.method == "PUT":
         store.set_many({name: call.body}, owner=call.client)
-        return Answer(status=204)
+        return Reply(status=204)
     if call.method == "DELETE":
         return _json({"deleted": store.delete(name)})
-    return Answer((yield from _wait(service, call, store, [name]))[0])
+    return Reply((yield from _wait(service, call, store, [name]))[0])
 
 
-def _status(service: Service, _: Call) -> Answer:
+def _status(service: Service, _: Call) -> Reply:
     return _json(service.status())
 
 
-def _metrics(service: Service, _: Call) -> Answer:
+def _metrics(service: Service, _: Call) -> Reply:
     text, content_type = service.metrics.text()
-    return Answer(text, content_type=content_type)
+    return Reply(text, content_type=content_type)
 
 
 ROUTES = (
@@ -304,7 +306,7 @@ class Router:
         self._rest = Later(lambda: create_rest(service))
 
     def steps(self, environ: Environ, start_response: StartResponse) -> Steps[Any]:
-        """Answer a request that the gate has admitted."""
+        """Reply a request that the gate has admitted."""
         for pattern, route in self._patterns:
             found = pattern.fullmatch(environ["PATH_INFO"])
             if found is not None and environ["REQUEST_METHOD"] in route.methods:
@@ -382,5 +384,5 @@ def _decoded(text: str, what: str, limit: int | None = None) -> str:
         raise Refusal(400, str(error)) from None
 
 
-def _json(value: Any, status: int = 200) -> Answer:
-    return Answer(json.dumps(value).encode(), status, _JSON)
+def _json(value: Any, status: int = 200) -> Reply:
+    return Reply(json.dumps(value).encode(), status, _JSON)

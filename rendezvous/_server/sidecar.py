@@ -1,7 +1,7 @@
 """The rendezvous server in a process of its own beside an agent (``-m hvdgloo.rendezvous._server.sidecar``).
 
 Where workers cannot reach the launcher (kubectl from a laptop), the server has to run where they can. The agent starts
-this process and speaks with it in messages (``hvdgloo.rendezvous._beside``): the first one on standard input says
+this process and speaks with it in messages (``hvdgloo.rendezvous._sidecar``): the first one on standard input says
 everything, secret included; those on standard output say where it listens, and then, whenever that changes, who has
 come. A further message on standard input is a question for the same, and its number comes back with the answer: it
 tells what is true after the question was asked. The end of standard input is the order to end.
@@ -19,7 +19,8 @@ import msgspec
 from hvdgloo._net.framing import FrameDecoder
 from hvdgloo._net.tls import Tls
 from hvdgloo.errors import ConfigError, MissingDependencyError
-from hvdgloo.rendezvous._beside import (
+from hvdgloo.rendezvous._server.server import RendezvousServer
+from hvdgloo.rendezvous._sidecar import (
     FROM_SERVER,
     MAX_MESSAGE,
     TO_SERVER,
@@ -30,7 +31,6 @@ from hvdgloo.rendezvous._beside import (
     ServerFailed,
     ServerRequest,
 )
-from hvdgloo.rendezvous._server.server import RendezvousServer
 
 _LOCK = threading.Lock()  # so that what is said later was true later
 _BETWEEN = 0.1  # seconds; a thousand workers that come together make a few messages, not a thousand

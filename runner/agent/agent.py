@@ -287,7 +287,7 @@ class Agent:
             self._handlers[type(frame)](frame)  # type: ignore[index]  # no preamble, hence no Noise
 
     def _hello(self) -> Hello:
-        from hvdgloo.rendezvous._identity import host_identity, host_name
+        from hvdgloo.rendezvous._host_identity import host_identity, host_name
 
         return Hello(
             PROTOCOL,

@@ -19,7 +19,7 @@ from typing import IO, Any
 from hvdgloo._net import ports
 from hvdgloo._net.framing import FrameDecoder
 from hvdgloo.errors import ConfigError
-from hvdgloo.rendezvous._beside import (
+from hvdgloo.rendezvous._sidecar import (
     FROM_SERVER,
     MAX_MESSAGE,
     TO_SERVER,

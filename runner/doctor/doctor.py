@@ -19,7 +19,7 @@ import msgspec
 
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
-from hvdgloo.rendezvous._identity import host_identity
+from hvdgloo.rendezvous._host_identity import host_identity
 from hvdgloo.runner.agent.facts import Facts, examine
 from hvdgloo.runner.console.console import Console
 from hvdgloo.runner.console.startup_view import StartDisplay

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from hvdgloo._platform.queues import take_within
 from hvdgloo.errors import HvdglooError
+from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import (
     Action,
     Changed,
@@ -32,7 +33,6 @@ from hvdgloo.rendezvous._elastic.events import (
     Tell,
 )
 from hvdgloo.rendezvous._elastic.history import describe_change
-from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.runner.elastic.discovery import HostManager
 from hvdgloo.runner.job.spec import Discovery
@@ -95,7 +95,7 @@ class ElasticDriver:
         starter: starts and ends workers.
         tell: receives lines for the user; called on any thread.
         left_out: receives hosts that are not used for the time being; called on any thread.
-        placed: receives each roster before its members are told their ranks, so that what they write then is taken for
+        placed: receives each assignment before its members are told their ranks, so that their output is known to be
             theirs. Called on any thread, under a lock: it must only take note.
         interval: seconds between two questions to the discovery.
         machine: returns the machine that a host belongs to; empty for a host of its own.
@@ -117,7 +117,7 @@ class ElasticDriver:
         *,
         tell: Callable[[str], None],
         left_out: Callable[[str], None] = lambda host: None,
-        placed: Callable[[Roster], None] = lambda roster: None,
+        placed: Callable[[Assignment], None] = lambda assignment: None,
         interval: float = 1.0,
         machine: Callable[[str], str] = lambda name: "",
         hang_time: float = HANG_TIME,
@@ -219,7 +219,7 @@ class ElasticDriver:
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Formed):
-            self._placed(action.roster)
+            self._placed(action.assignment)
         else:
             self._actions.put(action)
 

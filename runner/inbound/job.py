@@ -22,7 +22,7 @@ from hvdgloo.runner.job.host_sources import Inventory
 from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import ElasticSpec, HostEntry, Reach
 from hvdgloo.runner.launch import launch
-from hvdgloo.runner.report import Report
+from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.signals import LIBRARY_SIGNALS
 from hvdgloo.runner.transport.failures import Cause, Diagnosis, Ending
 from hvdgloo.runner.worker import function_task
@@ -195,7 +195,7 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
     return without_place({**for_other_hosts(os.environ, frozenset(), export_all=False), **given})
 
 
-def explained(report: Report, listener: TaskListener) -> Report:
+def explained(report: LaunchResult, listener: TaskListener) -> LaunchResult:
     """The report with what the other system says about an agent that was lost, or about a worker that was killed."""
     first = report.outcome.first
     if first is None or not _from_outside(first):

@@ -20,7 +20,7 @@ from typing import ParamSpec
 from hvdgloo._net.handshake import Link
 from hvdgloo.config import without_place
 from hvdgloo.errors import AuthenticationError, LaunchError
-from hvdgloo.rendezvous._identity import host_identity, host_name
+from hvdgloo.rendezvous._host_identity import host_identity, host_name
 from hvdgloo.runner.inbound.hello import Bootstrap, TaskHello, introduce
 from hvdgloo.runner.job.command import THREAD_VARIABLES
 from hvdgloo.runner.job.spec import PROGRAM_S_TIMEOUT

@@ -18,7 +18,7 @@ import msgspec
 from hvdgloo._net import codec
 from hvdgloo._net.framing import FrameDecoder, Mac
 from hvdgloo.errors import LaunchError
-from hvdgloo.rendezvous._beside import FromServer, ServerRequest
+from hvdgloo.rendezvous._sidecar import FromServer, ServerRequest
 
 PROTOCOL = 6
 """Version of the frames, raised when their meaning changes; launcher and agent must agree."""
@@ -275,7 +275,7 @@ class Hello(Frame, frozen=True):
 
     Attributes:
         protocol, version: must equal the launcher's.
-        hostname, identity: the host's (see ``hvdgloo.rendezvous._identity``).
+        hostname, identity: the host's (see ``hvdgloo.rendezvous._host_identity``).
         pid: the agent's.
         cores: number of cores that this process may use, given affinity and control groups.
         machine_cores: number of cores of the machine; 0 if not known.

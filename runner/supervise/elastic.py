@@ -16,8 +16,8 @@ from functools import partial
 from typing import Protocol
 
 from hvdgloo.errors import ConfigError, HvdglooError
+from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
-from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.runner.console.progress import REMEDIES
 from hvdgloo.runner.job.hostlist import check_load, remark_on_load
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
@@ -72,7 +72,7 @@ class Visit:
     waiting: list[tuple[int, SpawnOrder]] = field(default_factory=list)
     leaving: bool = False
     parted: bool = False
-    plan: Roster | None = None
+    plan: Assignment | None = None
     lost: bool = False
     ends_by: float = math.inf
 
@@ -170,9 +170,9 @@ class ElasticSupervisor(Supervisor):
         """End a worker."""
         self._loop.call_soon(partial(self._on_stop, worker, reason))
 
-    def placed(self, roster: Roster) -> None:
+    def placed(self, assignment: Assignment) -> None:
         """Update the workers' ranks."""
-        self._loop.call_first(partial(self._on_placed, roster))
+        self._loop.call_first(partial(self._on_placed, assignment))
 
     def tell_soon(self, text: str) -> None:
         """Report news of workers and hosts to the user, unless the job is over."""
@@ -249,17 +249,17 @@ class ElasticSupervisor(Supervisor):
                     self.notice(f"rank {self._ranks[number]} on host {visit.name} is told to end: {reason}")
                 visit.link.channel.send(StopWorker(number, signal.SIGTERM, self._spec.grace_after_failure))
 
-    def _on_placed(self, roster: Roster) -> None:
+    def _on_placed(self, assignment: Assignment) -> None:
         self.on_start()
-        for worker, rank in roster.ranks.items():
+        for worker, rank in assignment.ranks.items():
             if worker in self.workers:
                 self._ranks[self.workers[worker]] = rank
         seats = [
-            Seat(self.workers[seat.worker], rank, seat.host, seat.local_rank)
-            for rank, seat in enumerate(roster.seats)
-            if seat.worker in self.workers
+            Seat(self.workers[member.worker], rank, member.host, member.local_rank)
+            for rank, member in enumerate(assignment.members)
+            if member.worker in self.workers
         ]
-        self.audience.placed(roster.epoch, seats)
+        self.audience.placed(assignment.epoch, seats)
 
     def _on_exited(self, link: Link, frame: Exited) -> None:
         reason = describe_end(frame)

@@ -21,7 +21,7 @@ from hvdgloo._platform import pickling
 from hvdgloo.config import Config
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.rendezvous._auth import seal, unseal
-from hvdgloo.rendezvous._identity import host_identity
+from hvdgloo.rendezvous._host_identity import host_identity
 
 _FUNCTION = "function of run()"
 _READ = 4 * 1024 * 1024

@@ -30,14 +30,14 @@ GRAPH: dict[str, set[str]] = {
     # What is seen of a job: the page, and top.
     "hvdgloo._observe.page": {"_net", "_observe", "_platform", "rendezvous._page_server", "rendezvous._server"},
     "hvdgloo._observe.top": {"_observe", "_platform"},
-    "hvdgloo.rendezvous._shown": {
+    "hvdgloo.rendezvous._job_observer": {
         "_net",
         "_observe",
         "_observe.page",
         "rendezvous._elastic",
         "rendezvous._page_server",
     },
-    "hvdgloo.rendezvous._watch": {"rendezvous._elastic", "rendezvous._server", "rendezvous._shown"},
+    "hvdgloo.rendezvous._console": {"rendezvous._elastic", "rendezvous._server", "rendezvous._job_observer"},
     "hvdgloo.rendezvous._cli": {
         "_net",
         "_platform",
@@ -45,8 +45,8 @@ GRAPH: dict[str, set[str]] = {
         "rendezvous",
         "rendezvous._elastic",
         "rendezvous._server",
-        "rendezvous._shown",
-        "rendezvous._watch",
+        "rendezvous._job_observer",
+        "rendezvous._console",
     },
     "hvdgloo.rendezvous.__main__": {"_commands"},
     # A worker.
@@ -110,7 +110,7 @@ GRAPH: dict[str, set[str]] = {
         "runner.protocol",
         "runner.transport",
     },
-    "hvdgloo.runner.show": {
+    "hvdgloo.runner.observing": {
         "_net",
         "_observe",
         "_observe.page",
@@ -136,7 +136,7 @@ GRAPH: dict[str, set[str]] = {
         "runner.job",
         "runner.network",
         "runner.protocol",
-        "runner.show",
+        "runner.observing",
         "runner.supervise",
         "runner.transport",
         "runner.worker",

@@ -256,7 +256,7 @@ def test_a_newcomer_whose_address_cannot_be_used_ends_alone(monkeypatch: pytest.
             misled.close()  # as its process ends
 
         entering = [Task(enter), Task(good.job.enter)]
-        until(lambda: len(job.epochs._job._crew.joinable()) == 2, "both to be ready")
+        until(lambda: len(job.epochs._job._pool.joinable()) == 2, "both to be ready")
         until(lambda: all(worker.job.update()[1] == 2 for worker in workers), "the news")
         contexts = everywhere(workers, lambda worker: worker.again(1))
         for each in entering:

@@ -24,7 +24,7 @@ import pytest
 
 from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo.errors import JobFailedError, RemoteTraceback
-from hvdgloo.rendezvous._identity import host_identity
+from hvdgloo.rendezvous._host_identity import host_identity
 from hvdgloo.runner.inbound.job import run_function
 from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.runner.inbound.sealed import SealedChannel

@@ -22,8 +22,8 @@ import pytest
 from hvdgloo.errors import LaunchError
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.launch import launch
+from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.processes.worker import WINDOW
-from hvdgloo.runner.report import Report
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import AgentStream
@@ -52,7 +52,7 @@ def job(
     out: TextIO | None = None,
     err: io.StringIO | None = None,
     **options: Any,
-) -> tuple[Report, str, str]:
+) -> tuple[LaunchResult, str, str]:
     """Run a program on hosts a (2 slots) and b (1 slot)."""
     settings: dict[str, Any] = {
         "command": (sys.executable, "-c", program),
@@ -136,7 +136,7 @@ def test_garbage_in_the_stream_is_a_lost_agent(tmp_path: Path) -> None:
 def test_a_host_that_is_lost_in_the_middle_fails_the_job(tmp_path: Path) -> None:
     agent = f"echo $$ > {tmp_path}/agent; {AGENT}"
     program = f"import os, time; open('{tmp_path}/ready' + os.environ['RANK'], 'w').write('1'); time.sleep(60)"
-    found: list[Report] = []
+    found: list[LaunchResult] = []
     thread = threading.Thread(target=lambda: found.append(job(program, tmp_path, {"b": agent})[0]))
     thread.start()
     for rank in range(3):

@@ -25,8 +25,8 @@ from hvdgloo.config import read_secret_file
 from hvdgloo.errors import AuthenticationError, DismissedError
 from hvdgloo.rendezvous import RendezvousClient
 from hvdgloo.rendezvous._auth import status_token
+from hvdgloo.rendezvous._console import _Strangers
 from hvdgloo.rendezvous._server.service import Refused
-from hvdgloo.rendezvous._watch import _Strangers
 from tests.support.elastic_clients import Workers, placed
 from tests.support.launching import wait_for
 from tests.support.rendezvous import Task, info, until

@@ -20,7 +20,7 @@ from hvdgloo.errors import (
     RendezvousTimeoutError,
 )
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer, host_identity
-from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous import _messages as messages
 from hvdgloo.rendezvous._client.connection import HttpConnection
 from tests.support.launching import wait_for
 from tests.support.rendezvous import SECRET, RawClient, Task, info, unreachable_port
@@ -183,7 +183,7 @@ class TestErrors:
     def test_a_server_of_another_version(
         self, connect: Callable[[str], RendezvousClient], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(wire, "pack_placed", lambda rank, topology: b'{"rank":0,"topology":{}}')
+        monkeypatch.setattr(messages, "pack_placed", lambda rank, topology: b'{"rank":0,"topology":{}}')
         with RendezvousServer(secret=SECRET, size=1) as server:
             client = connect(server.endpoint)
             with pytest.raises(RendezvousError, match=r"not an answer to a worker: .* of the same version"):
@@ -373,7 +373,7 @@ def test_host_identity() -> None:
 
 
 def test_host_identity_tells_network_namespaces_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvdgloo.rendezvous import _identity as identity
+    from hvdgloo.rendezvous import _host_identity as identity
 
     here = identity.host_identity()
     for changed in [("_network_namespace", "net:[1]"), ("boot_id", "other")]:

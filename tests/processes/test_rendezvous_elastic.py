@@ -15,7 +15,7 @@ import pytest
 from hvdgloo._net.ports import hold_free_port
 from hvdgloo.errors import ConfigError, DismissedError, RendezvousError, RendezvousRefusedError, RendezvousTimeoutError
 from hvdgloo.rendezvous import Alone, ElasticClient, RendezvousClient, RendezvousServer
-from hvdgloo.rendezvous._elastic import wire as elastic
+from hvdgloo.rendezvous._elastic import messages as elastic
 from hvdgloo.rendezvous._elastic.events import Action, Changed, Ended, Gone, HostsListed, Rules, Spawn
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.rendezvous._server.epochs import StoppingError
@@ -109,7 +109,7 @@ def test_a_question_for_news_that_was_overtaken_does_not_say_where_a_worker_is(w
     """When an epoch is voided, each worker asks for news once more and for the next epoch, at the same time. It listens
     at another port then, and others who would try the old one could not connect: one more epoch in vain, of three."""
     workers.place("a", "b")
-    asking, place = workers["b"], workers["b"]._place
+    asking, place = workers["b"], workers["b"]._current
     question = elastic.LISTEN.encode(elastic.Listen("b", -1, place))
     second = workers.ask("b", 0, error="cannot connect", port=8)
     assert workers["a"].news(0, timeout=10).voided == 0
@@ -232,7 +232,7 @@ def test_nobody_else_reports_for_a_worker_that_is_there(
     with RendezvousClient(server.endpoint, SECRET) as client:
         impostor = ElasticClient(client, "a")
         if forged:
-            impostor._place = workers["a"]._place
+            impostor._current = workers["a"]._current
         for say in (impostor.finished, impostor.leaving, lambda: impostor.news(-1, timeout=5)):
             with pytest.raises(RendezvousRefusedError, match="worker a speaks for itself"):
                 say()
@@ -251,7 +251,7 @@ def test_waiting_workers_need_no_threads() -> None:
             told, id = info(host_identity=str(number)).to_dict(), f"w{number}"
             raw = RawClient(server.endpoint, run)
             for what, body in (
-                ("next", elastic.ASK.encode(elastic.Ask(id, -1, False, -1, "", "", [], 0.0, told))),
+                ("next", elastic.REGISTER.encode(elastic.Register(id, -1, False, -1, "", "", [], 0.0, told))),
                 ("news", elastic.LISTEN.encode(elastic.Listen(id, 0, None))),
             ):
                 sock = stack.enter_context(socket.create_connection((raw.host, raw.port), timeout=20))

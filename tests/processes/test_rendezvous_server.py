@@ -22,7 +22,7 @@ import requests
 from hvdgloo.errors import RendezvousRefusedError, RendezvousTimeoutError
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
 from hvdgloo.rendezvous import _auth as auth
-from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous import _messages as messages
 from hvdgloo.rendezvous._server import service as service_module
 from hvdgloo.rendezvous._store import Limits
 from hvdgloo.version import __version__
@@ -350,10 +350,10 @@ class TestRefusals:
             ("POST", "/v1/kv/s?op=eval", b"", 400, "op=set or op=get"),
             ("POST", "/v1/kv/s?op=get", b"{}", 400, "not a body with keys"),
             ("POST", "/v1/kv/s?op=get", b"\xff\xfe", 400, "not a body with keys"),
-            ("POST", "/v1/kv/s?op=get", wire.pack_keys(["../x"]), 400, "segment"),
-            ("POST", "/v1/kv/s?op=get", wire.pack_keys(["\ud800"]), 400, "UTF-8"),
+            ("POST", "/v1/kv/s?op=get", messages.pack_keys(["../x"]), 400, "segment"),
+            ("POST", "/v1/kv/s?op=get", messages.pack_keys(["\ud800"]), 400, "UTF-8"),
             ("POST", "/v1/kv/s?op=set", b"\xff" * 12, 400, "not a body with items"),
-            ("POST", "/v1/kv/s?op=set", wire.pack_items({"a\n": b""}), 400, "control characters"),
+            ("POST", "/v1/kv/s?op=set", messages.pack_items({"a\n": b""}), 400, "control characters"),
             ("POST", "/v1/kv/s?op=set", pickle.dumps({"a": b""}), 400, "body"),
             ("POST", "/v1/epochs/7/workers", WORKER, 404, "there is no epoch 7; open: 0"),
             ("POST", "/v1/epochs/-1/workers", WORKER, 404, "no such route"),

@@ -10,8 +10,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from hvdgloo.rendezvous._elastic.assignment import NO_STATE, Assignment
 from hvdgloo.rendezvous._elastic.events import (
     Action,
+    Alone,
     Announce,
     Changed,
     Dismissed,
@@ -31,10 +33,8 @@ from hvdgloo.rendezvous._elastic.events import (
     Up,
     Update,
     Voided,
-    Welcome,
 )
 from hvdgloo.rendezvous._elastic.job import ElasticJob, Phase
-from hvdgloo.rendezvous._elastic.roster import NO_STATE, Roster
 
 UNTROUBLED = frozenset({Phase.RUNNING, Phase.OVER, Phase.FAILED})
 
@@ -109,7 +109,7 @@ class Bed:
     serial: int = 0
     ended: Ended | None = None
     told: list[str] = field(default_factory=list)
-    rosters: list[Roster] = field(default_factory=list)
+    assignments: list[Assignment] = field(default_factory=list)
     changes: list[Changed] = field(default_factory=list)
     limit: float = math.inf
     """Of what was waited for when the last event came."""
@@ -179,25 +179,25 @@ class Bed:
         return [actor for actor in self.actors.values() if actor.alive]
 
     def by_rank(self, epoch: int, rank: int) -> Actor | None:
-        roster = next((roster for roster in self.rosters if roster.epoch == epoch), None)
-        if roster is None or not 0 <= rank < roster.size:
+        assignment = next((assignment for assignment in self.assignments if assignment.epoch == epoch), None)
+        if assignment is None or not 0 <= rank < assignment.size:
             return None
-        return self.actors[roster.seats[rank].worker]
+        return self.actors[assignment.members[rank].worker]
 
     @property
     def members(self) -> list[Actor]:
         """Those of the newest epoch whose processes run."""
-        if not self.rosters:
+        if not self.assignments:
             return []
-        actors = [self.actors[seat.worker] for seat in self.rosters[-1].seats]
+        actors = [self.actors[member.worker] for member in self.assignments[-1].members]
         return [actor for actor in actors if actor.alive]
 
     def broken(self) -> bool:
         """Whether members of the newest epoch would notice that it is over."""
-        if not self.rosters:
+        if not self.assignments:
             return False
-        epoch = self.rosters[-1].epoch
-        actors = [self.actors[seat.worker] for seat in self.rosters[-1].seats]
+        epoch = self.assignments[-1].epoch
+        actors = [self.actors[member.worker] for member in self.assignments[-1].members]
         return self.voided >= epoch or any(
             not actor.alive or actor.asked is not None or actor.dismissed for actor in actors if not actor.finished
         )
@@ -217,12 +217,12 @@ class Bed:
                 assert not actor.stopped
                 actor.stopped = True
                 self._may_be_stopped(actor)
-            case Formed(roster, again=""):
-                self._formed(roster)
-            case Formed(roster, again):
+            case Formed(assignment, again=""):
+                self._formed(assignment)
+            case Formed(assignment, again):
                 actor = self._answered(again)
-                assert actor.epoch == roster.epoch == self.rosters[-1].epoch
-            case Welcome(worker, plan):
+                assert actor.epoch == assignment.epoch == self.assignments[-1].epoch
+            case Alone(worker, plan):
                 actor = self._answered(worker)
                 assert not actor.alone
                 assert worker in plan.ranks
@@ -238,8 +238,8 @@ class Bed:
                 self.serial, self.update = serial, update
             case Voided(epoch, reason):
                 assert reason
-                # What is decided at once may be the next roster, too: its only member has come back.
-                assert self.voided < epoch <= self.job.roster.epoch
+                # What is decided at once may be the next assignment, too: its only member has come back.
+                assert self.voided < epoch <= self.job.assignment.epoch
                 self.voided = epoch
             case Tell(text):
                 self.told.append(text)
@@ -261,50 +261,52 @@ class Bed:
 
     def _may_be_stopped(self, actor: Actor) -> None:
         """Nobody is killed who is not accused, late, or on a host that is out."""
-        host_out = actor.slot >= self.listed.get(actor.host, 0) or self.job._crew.hosts.slots(actor.host, self.now) == 0
+        host_out = actor.slot >= self.listed.get(actor.host, 0) or self.job._pool.hosts.slots(actor.host, self.now) == 0
         host_out = host_out or actor.was_out  # it was told to leave, had its time, and its slot may be listed again
         late = self.now >= self.limit or actor.accused or actor.epoch == self.voided
         assert host_out or late or actor.dismissed, f"{actor} is killed, and has done nothing"
 
-    def _formed(self, roster: Roster) -> None:
-        assert not self.rosters or roster.epoch > self.rosters[-1].epoch
+    def _formed(self, assignment: Assignment) -> None:
+        assert not self.assignments or assignment.epoch > self.assignments[-1].epoch
         largest = self.rules.largest or 10**9
-        assert 1 <= (self.rules.smallest if self.changes or self.hold else self.rules.size) <= roster.size <= largest
-        members = [self.actors[seat.worker] for seat in roster.seats]
+        assert (
+            1 <= (self.rules.smallest if self.changes or self.hold else self.rules.size) <= assignment.size <= largest
+        )
+        members = [self.actors[member.worker] for member in assignment.members]
         self._note_hosts()
         for actor in members:
             assert not actor.dismissed
             assert not actor.stopped
             assert not actor.seen
-            assert actor.slot < self.job._crew.hosts.slots(actor.host, self.now), "it is on a host that is out"
+            assert actor.slot < self.job._pool.hosts.slots(actor.host, self.now), "it is on a host that is out"
         old = [actor.rank for actor in members if actor.rank is not None]
         serials = [actor.serial for actor in members]
-        self._check_order(roster, members)
+        self._check_order(assignment, members)
         if any(actor.synced for actor in self.actors.values()):
             assert max(serials) > NO_STATE, "nobody has the state"
-            assert serials[roster.root] == max(serials)
-            assert serials.index(max(serials)) == roster.root
-        assert not roster.everyone or len(set(serials)) == 1
+            assert serials[assignment.root] == max(serials)
+            assert serials.index(max(serials)) == assignment.root
+        assert not assignment.everyone or len(set(serials)) == 1
         if old:
             assert members[0].rank is not None, "rank 0 is a newcomer"
         # What is accounted for: nobody who is alive and could come back is left behind.
-        if self.rosters:
-            for seat in self.rosters[-1].seats:
-                actor = self.actors[seat.worker]
+        if self.assignments:
+            for member in self.assignments[-1].members:
+                actor = self.actors[member.worker]
                 late = actor.accused and not self.rules.launched  # nobody can end it
                 out = actor.seen or actor.stopped or actor.dismissed or actor.was_out or late
-                assert seat.worker in roster.ranks or out or actor.asked is not None, f"{actor} is forgotten"
+                assert member.worker in assignment.ranks or out or actor.asked is not None, f"{actor} is forgotten"
         for rank, actor in enumerate(members):
             self._answered(actor.id)
-            actor.epoch, actor.rank, actor.alone, actor.up = roster.epoch, rank, False, False
-        self.rosters.append(roster)
+            actor.epoch, actor.rank, actor.alone, actor.up = assignment.epoch, rank, False, False
+        self.assignments.append(assignment)
 
-    def _check_order(self, roster: Roster, members: list[Actor]) -> None:
+    def _check_order(self, assignment: Assignment, members: list[Actor]) -> None:
         """Survivors keep their order, a host's ranks are consecutive, and slots give local ranks."""
-        hosts = [seat.host for seat in roster.seats]
+        hosts = [member.host for member in assignment.members]
         assert [host for i, host in enumerate(hosts) if i == 0 or hosts[i - 1] != host] == list(dict.fromkeys(hosts))
         firsts = []
-        for host, _ in roster.slots:
+        for host, _ in assignment.slots:
             on_it = [actor for actor in members if actor.host == host]
             old = [actor.rank for actor in on_it if actor.rank is not None]
             assert old == sorted(old)
@@ -312,10 +314,10 @@ class Bed:
             firsts.append(min(old) if old else 10**9)
             by_slot = sorted(on_it, key=lambda actor: actor.slot)
             for actor in on_it:
-                seat = roster.seats[members.index(actor)]
-                assert seat.local_rank == by_slot.index(actor)
+                member = assignment.members[members.index(actor)]
+                assert member.local_rank == by_slot.index(actor)
                 if [a.slot for a in by_slot] == list(range(len(by_slot))):
-                    assert seat.local_rank == actor.slot
+                    assert member.local_rank == actor.slot
         assert firsts == sorted(firsts)
 
     def check(self) -> None:
@@ -327,15 +329,15 @@ class Bed:
             assert not any(actor.asked for actor in self.actors.values() if not actor.seen), "somebody waits for ever"
         elif job.phase is not Phase.RUNNING and any(actor.asked for actor in self.alive()):
             assert job.deadline < float("inf"), f"{job.phase} has no deadline"
-        if job.phase in (Phase.CONNECTING, Phase.RUNNING) and self.rosters:
-            for actor in (self.actors[seat.worker] for seat in self.rosters[-1].seats):
+        if job.phase in (Phase.CONNECTING, Phase.RUNNING) and self.assignments:
+            for actor in (self.actors[member.worker] for member in self.assignments[-1].members):
                 over = actor.stopped or (actor.seen and not actor.well) or (actor.asked is not None)
-                assert not over or job._ending, f"epoch {job.roster.epoch} is void without {actor}, and goes on"
+                assert not over or job._ending, f"epoch {job.assignment.epoch} is void without {actor}, and goes on"
         limit = self.rules.reset_limit
         assert limit is None or job.resets <= limit
         assert len(self.changes) <= job.resets + 1
         waiting = {actor.id for actor in self.actors.values() if actor.asked is not None and not actor.seen}
-        assert waiting == {worker.id for worker in job._crew.workers.values() if worker.pending}
+        assert waiting == {worker.id for worker in job._pool.workers.values() if worker.pending}
 
     def time_alone(self) -> Phase:
         """What becomes of the job if nothing happens any more."""
@@ -385,4 +387,4 @@ class Bed:
 
     def _note_hosts(self) -> None:
         for actor in self.actors.values():
-            actor.was_out |= actor.slot >= self.job._crew.hosts.slots(actor.host, self.now)
+            actor.was_out |= actor.slot >= self.job._pool.hosts.slots(actor.host, self.now)

@@ -29,8 +29,8 @@ from hvdgloo._net import handshake
 from hvdgloo._net.proofs import NONCE_BYTES, PROOF_BYTES
 from hvdgloo.config import Config, settings, unknown_variables
 from hvdgloo.errors import AuthenticationError, ConfigError, HvdglooError, LaunchError
-from hvdgloo.rendezvous import RendezvousServer, _beside
-from hvdgloo.rendezvous._elastic import wire as elastic
+from hvdgloo.rendezvous import RendezvousServer, _sidecar
+from hvdgloo.rendezvous._elastic import messages as elastic
 from hvdgloo.rendezvous._elastic.events import Gone, Rules
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.rendezvous._server.epochs import NotAcceptedError
@@ -218,8 +218,8 @@ _MESSAGES: tuple[messages.Message, ...] = (
 )
 _OTHERS: tuple[tuple[Callable[[bytes], object], bytes], ...] = (
     (handshake._ANSWER.decode, handshake._ANSWER.encode(handshake._Answer(1.5, {"shm_segment": 1, "list": [1, "a"]}))),
-    (_beside.TO_SERVER.decode, _beside.TO_SERVER.encode(_beside.AskArrivals(3))),
-    (_beside.FROM_SERVER.decode, _beside.FROM_SERVER.encode(_beside.ServerFailed("no port"))),
+    (_sidecar.TO_SERVER.decode, _sidecar.TO_SERVER.encode(_sidecar.AskArrivals(3))),
+    (_sidecar.FROM_SERVER.decode, _sidecar.FROM_SERVER.encode(_sidecar.ServerFailed("no port"))),
 )
 
 
@@ -594,7 +594,7 @@ def _elastic_message(random: Random) -> tuple[int, str, bytes]:
     worker, odd = f"w{random.randrange(3)}", random.random() < 0.05
     client = "another" if odd else worker
     told = info(host_identity=worker, pid=7 if odd else 1, rank=random.choice((None, 0, 1))).to_dict()
-    place = elastic.Place(random.randrange(4), random.randrange(4), random.randrange(1, 4), True, told)
+    place = elastic.CurrentEpoch(random.randrange(4), random.randrange(4), random.randrange(1, 4), True, told)
     kind = random.randrange(40)
     if kind > 1:
         kind = kind % 3 + 2
@@ -602,11 +602,11 @@ def _elastic_message(random: Random) -> tuple[int, str, bytes]:
     if kind == 2:
         after, serial = random.randrange(-1, 4), random.randrange(-1, 4)
         accused = [random.randrange(4) for _ in range(random.randrange(3))]
-        data = elastic.ASK.encode(
-            elastic.Ask(worker, after, random.random() < 0.7, serial, "", "", accused, random.random(), told)
+        data = elastic.REGISTER.encode(
+            elastic.Register(worker, after, random.random() < 0.7, serial, "", "", accused, random.random(), told)
         )
     elif kind == 3:
-        what = random.choice(list(elastic.What))
+        what = random.choice(list(elastic.Progress))
         data = elastic.REPORT.encode(elastic.Report(worker, what, random.randrange(-1, 4), place))
     elif kind == 4:
         data = elastic.LISTEN.encode(elastic.Listen(worker, random.randrange(-1, 9), random.choice((None, place))))
@@ -634,7 +634,7 @@ def _telling() -> Iterator[Callable[[tuple[int, str, bytes]], None]]:
             if kind == 1:
                 epochs.feed(Gone(client, None, "has lost its connection"))
             elif kind == 2:
-                wait(epochs.ask(client, elastic.ASK.decode(data), timeout=0))
+                wait(epochs.ask(client, elastic.REGISTER.decode(data), timeout=0))
             elif kind == 3:
                 epochs.report(client, elastic.REPORT.decode(data))
             elif kind == 4:

@@ -17,7 +17,7 @@ import psutil
 
 from hvdgloo.errors import StoreError
 from hvdgloo.rendezvous import host_identity
-from hvdgloo.rendezvous._identity import host_name
+from hvdgloo.rendezvous._host_identity import host_name
 from hvdgloo.spark.common._files import Files
 
 _FORGOTTEN_S = 7 * 24 * 3600.0

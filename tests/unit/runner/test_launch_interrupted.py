@@ -18,7 +18,7 @@ from hvdgloo.runner.elastic.driver import ElasticDriver
 from hvdgloo.runner.elastic_launch import _asked
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
-from hvdgloo.runner.report import Report
+from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS
 
 
@@ -58,10 +58,10 @@ def test_a_driver_does_not_ask_a_second_time_before_it_starts() -> None:
 
 
 def test_a_signal_during_a_further_start_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attempt(spec: LaunchSpec, failed: str, number: int, *_: object, **__: object) -> Report:
+    def attempt(spec: LaunchSpec, failed: str, number: int, *_: object, **__: object) -> LaunchResult:
         if number:
             raise JobFailedError("before the workers were started", exit_code=130)
-        return Report(JobOutcome(Failure(0, "h1", 3, "exited with status 3")), ())
+        return LaunchResult(JobOutcome(Failure(0, "h1", 3, "exited with status 3")), ())
 
     monkeypatch.setattr(launch, "_attempt", attempt)
     spec = LaunchSpec(("true",), (HostEntry("h1", 1),), 1, "/", {}, b"s" * 32, max_restarts=2)

@@ -26,7 +26,7 @@ from hvdgloo.runner.cli.flags import build_parser
 from hvdgloo.runner.cli.main import main, split_all
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
-from hvdgloo.runner.report import Report
+from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.tuning import campaign, measure, report
 from hvdgloo.runner.tuning.campaign import Campaign
 from hvdgloo.runner.tuning.measure import Found, Measured, Setup, record
@@ -277,11 +277,11 @@ class TestCampaign:
     def test_a_rank_s_end_is_one_line_of_the_launcher_s(
         self, interrupted: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def launched(job: LaunchSpec, *, stdout: Any, stderr: Any, **_: Any) -> Report:
+        def launched(job: LaunchSpec, *, stdout: Any, stderr: Any, **_: Any) -> LaunchResult:
             stderr.write("KeyboardInterrupt of ours\n" if interrupted else "no memory\n")
             first = Failure(0, "localhost", 1, "exited with status 1")
             number = signal.SIGINT if interrupted else None
-            return Report(JobOutcome(first, number), (), in_sight=True)
+            return LaunchResult(JobOutcome(first, number), (), in_sight=True)
 
         monkeypatch.setattr(campaign, "launch", launched)
         stderr = io.StringIO()
@@ -301,9 +301,9 @@ class TestCampaign:
         """A file for --config-file may ask for it, for the jobs that are started otherwise."""
         started = []
 
-        def launched(job: LaunchSpec, **_: Any) -> Report:
+        def launched(job: LaunchSpec, **_: Any) -> LaunchResult:
             started.append((Config.from_env(job.environ).autotune, job.autotune_log))
-            return Report(JobOutcome(Failure(0, "localhost", 1, "is no part of this test")), (), in_sight=True)
+            return LaunchResult(JobOutcome(Failure(0, "localhost", 1, "is no part of this test")), (), in_sight=True)
 
         monkeypatch.setattr(campaign, "launch", launched)
         spec = replace(SPEC, environ={variable: "1"}, autotune_log=str(tmp_path / "log.csv"))

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous._elastic.assignment import Assignment, Candidate, choose
 from hvdgloo.rendezvous._elastic.events import Changed, Update
 from hvdgloo.rendezvous._elastic.history import MOST, describe_change, summarize
-from hvdgloo.rendezvous._elastic.roster import Candidate, Roster, choose
 from hvdgloo.runner.elastic.discovery import FixedHosts, HostState
 from hvdgloo.runner.elastic.settings import ElasticSettings
 from hvdgloo.runner.elastic.worker import HostUpdateResult
@@ -18,7 +18,7 @@ from hvdgloo.runner.elastic.worker import HostUpdateResult
 KILLED = "rank 1 on host h1 (process 77) was killed by signal 9 (SIGKILL)"
 
 
-def roster(old: str, new: str = "") -> Roster:
+def assignment(old: str, new: str = "") -> Assignment:
     """Workers on hosts of these letters: members of the epoch before, in their order, and newcomers."""
     members = [Candidate(f"{host}{rank}", host, rank, rank, (0, rank)) for rank, host in enumerate(old)]
     fresh = [Candidate(f"{host}+{slot}", host, 100 + slot, None, (1, slot)) for slot, host in enumerate(new)]
@@ -26,7 +26,7 @@ def roster(old: str, new: str = "") -> Roster:
 
 
 def changed(old: str, new: str = "", why: str = "") -> Changed:
-    return Changed(roster(old, new), why, 0.41)
+    return Changed(assignment(old, new), why, 0.41)
 
 
 @pytest.mark.parametrize(

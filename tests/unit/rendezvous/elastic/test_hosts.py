@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hvdgloo.rendezvous._elastic.assignment import Candidate, choose
 from hvdgloo.rendezvous._elastic.hosts import Hosts
-from hvdgloo.rendezvous._elastic.roster import Candidate, choose
 from hvdgloo.runner.elastic_launch import _slots
 
 
@@ -12,7 +12,7 @@ def candidate(name: str, rank: int | None, place: int, machine: str = "") -> Can
 
 
 def test_parts_of_one_machine_have_consecutive_ranks_and_local_ranks() -> None:
-    roster = choose(
+    assignment = choose(
         1,
         [
             candidate("a(1)", 0, 0, "a"),
@@ -21,10 +21,10 @@ def test_parts_of_one_machine_have_consecutive_ranks_and_local_ranks() -> None:
             candidate("b(2)", None, 3, "b"),
         ],
     )
-    assert [seat.host for seat in roster.seats] == ["a(1)", "a(2)", "b(1)", "b(2)"]
-    assert [seat.local_rank for seat in roster.seats] == [0, 1, 0, 1]
-    assert roster.slots == (("a", 2), ("b", 2))
-    slots = _slots(roster)
+    assert [member.host for member in assignment.members] == ["a(1)", "a(2)", "b(1)", "b(2)"]
+    assert [member.local_rank for member in assignment.members] == [0, 1, 0, 1]
+    assert assignment.slots == (("a", 2), ("b", 2))
+    slots = _slots(assignment)
     assert [(slot.hostname, slot.local_size, slot.cross_rank, slot.cross_size) for slot in slots] == [
         ("a", 2, 0, 2),
         ("a", 2, 0, 2),
@@ -35,8 +35,8 @@ def test_parts_of_one_machine_have_consecutive_ranks_and_local_ranks() -> None:
 
 
 def test_a_host_without_a_machine_is_one_by_itself() -> None:
-    roster = choose(1, [candidate("a", None, 0), candidate("b", None, 1)])
-    assert roster.slots == (("a", 1), ("b", 1))
+    assignment = choose(1, [candidate("a", None, 0), candidate("b", None, 1)])
+    assert assignment.slots == (("a", 1), ("b", 1))
 
 
 def test_machines_are_as_they_were_listed_last() -> None:

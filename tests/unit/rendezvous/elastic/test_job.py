@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hvdgloo.errors import ConfigError
+from hvdgloo.rendezvous._elastic.assignment import NO_STATE, Assignment, Candidate, choose
 from hvdgloo.rendezvous._elastic.events import (
     RESET_LIMIT_EXCEEDED_MESSAGE,
     Dismissed,
@@ -32,7 +33,6 @@ from hvdgloo.rendezvous._elastic.events import (
 )
 from hvdgloo.rendezvous._elastic.hosts import cooldown_time
 from hvdgloo.rendezvous._elastic.job import ATTEMPTS, NEXT, RETURN_TIME, Phase
-from hvdgloo.rendezvous._elastic.roster import NO_STATE, Candidate, Roster, choose
 from hvdgloo.topology import Host, Topology, Worker
 from tests.support.elastic import UNTROUBLED, Actor, Bed
 
@@ -272,7 +272,7 @@ class Explorer:
 
 def fingerprint(bed: Bed) -> object:
     """What tells two states apart; numbers that only grow are relative."""
-    job, epoch = bed.job, bed.rosters[-1].epoch
+    job, epoch = bed.job, bed.assignments[-1].epoch
     actors = sorted(
         (
             a.host, a.slot, a.alive, a.asked is not None, a.epoch - epoch if a.epoch >= 0 else -9,
@@ -283,7 +283,7 @@ def fingerprint(bed: Bed) -> object:
     )  # fmt: skip
     return (
         job.phase, job.deadline - bed.now, tuple(actors), tuple(bed.listed.items()), bed.update, bed.voided - epoch,
-        tuple((seat.host, seat.slot) for seat in bed.rosters[-1].seats), job._crew.hosts.account(bed.now),
+        tuple((member.host, member.slot) for member in bed.assignments[-1].members), job._pool.hosts.account(bed.now),
         tuple(sorted(job._tries.values())),
     )  # fmt: skip
 
@@ -301,7 +301,7 @@ def test_two_hosts_with_two_slots_in_every_order(failures_per_host: int, depth: 
 
 def ids(bed: Bed) -> list[str]:
     """The members of the newest epoch, by rank."""
-    return [seat.worker for seat in bed.rosters[-1].seats]
+    return [member.worker for member in bed.assignments[-1].members]
 
 
 def lose(bed: Bed, *ranks: int) -> None:
@@ -343,7 +343,7 @@ class TestOrder:
         lose(bed, 0)
         return_all(bed)
         assert ids(bed) == before[1:]
-        assert [seat.local_rank for seat in bed.rosters[-1].seats] == [0, 0, 1]
+        assert [member.local_rank for member in bed.assignments[-1].members] == [0, 0, 1]
 
     def test_a_newcomer_takes_the_free_slot_and_its_gpu(self) -> None:
         bed = running(FOUR_SLOTS)
@@ -353,22 +353,29 @@ class TestOrder:
         for actor in bed.members:
             bed.come_back(actor, "")
         assert bed.cooperate() is Phase.RUNNING
-        roster = bed.rosters[-1]
-        assert roster.size == 4
+        assignment = bed.assignments[-1]
+        assert assignment.size == 4
         assert bed.members[0] is survivor
-        assert [(seat.slot, seat.local_rank) for seat in roster.seats if seat.host == "h1"] == [(1, 1), (0, 0)]
+        assert [(m.slot, m.local_rank) for m in assignment.members if m.host == "h1"] == [
+            (1, 1),
+            (0, 0),
+        ]
 
     def test_a_host_that_shrinks_loses_its_highest_slots(self) -> None:
         bed = running(FOUR_SLOTS)
         bed.list([("h1", 1), ("h2", 2)])
         assert bed.update is Update.REMOVED
         return_all(bed)
-        assert [(seat.host, seat.slot) for seat in bed.rosters[-1].seats] == [("h1", 0), ("h2", 0), ("h2", 1)]
+        assert [(m.host, m.slot) for m in bed.assignments[-1].members] == [
+            ("h1", 0),
+            ("h2", 0),
+            ("h2", 1),
+        ]
         assert bed.by_rank(0, 1).dismissed  # type: ignore[union-attr]
 
     def test_spares_take_over_and_no_more_than_the_maximum_are_started(self) -> None:
         bed = running(Rules(size=2, smallest=1, largest=3))
-        assert len(bed.rosters[-1].seats) == 3
+        assert len(bed.assignments[-1].members) == 3
         lose(bed, 0)
         return_all(bed)
         assert {actor.host for actor in bed.members} == {"h2"}
@@ -382,33 +389,33 @@ class TestOrder:
     def test_any_candidates(self, spots: list[tuple[int, int]], data: st.DataObject) -> None:
         ranks: list[int | None] = data.draw(st.permutations([*range(len(spots))]))
         fresh = data.draw(st.sets(st.integers(0, len(spots) - 1)))
-        roster = choose(
+        assignment = choose(
             5,
             [
                 Candidate(f"{host}/{slot}", f"h{host}", slot, None if i in fresh else ranks[i], (host, slot), i % 3, "")
                 for i, (host, slot) in enumerate(spots)
             ],
         )
-        seats = {seat.worker: seat for seat in roster.seats}
-        assert len(seats) == len(spots)
-        for host, slots in roster.slots:
-            on_it = [seat for seat in roster.seats if seat.host == host]
+        members = {member.worker: member for member in assignment.members}
+        assert len(members) == len(spots)
+        for host, slots in assignment.slots:
+            on_it = [member for member in assignment.members if member.host == host]
             assert len(on_it) == slots
-            assert [seat.local_rank for seat in sorted(on_it, key=lambda seat: seat.slot)] == [*range(slots)]
-        assert roster.seats[0].worker not in roster.fresh or len(fresh) == len(spots)
-        hosts = tuple(Host(host, "") for host, _ in roster.slots)
-        assert Topology(5, hosts, topology_workers(roster)).size == len(spots)
+            assert [member.local_rank for member in sorted(on_it, key=lambda member: member.slot)] == [*range(slots)]
+        assert assignment.members[0].worker not in assignment.fresh or len(fresh) == len(spots)
+        hosts = tuple(Host(host, "") for host, _ in assignment.slots)
+        assert Topology(5, hosts, topology_workers(assignment)).size == len(spots)
 
 
 def a_lost_it(actor: Actor) -> str:
     return f"rank {actor.rank} on host {actor.host} has lost it, and it has not come back within 2 s"
 
 
-def topology_workers(roster: Roster) -> tuple[Worker, ...]:
-    hosts = [host for host, _ in roster.slots]
+def topology_workers(assignment: Assignment) -> tuple[Worker, ...]:
+    hosts = [host for host, _ in assignment.slots]
     return tuple(
-        Worker(rank, hosts.index(seat.host), seat.local_rank, 1, "127.0.0.1", 0)
-        for rank, seat in enumerate(roster.seats)
+        Worker(rank, hosts.index(member.host), member.local_rank, 1, "127.0.0.1", 0)
+        for rank, member in enumerate(assignment.members)
     )
 
 
@@ -433,22 +440,22 @@ class TestAccounting:
         assert bed.job.phase is Phase.FORMING
         newcomer = next(actor for actor in bed.alive() if actor.epoch < 0)
         bed.see(newcomer, 1)
-        epoch = bed.job.roster.epoch
+        epoch = bed.job.assignment.epoch
         assert bed.job.phase is Phase.FORMING
         assert bed.cooperate() is Phase.RUNNING
-        assert bed.rosters[-1].epoch == epoch
-        assert bed.rosters[-1].size == 4
+        assert bed.assignments[-1].epoch == epoch
+        assert bed.assignments[-1].size == 4
 
     def test_a_failure_while_connecting_voids_the_epoch(self) -> None:
         bed = running(FOUR_SLOTS)
         lose(bed, 3)
         return_all(bed)
-        epoch = bed.job.roster.epoch
+        epoch = bed.job.assignment.epoch
         lose(bed, 0)
         assert bed.voided == epoch
         assert bed.cooperate() is Phase.RUNNING
-        assert bed.rosters[-1].epoch > epoch
-        assert bed.changes[-1].roster.size == 2
+        assert bed.assignments[-1].epoch > epoch
+        assert bed.changes[-1].assignment.size == 2
         assert bed.job.resets == 1, "what never came to training is no reset"
 
     def test_horovod_3494_all_are_told_the_same_about_the_state(self) -> None:
@@ -460,14 +467,14 @@ class TestAccounting:
         return_all(bed)
         assert bed.job.phase is Phase.WAITING
         assert bed.cooperate() is Phase.RUNNING
-        roster = bed.rosters[-1]
-        assert (roster.size, roster.root, roster.everyone, len(roster.fresh)) == (4, 2, False, 1)
+        assignment = bed.assignments[-1]
+        assert (assignment.size, assignment.root, assignment.everyone, len(assignment.fresh)) == (4, 2, False, 1)
 
     def test_nothing_travels_if_all_have_the_same_commit(self) -> None:
         bed = running(FOUR_SLOTS)
         lose(bed, 3)
         return_all(bed)
-        assert bed.rosters[-1].everyone
+        assert bed.assignments[-1].everyone
 
     def test_without_a_survivor_that_has_the_state_the_job_ends(self) -> None:
         bed = running(Rules(size=2, smallest=1, failures_per_host=9), (("h1", 2),))
@@ -582,7 +589,7 @@ class TestNewcomers:
         return_all(bed)
         assert bed.job.phase is Phase.FORMING
         assert bed.cooperate() is Phase.RUNNING
-        assert bed.rosters[-1].size == 5
+        assert bed.assignments[-1].size == 5
 
     def test_horovod_1872_an_undone_change_is_no_update(self) -> None:
         bed = running()
@@ -709,7 +716,7 @@ class TestHosts:
         assert all(actor.dismissed for actor in leavers)
         bed.feed(HostLost("h2", "its agent has ended"))
         assert bed.cooperate() is Phase.RUNNING
-        assert (bed.rosters[-1].size, bed.told) == (2, [])
+        assert (bed.assignments[-1].size, bed.told) == (2, [])
 
     def test_one_that_does_not_leave_is_ended_after_30_seconds(self) -> None:
         bed = running()
@@ -1008,8 +1015,12 @@ class TestWithoutALauncher:
         begin = bed.now
         assert bed.wait()
         assert bed.now - begin == RETURN_TIME
-        roster = bed.rosters[-1]
-        assert (roster.epoch, roster.root, [seat.worker for seat in roster.seats]) == (7, 1, ["a", "b"])
+        assignment = bed.assignments[-1]
+        assert (assignment.epoch, assignment.root, [member.worker for member in assignment.members]) == (
+            7,
+            1,
+            ["a", "b"],
+        )
 
     def recalled(self, bed: Bed, id: str, rank: int, size: int = 3, epoch: int = 6) -> Actor:
         """A member of an epoch of which this server knows nothing."""
@@ -1025,14 +1036,14 @@ class TestWithoutALauncher:
         members = [self.recalled(bed, id, rank) for id, rank in (("c", 2), ("a", 0), ("b", 1))]
         assert bed.job.phase is Phase.RUNNING
         assert early.alone
-        assert [seat.worker for seat in bed.job.roster.seats] == ["a", "b", "c"]
+        assert [member.worker for member in bed.job.assignment.members] == ["a", "b", "c"]
         bed.arrive(early)
         assert bed.update is Update.NONE, "there is no room"
         bed.see(members[2], None)
         for actor in (members[0], members[1]):
             bed.come_back(actor)
-        assert [seat.worker for seat in bed.rosters[-1].seats] == ["a", "c", "early"]
-        assert bed.rosters[-1].epoch == 7
+        assert [member.worker for member in bed.assignments[-1].members] == ["a", "c", "early"]
+        assert bed.assignments[-1].epoch == 7
 
     def test_a_member_of_which_nothing_was_heard_may_still_return(self) -> None:
         bed = Bed(self.RULES, (), hold=RETURN_TIME)
@@ -1040,11 +1051,11 @@ class TestWithoutALauncher:
         assert bed.update is Update.NONE, "the third one is not removed, but only unknown"
         for actor in (a, b):
             bed.come_back(actor)
-        assert not bed.rosters
+        assert not bed.assignments
         c = bed.actors["c"] = Actor("c", "host of c", 0, epoch=6, rank=2, serial=8)
         bed.ask(c, ready=True, serial=8, host=c.host, rank=2)
         bed.wait()
-        assert [seat.worker for seat in bed.rosters[-1].seats] == ["a", "b", "c"]
+        assert [member.worker for member in bed.assignments[-1].members] == ["a", "b", "c"]
 
     def test_one_that_has_come_back_before_the_others_were_heard_of(self) -> None:
         bed = Bed(self.RULES, (), hold=RETURN_TIME)
@@ -1053,7 +1064,7 @@ class TestWithoutALauncher:
         a = self.recalled(bed, "a", 0, size=2)
         assert bed.job.phase is Phase.DRAINING, "it will notice"
         bed.come_back(a)
-        assert [seat.worker for seat in bed.rosters[-1].seats] == ["a", "b"]
+        assert [member.worker for member in bed.assignments[-1].members] == ["a", "b"]
 
     def test_patience_that_ends_before_workers_of_an_earlier_server_had_time_to_come(self) -> None:
         """A deadline that stayed in the past would keep the clock's thread busy, and its lock."""
@@ -1092,7 +1103,7 @@ class TestWithoutALauncher:
         for id, rank in (("b", 0), ("c", 1)):
             self.recalled(bed, id, rank, size=2, epoch=7)
         assert bed.job.phase is Phase.RUNNING
-        assert (bed.job.roster.epoch, [seat.worker for seat in bed.job.roster.seats]) == (7, ["b", "c"])
+        assert (bed.job.assignment.epoch, [member.worker for member in bed.job.assignment.members]) == (7, ["b", "c"])
         bed.ask(cut_off, ready=True, serial=8, host=cut_off.host, rank=0)
         assert bed.update is Update.ADDED
 
@@ -1105,7 +1116,7 @@ class TestWithoutALauncher:
         begin = bed.now
         bed.wait()
         assert bed.now - begin == RETURN_TIME
-        assert (bed.rosters[-1].epoch, [seat.worker for seat in bed.rosters[-1].seats]) == (8, ["b", "c"])
+        assert (bed.assignments[-1].epoch, [member.worker for member in bed.assignments[-1].members]) == (8, ["b", "c"])
 
     def test_a_member_that_told_of_its_last_epoch_is_one_of_the_next(self) -> None:
         bed = Bed(self.RULES, (), hold=RETURN_TIME)
@@ -1113,17 +1124,17 @@ class TestWithoutALauncher:
         a, b = self.recalled(bed, "a", 0, size=2, epoch=7), self.recalled(bed, "b", 1, size=2, epoch=7)
         for actor in (a, b):
             bed.come_back(actor)
-        assert (bed.rosters[-1].epoch, [seat.worker for seat in bed.rosters[-1].seats]) == (8, ["a", "b"])
+        assert (bed.assignments[-1].epoch, [member.worker for member in bed.assignments[-1].members]) == (8, ["a", "b"])
 
     def test_who_recalls_what_is_over_is_a_newcomer(self) -> None:
         bed = Bed(self.RULES, ())
         for actor in (self.come(bed, "a", "pod-1"), self.come(bed, "b", "pod-2")):
             bed.say_up(actor)
-        before = bed.job.roster
+        before = bed.job.assignment
         bed.feed(Recalled("c", 0, 1, 2, True, host="pod-3"))
         bed.feed(Recalled("d", 7, 0, 5, True, host="pod-3"))
         bed.feed(Recalled("a", 0, 1, 2, True, host="pod-1"))
-        assert bed.job.roster == before
+        assert bed.job.assignment == before
         assert bed.job.phase is Phase.RUNNING
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -1144,7 +1155,7 @@ class TestWithoutALauncher:
                 id, rank = unheard.pop()
                 actor = bed.actors[id] = Actor(id, f"host of {id}", 0, epoch=6, rank=rank, serial=8)
                 bed.ask(actor, ready=True, serial=8, host=actor.host, rank=rank)
-                if actor.asked is not None and bed.job._crew.workers[id].fresh:
+                if actor.asked is not None and bed.job._pool.workers[id].fresh:
                     actor.rank, actor.serial = None, NO_STATE
             elif what == "late":  # the others went on without it
                 self.recalled(bed, f"l{len(bed.actors)}", 0, size=size + 1, epoch=5)
@@ -1156,7 +1167,7 @@ class TestWithoutALauncher:
             elif what == "time":
                 bed.wait()
         assert bed.time_alone() in UNTROUBLED or bed.job.phase is Phase.WAITING
-        assert bed.cooperate() in UNTROUBLED or bed.time_alone() is Phase.FAILED or not bed.job._crew.workers
+        assert bed.cooperate() in UNTROUBLED or bed.time_alone() is Phase.FAILED or not bed.job._pool.workers
 
     def test_one_that_others_have_lost_comes_back_as_a_newcomer(self) -> None:
         """It was cut off from them, and from the server, without any of its connections having ended."""
@@ -1165,7 +1176,7 @@ class TestWithoutALauncher:
         for actor in (a, b):
             bed.say_up(actor)
         bed.come_back(a, accused=(b.rank or 0,))
-        while bed.rosters[-1].size != 1:
+        while bed.assignments[-1].size != 1:
             assert bed.wait()
         assert bed.told[-1] == f"rank 1 on host pod-2 is not waited for any more: {a_lost_it(a)}"
         bed.say_up(a)
@@ -1203,7 +1214,7 @@ class TestWithoutALauncher:
         bed.feed(b.asked)
         assert bed.update is Update.ADDED
         bed.come_back(a, "")
-        assert bed.rosters[-1].root == 0, "what it has committed since is not the job's"
+        assert bed.assignments[-1].root == 0, "what it has committed since is not the job's"
 
     def test_all_finish(self) -> None:
         bed = Bed(self.RULES, ())

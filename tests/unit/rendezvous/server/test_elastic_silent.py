@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from hvdgloo.rendezvous._elastic import wire
+from hvdgloo.rendezvous._elastic import messages
 from hvdgloo.rendezvous._elastic.events import Action, HostsListed, Rules, Spawn, Stop
 from hvdgloo.rendezvous._server.elastic import SILENT_TIME, ElasticEpochs
 from hvdgloo.rendezvous._server.pauses import Steps
@@ -39,9 +39,9 @@ class Job:
         self.epochs.feed(HostsListed((("h1", 1),)))
         self.member = self.spawned()[0]
         self.ask(self.member, 0)
-        for what in (wire.What.UP, wire.What.SYNCED):
-            self.epochs.report(self.member, wire.Report(self.member, what, 0, None))
-        self.news = wire.NEWS.decode(self.listen(self.member, -1) or b"")
+        for what in (messages.Progress.UP, messages.Progress.SYNCED):
+            self.epochs.report(self.member, messages.Report(self.member, what, 0, None))
+        self.news = messages.NEWS.decode(self.listen(self.member, -1) or b"")
 
     def spawned(self) -> list[str]:
         return [action.worker for action in self.actions if isinstance(action, Spawn)]
@@ -51,10 +51,10 @@ class Job:
 
     def ask(self, worker: str, slot: int) -> None:
         told = info(pid=slot + 1, port=slot + 1, host_identity="h1", rank=slot).to_dict()
-        self.run(self.epochs.ask(worker, wire.Ask(worker, -1, True, -1, "", "", [], 0.0, told), timeout=60.0))
+        self.run(self.epochs.ask(worker, messages.Register(worker, -1, True, -1, "", "", [], 0.0, told), timeout=60.0))
 
     def listen(self, worker: str, since: int) -> bytes | None:
-        return self.run(self.epochs.news(worker, wire.Listen(worker, since, None), timeout=40.0))
+        return self.run(self.epochs.news(worker, messages.Listen(worker, since, None), timeout=40.0))
 
     def run(self, steps: Steps[T]) -> T | None:
         """The answer, or None if the request waits."""
@@ -124,7 +124,7 @@ def test_who_listens_or_is_waited_for_by_nobody_goes_on(job: Job) -> None:
     assert job.stopped() == [], "nobody waits for it"
     assert job.listen(job.member, job.news.number) is None
     job.a_newcomer_waits()
-    news = wire.NEWS.decode(job.answered())
+    news = messages.NEWS.decode(job.answered())
     job.pass_time(SILENT_TIME - 2)
     assert job.listen(job.member, news.number) is None
     job.pass_time(SILENT_TIME + 2)

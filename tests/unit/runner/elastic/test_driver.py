@@ -13,8 +13,8 @@ import pytest
 
 from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous import RendezvousServer
+from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Rules, Spawn
-from hvdgloo.rendezvous._elastic.roster import Roster
 from hvdgloo.runner.elastic.discovery import DiscoveryError, FixedHosts, HostDiscoveryScript
 from hvdgloo.runner.elastic.driver import ElasticDriver, ElasticOutcome
 from tests.support.elastic_clients import Workers
@@ -99,7 +99,7 @@ def test_a_worker_fails_is_started_again_and_all_finish() -> None:
             it.driver.exited(worker, 0, "has ended")
         outcome = it.result()
     assert outcome.ended.failure is None
-    assert [change.roster.size for _, change in outcome.changes] == [2, 1, 2]
+    assert [change.assignment.size for _, change in outcome.changes] == [2, 1, 2]
     assert outcome.changes == sorted(outcome.changes, key=lambda timed: timed[0])
     assert outcome.changes[1][1].why == "rank 0 on host h1 (process 2) was killed by signal 9 (SIGKILL)"
     assert [line.partition("; ")[0] for line in it.told] == [
@@ -113,9 +113,9 @@ def test_a_roster_is_known_before_its_members_are_told_their_ranks() -> None:
     happened: list[int] = []
     starter = Starter()
 
-    def placed(roster: Roster) -> None:
+    def placed(assignment: Assignment) -> None:
         assert not driver.epochs._answers
-        happened.append(roster.epoch)
+        happened.append(assignment.epoch)
 
     driver = ElasticDriver(
         Rules(size=1, smallest=1), FixedHosts({"h1": 1}), starter, tell=lambda _: None, placed=placed, interval=60.0

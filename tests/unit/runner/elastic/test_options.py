@@ -20,7 +20,7 @@ from hvdgloo.runner.elastic.options import ElasticOptions
 from hvdgloo.runner.elastic.slurm_nodes import SlurmNodes
 from hvdgloo.runner.job.outcome import JobOutcome
 from hvdgloo.runner.job.spec import ElasticSpec, LaunchSpec
-from hvdgloo.runner.report import Report
+from hvdgloo.runner.launch_result import LaunchResult
 
 
 @pytest.fixture(autouse=True)
@@ -233,9 +233,9 @@ class TestRun:
         """What was to be launched; all workers end with 0 at once."""
         specs: list[LaunchSpec] = []
 
-        def launch(spec: LaunchSpec, **_: Any) -> Report:
+        def launch(spec: LaunchSpec, **_: Any) -> LaunchResult:
             specs.append(spec)
-            return Report(JobOutcome(), ())
+            return LaunchResult(JobOutcome(), ())
 
         monkeypatch.setattr("hvdgloo.run.launch", launch)
         return specs

@@ -18,7 +18,7 @@ from hvdgloo._net.handshake import _CLAIM, _HELLO, _MAGIC, Handshake, Link
 from hvdgloo._net.proofs import NONCE_BYTES, PROOF_BYTES
 from hvdgloo.errors import AuthenticationError, LaunchError
 from hvdgloo.rendezvous._auth import generate_secret
-from hvdgloo.rendezvous._beside import ServerRequest
+from hvdgloo.rendezvous._sidecar import ServerRequest
 from hvdgloo.runner.inbound import listener as module
 from hvdgloo.runner.inbound.hello import Bootstrap, Reply, handshake, introduce, read_bootstrap
 from hvdgloo.runner.inbound.listener import TaskListener

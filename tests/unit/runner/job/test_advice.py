@@ -6,7 +6,7 @@ import pytest
 
 from hvdgloo.runner.job.advice import advise
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
-from hvdgloo.runner.report import Report
+from hvdgloo.runner.launch_result import LaunchResult
 
 PYTHON = "/env/bin/python"
 
@@ -82,9 +82,9 @@ def test_it_ends_the_summary() -> None:
     outcome = JobOutcome(Failure(0, "h1", 1, "exited with status 1"))
     head = "the job failed: rank 0 on host h1 exited with status 1"
     whole = [head, "Its last lines were:", "  last", "do this"]
-    assert Report(outcome, (), ("last",), "do this").summary().splitlines() == whole
-    assert Report(outcome, (), ("last",), "do this").summary(whole=False).splitlines() == whole
-    in_sight = Report(outcome, (), ("last",), "do this", in_sight=True)
+    assert LaunchResult(outcome, (), ("last",), "do this").summary().splitlines() == whole
+    assert LaunchResult(outcome, (), ("last",), "do this").summary(whole=False).splitlines() == whole
+    in_sight = LaunchResult(outcome, (), ("last",), "do this", in_sight=True)
     assert in_sight.summary(whole=False).splitlines() == [head, "do this"]
     assert str(in_sight.error()).splitlines() == whole, "an exception may be shown elsewhere"
 
@@ -98,7 +98,7 @@ def test_it_ends_the_summary() -> None:
     ids=["an exception", "a signal, after an exception that was survived"],
 )
 def test_the_exception_stands_in_the_first_line(status: int, reason: str, end: str) -> None:
-    report = Report(
+    report = LaunchResult(
         JobOutcome(Failure(2, "h1", status, reason)),
         (),
         ("ValueError: bad",),

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvdgloo.errors import LaunchError
-from hvdgloo.rendezvous._beside import Arrived, Listening, ServerFailed, ServerRequest
+from hvdgloo.rendezvous._sidecar import Arrived, Listening, ServerFailed, ServerRequest
 from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import (
     KINDS,

@@ -8,8 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from hvdgloo.rendezvous._elastic.roster import Roster
-from hvdgloo.rendezvous._elastic.roster import Seat as Member
+from hvdgloo.rendezvous._elastic.assignment import Assignment, Member
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol.frames import (
     Exited,
@@ -180,7 +179,7 @@ def test_what_agents_observe_reaches_the_audience(fixed: Supervisor, onlooker: O
 
 def test_ranks_of_an_elastic_job_are_told_with_each_epoch(elastic: ElasticSupervisor, onlooker: Onlooker) -> None:
     elastic.workers.update({"a": 0, "b": 1, "c": 2})
-    elastic._on_placed(Roster(3, (Member("c", "h2", 0, 0), Member("a", "h1", 1, 1), Member("gone", "h1", 0, 0))))
+    elastic._on_placed(Assignment(3, (Member("c", "h2", 0, 0), Member("a", "h1", 1, 1), Member("gone", "h1", 0, 0))))
     assert onlooker.told == [("placed", 3, Seat(2, 0, "h2", 0), Seat(0, 1, "h1", 1))]
 
 

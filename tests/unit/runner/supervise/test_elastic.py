@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
+from hvdgloo.rendezvous._elastic.assignment import Assignment, Member
 from hvdgloo.rendezvous._elastic.events import Spawn
-from hvdgloo.rendezvous._elastic.roster import Roster, Seat
 from hvdgloo.runner import elastic_launch
 from hvdgloo.runner.admission import Admission, Reached, _Guest
 from hvdgloo.runner.elastic_launch import _Giver
@@ -25,7 +25,7 @@ from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
 
 LOOPBACK = Address("", "127.0.0.1", 8)
-PLAN = Roster(0, (Seat("h1/0/1", "h1", 0, 0),))
+PLAN = Assignment(0, (Member("h1/0/1", "h1", 0, 0),))
 
 
 class Nothing:
@@ -152,7 +152,7 @@ def test_nobody_tries_a_host_that_was_let_in_without_a_network(supervisor: Elast
 
 
 SLOTS = 300
-CROWD = Roster(0, tuple(Seat(f"h1/{slot}/{slot}", "h1", slot, slot) for slot in range(SLOTS)))
+CROWD = Assignment(0, tuple(Member(f"h1/{slot}/{slot}", "h1", slot, slot) for slot in range(SLOTS)))
 
 
 def giver(supervisor: ElasticSupervisor) -> _Giver:
@@ -179,14 +179,16 @@ def test_the_places_of_many_workers_are_worked_out_once(
     visit = admitted(supervisor)
     cast(Link, visit.link).hello = cast(Any, SimpleNamespace(cores=2, machine_cores=2, port=5000))
     made = giver(supervisor)
-    frames = [made.frame(visit, Spawn(seat.worker, "h1", seat.slot, CROWD), seat.slot) for seat in CROWD.seats]
+    frames = [
+        made.frame(visit, Spawn(member.worker, "h1", member.slot, CROWD), member.slot) for member in CROWD.members
+    ]
     assert [frame.env["HVDGLOO_RANK"] for frame in frames] == [str(rank) for rank in range(SLOTS)]
     assert asked == [SLOTS]
     made.frame(visit, Spawn("h1/0/1", "h1", 0, PLAN), SLOTS)
     assert asked == [SLOTS, 1], "another plan has other places"
 
 
-TOO_MANY = Roster(0, tuple(Seat(f"h1/{slot}/first", "h1", slot, slot) for slot in range(1000)))
+TOO_MANY = Assignment(0, tuple(Member(f"h1/{slot}/first", "h1", slot, slot) for slot in range(1000)))
 
 
 def test_a_host_is_refused_by_what_is_planned_for_it_and_once_only(
@@ -197,14 +199,14 @@ def test_a_host_is_refused_by_what_is_planned_for_it_and_once_only(
     supervisor.driver = cast(Any, SimpleNamespace(host_lost=lambda host, reason: lost.append(reason)))
     visit = admitted(supervisor)
     cast(Link, visit.link).hello = cast(Any, SimpleNamespace(cores=2, machine_cores=2, port=5000))
-    for seat in TOO_MANY.seats[:10]:
-        supervisor.start_worker(Spawn(seat.worker, "h1", seat.slot, TOO_MANY))
+    for member in TOO_MANY.members[:10]:
+        supervisor.start_worker(Spawn(member.worker, "h1", member.slot, TOO_MANY))
         supervisor._loop.turn(0.0)
     assert [reason.partition(",")[0] for reason in lost] == ["1000 processes would run on host h1"]
     assert supervisor.visit("h1") is visit
     tried_again: list[Visit] = []
     monkeypatch.setattr(supervisor, "_begin_visit", tried_again.append)
-    supervisor.start_worker(Spawn(PLAN.seats[0].worker, "h1", 0, PLAN))
+    supervisor.start_worker(Spawn(PLAN.members[0].worker, "h1", 0, PLAN))
     supervisor._loop.turn(0.0)
     assert [visit.name for visit in tried_again] == ["h1"], "a later order is another attempt"
 
@@ -224,8 +226,8 @@ def test_a_signal_comes_before_all_workers_that_are_still_to_be_started(
         return SimpleNamespace(number=number)
 
     supervisor.frame = frame
-    for seat in CROWD.seats:
-        supervisor.start_worker(Spawn(seat.worker, "h1", seat.slot, CROWD))
+    for member in CROWD.members:
+        supervisor.start_worker(Spawn(member.worker, "h1", member.slot, CROWD))
     supervisor._loop.turn(0.0)
     assert asked == list(range(10))
     assert supervisor.outcome.interrupted == signal.SIGTERM

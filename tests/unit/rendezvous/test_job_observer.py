@@ -14,7 +14,7 @@ from hvdgloo._observe.view import STATES, Snapshot
 from hvdgloo.errors import RendezvousError
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
 from hvdgloo.rendezvous._elastic.events import Rules
-from hvdgloo.rendezvous._shown import Shown
+from hvdgloo.rendezvous._job_observer import JobObserver
 from tests.support.rendezvous import SECRET
 
 
@@ -44,69 +44,71 @@ def test_a_server_that_nobody_looks_at_says_so() -> None:
 
 
 @pytest.fixture
-def shown() -> Iterator[Shown]:
+def observer() -> Iterator[JobObserver]:
     rules = Rules(size=2, smallest=1, largest=4, launched=False)
-    with Shown("the job", secret=SECRET, address="127.0.0.1", port=0, rules=rules) as shown:
-        yield shown
+    with JobObserver("the job", secret=SECRET, address="127.0.0.1", port=0, rules=rules) as observer:
+        yield observer
 
 
-def snapshot(shown: Shown) -> Snapshot:
-    shown._observatory.tick()
-    return shown._observatory.snapshot()
+def snapshot(observer: JobObserver) -> Snapshot:
+    observer._observatory.tick()
+    return observer._observatory.snapshot()
 
 
 def fixed(*workers: tuple[int, str, bool], state: str = "complete") -> dict[str, Any]:
     """The status of a server with these workers: rank, host, connected."""
-    shown = [{"rank": rank, "host": host, "pid": 100 + rank, "connected": there} for rank, host, there in workers]
+    observer = [{"rank": rank, "host": host, "pid": 100 + rank, "connected": there} for rank, host, there in workers]
     summary = f"{len(workers)} of 3 workers are in"
-    return {"epochs": [{"epoch": 0, "state": state, "workers": shown, "summary": summary}]}
+    return {"epochs": [{"epoch": 0, "state": state, "workers": observer, "summary": summary}]}
 
 
-def test_workers_appear_with_their_hosts_once_all_have_come(shown: Shown) -> None:
-    shown.look(fixed((1, "h1", True), state="gathering"))
-    shown.observed(sample(1))
-    seen = snapshot(shown)
+def test_workers_appear_with_their_hosts_once_all_have_come(observer: JobObserver) -> None:
+    observer.look(fixed((1, "h1", True), state="gathering"))
+    observer.observed(sample(1))
+    seen = snapshot(observer)
     assert seen.ranks.rank == []
     assert (seen.job.state, seen.job.message) == ("starting", "1 of 3 workers are in")
-    shown.look(fixed((2, "h2", True), (0, "h1", True), (1, "h1", True)))
-    seen = snapshot(shown)
+    observer.look(fixed((2, "h2", True), (0, "h1", True), (1, "h1", True)))
+    seen = snapshot(observer)
     assert [host.name for host in seen.hosts] == ["h1", "h2"]
     assert seen.ranks.local_rank == [0, 1, 0]
     assert seen.ranks.pid == [100, 101, 102]
-    shown.observed(sample(1, count=7))
-    shown.observed(HostSample(time.time(), 4, 0.5))
-    seen = snapshot(shown)
+    observer.observed(sample(1, count=7))
+    observer.observed(HostSample(time.time(), 4, 0.5))
+    seen = snapshot(observer)
     assert (seen.job.state, seen.job.message) == ("running", "")
     assert seen.ranks.steps == [0, 7, 0]
     assert [host.cores for host in seen.hosts] == [0, 0], "only agents measure hosts"
 
 
-def test_who_is_not_connected_any_more_has_ended(shown: Shown) -> None:
-    shown.look(fixed((0, "h1", True), (1, "h1", True)))
-    shown.look(fixed((0, "h1", True), (1, "h1", False)))
-    assert [STATES[state] for state in snapshot(shown).ranks.state] == ["starting", "ended"]
+def test_who_is_not_connected_any_more_has_ended(observer: JobObserver) -> None:
+    observer.look(fixed((0, "h1", True), (1, "h1", True)))
+    observer.look(fixed((0, "h1", True), (1, "h1", False)))
+    assert [STATES[state] for state in snapshot(observer).ranks.state] == ["starting", "ended"]
 
 
-def test_an_elastic_jobs_epochs_are_followed(shown: Shown) -> None:
+def test_an_elastic_jobs_epochs_are_followed(observer: JobObserver) -> None:
     def look(epoch: int, *workers: tuple[int, str, int]) -> None:
         there = [{"rank": r, "host": host, "local_rank": local, "connected": True} for r, host, local in workers]
-        shown.look({"elastic": {"epoch": epoch, "workers": there, "phase": "training"}, "epochs": []})
+        observer.look({"elastic": {"epoch": epoch, "workers": there, "phase": "training"}, "epochs": []})
 
-    shown.look({"elastic": {"epoch": 0, "workers": [], "phase": "waiting", "waiting_for": "2 workers"}, "epochs": []})
-    assert snapshot(shown).job.message == "waiting for 2 workers"
+    observer.look(
+        {"elastic": {"epoch": 0, "workers": [], "phase": "waiting", "waiting_for": "2 workers"}, "epochs": []}
+    )
+    assert snapshot(observer).job.message == "waiting for 2 workers"
     look(0, (0, "h1", 0), (1, "h2", 0))
     look(1, (0, "h2", 0), (1, "h2", 1), (2, "h3", 0))
-    shown.tell("rank 0 on host h1 was lost")
-    seen = snapshot(shown)
+    observer.tell("rank 0 on host h1 was lost")
+    seen = snapshot(observer)
     assert (seen.job.epoch, seen.job.least, seen.job.most) == (1, 1, 4)
     assert [seen.hosts[index].name for index in seen.ranks.host] == ["h2", "h2", "h3"]
     assert "rank 0 on host h1 was lost" in [event.text for event in seen.events if event.kind == "elastic"]
 
 
-def test_the_end_is_shown_to_who_opens_the_link(shown: Shown) -> None:
-    shown.look(fixed((0, "h1", True)))
-    shown.ended(1, "epoch 0 has failed")
-    with urllib.request.urlopen(shown.link(), timeout=30) as answer:
+def test_the_end_is_shown_to_who_opens_the_link(observer: JobObserver) -> None:
+    observer.look(fixed((0, "h1", True)))
+    observer.ended(1, "epoch 0 has failed")
+    with urllib.request.urlopen(observer.link(), timeout=30) as answer:
         assert answer.status == 200
-    job = snapshot(shown).job
+    job = snapshot(observer).job
     assert (job.state, job.message, job.command) == ("failed", "epoch 0 has failed", "the job")

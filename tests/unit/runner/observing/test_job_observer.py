@@ -23,8 +23,8 @@ from hvdgloo._observe.view import STATES, Snapshot
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Views
+from hvdgloo.runner.observing.job_observer import JobObserver
 from hvdgloo.runner.protocol.frames import Observe, Observed, TraceSteps, Tracing
-from hvdgloo.runner.show.showing import Showing
 from hvdgloo.runner.supervise.audience import Seat
 from tests.support.launching import wait_for
 
@@ -75,21 +75,21 @@ class Stage:
         self.supervisor = Played()
 
     @contextmanager
-    def show(self, *, progress: bool = False, **views: Any) -> Iterator[Showing]:
+    def show(self, *, progress: bool = False, **views: Any) -> Iterator[JobObserver]:
         spec = replace(self.spec, views=Views(title="train.py --epochs 90", **views))
-        with Showing(spec, say=self.said.append, progress=progress) as showing:
-            showing.attend(cast(Any, self.supervisor))
-            yield showing
+        with JobObserver(spec, say=self.said.append, progress=progress) as job_observer:
+            job_observer.attend(cast(Any, self.supervisor))
+            yield job_observer
 
     @staticmethod
-    def start(showing: Showing) -> None:
+    def start(job_observer: JobObserver) -> None:
         """Workers on two hosts."""
-        showing.tick()
+        job_observer.tick()
         for name in ("h1", "h2"):
-            showing.host(name, "up")
-        showing.placed(0, SEATS)
-        showing.spawned(0, 100)
-        showing.spawned(1, 200)
+            job_observer.host(name, "up")
+        job_observer.placed(0, SEATS)
+        job_observer.spawned(0, 100)
+        job_observer.spawned(1, 200)
 
     @property
     def job(self) -> jobs.JobFile:
@@ -119,16 +119,16 @@ def stage(folder: Path) -> Stage:
     return Stage(folder)
 
 
-def snapshot(showing: Showing) -> Snapshot:
+def snapshot(job_observer: JobObserver) -> Snapshot:
     """All that there is to see now."""
-    observatory = showing._observatory
+    observatory = job_observer._observatory
     assert observatory is not None
     observatory.tick()
     return observatory.snapshot()
 
 
-def states(showing: Showing) -> list[str]:
-    return [STATES[index] for index in snapshot(showing).ranks.state]
+def states(job_observer: JobObserver) -> list[str]:
+    return [STATES[index] for index in snapshot(job_observer).ranks.state]
 
 
 def sample(rank: int, count: int) -> bytes:
@@ -137,34 +137,34 @@ def sample(rank: int, count: int) -> bytes:
 
 
 def test_a_job_that_nobody_looks_at_has_a_sleeping_socket_and_no_more(stage: Stage) -> None:
-    with stage.show() as showing:
-        stage.start(showing)
-        showing.output(0, 1, b"one line\n")
-        assert showing.observe is None
-        assert showing._observatory is None
+    with stage.show() as job_observer:
+        stage.start(job_observer)
+        job_observer.output(0, 1, b"one line\n")
+        assert job_observer.observe is None
+        assert job_observer._observatory is None
         assert stage.job.command == "train.py --epochs 90"
         assert stage.job.pid == os.getpid()
         assert stage.job.address == ""
         assert stage.supervisor.observing == []
-        assert showing.subscribe() is None
+        assert job_observer.subscribe() is None
     assert list(stage.folder.iterdir()) == []
     assert stage.said == []
 
 
 def test_top_wakes_it_and_sees_what_has_happened_before(stage: Stage) -> None:
-    with stage.show() as showing:
-        stage.start(showing)
-        showing.ended(1, -9, "was killed by signal 9 (SIGKILL)")
+    with stage.show() as job_observer:
+        stage.start(job_observer)
+        job_observer.ended(1, -9, "was killed by signal 9 (SIGKILL)")
         status, job = stage.ask("/v1/job")
         assert status == 200
         assert job["job"]["command"] == "train.py --epochs 90"
         assert stage.supervisor.observing == [Observe(host=True)]
-        assert showing.observe == Observe(host=True), "agents that come later are told with their start"
-        assert snapshot(showing).ranks.pid == [100, 200]
-        assert states(showing) == ["starting", "failed"]
-        assert [host.name for host in snapshot(showing).hosts] == ["h1", "h2"]
-        showing.output(0, 1, b"a line that is written now\n")
-        showing.conclude(JobOutcome(Failure(None, "h1", 1, "was lost")), "")
+        assert job_observer.observe == Observe(host=True), "agents that come later are told with their start"
+        assert snapshot(job_observer).ranks.pid == [100, 200]
+        assert states(job_observer) == ["starting", "failed"]
+        assert [host.name for host in snapshot(job_observer).hosts] == ["h1", "h2"]
+        job_observer.output(0, 1, b"a line that is written now\n")
+        job_observer.conclude(JobOutcome(Failure(None, "h1", 1, "was lost")), "")
         (line,) = stage.ask("/v1/output")[1]
         assert line["text"] == "a line that is written now"
 
@@ -178,26 +178,26 @@ def test_the_supervisor_goes_on_while_what_is_shown_is_imported(stage: Stage, mo
         in_time.append(went_on.wait(20))
         return {}
 
-    monkeypatch.setattr("hvdgloo.runner.show.showing._versions", versions)
-    with stage.show() as showing:
-        stage.start(showing)
+    monkeypatch.setattr("hvdgloo.runner.observing.job_observer._versions", versions)
+    with stage.show() as job_observer:
+        stage.start(job_observer)
         asking = threading.Thread(target=stage.ask, args=("/v1/job",))
         asking.start()
         assert begun.wait(60)
-        showing.host("h2", "lost")
+        job_observer.host("h2", "lost")
         went_on.set()
         asking.join()
         assert in_time == [True]
-        assert [host.state for host in snapshot(showing).hosts] == ["up", "lost"]
+        assert [host.state for host in snapshot(job_observer).hosts] == ["up", "lost"]
 
 
 def test_what_agents_pass_on_is_seen_and_nonsense_is_passed_over(stage: Stage) -> None:
-    with stage.show(page=("127.0.0.1", 0)) as showing:
-        assert showing.observe == Observe(host=True)
-        stage.start(showing)
-        showing.reported("h1", Observed([b"nonsense", sample(0, 1), CODEC.encode(Note(0, 1.0, "warning", "hot"))]))
-        showing.reported("h2", Observed([sample(1, 4)]))
-        seen = snapshot(showing)
+    with stage.show(page=("127.0.0.1", 0)) as job_observer:
+        assert job_observer.observe == Observe(host=True)
+        stage.start(job_observer)
+        job_observer.reported("h1", Observed([b"nonsense", sample(0, 1), CODEC.encode(Note(0, 1.0, "warning", "hot"))]))
+        job_observer.reported("h2", Observed([sample(1, 4)]))
+        seen = snapshot(job_observer)
         assert seen.ranks.steps == [1, 4]
         assert [event.text for event in seen.events if event.kind == "warning"] == ["hot"]
 
@@ -229,22 +229,22 @@ def test_without_a_private_folder_the_job_runs_and_top_does_not_find_it(
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     monkeypatch.setattr("hvdgloo._platform.runtime.SHORT", "/nowhere")
     stage.spec = replace(stage.spec, environ={})
-    with stage.show() as showing:
-        stage.start(showing)
-    with stage.show(page=("127.0.0.1", 0)) as showing:
-        stage.start(showing)
+    with stage.show() as job_observer:
+        stage.start(job_observer)
+    with stage.show(page=("127.0.0.1", 0)) as job_observer:
+        stage.start(job_observer)
         assert stage.said, "the page needs no folder"
 
 
 def test_for_the_progress_line_hosts_are_not_measured_and_output_is_not_kept(stage: Stage) -> None:
-    with stage.show(progress=True) as showing:
-        assert showing.observe == Observe(host=False)
-        stage.start(showing)
-        assert showing.subscribe() is None, "nobody has reported anything"
-        showing.output(0, 1, b"one line\n")
-        showing.reported("h1", Observed([sample(0, 3)]))
-        snapshot(showing)
-        reader = showing.subscribe()
+    with stage.show(progress=True) as job_observer:
+        assert job_observer.observe == Observe(host=False)
+        stage.start(job_observer)
+        assert job_observer.subscribe() is None, "nobody has reported anything"
+        job_observer.output(0, 1, b"one line\n")
+        job_observer.reported("h1", Observed([sample(0, 3)]))
+        snapshot(job_observer)
+        reader = job_observer.subscribe()
         assert reader is not None
         news = reader.next()
         assert isinstance(news, Snapshot)
@@ -253,14 +253,14 @@ def test_for_the_progress_line_hosts_are_not_measured_and_output_is_not_kept(sta
 
 
 def test_process_numbers_of_many_workers_are_collected(stage: Stage) -> None:
-    with stage.show(page=("127.0.0.1", 0)) as showing:
-        stage.start(showing)
-        assert snapshot(showing).ranks.pid == [0, 0]
-        when = showing.tick()
+    with stage.show(page=("127.0.0.1", 0)) as job_observer:
+        stage.start(job_observer)
+        assert snapshot(job_observer).ranks.pid == [0, 0]
+        when = job_observer.tick()
         assert when is not None
         wait_for(lambda: time.monotonic() >= when, what="that moment")
-        assert showing.tick() is None
-        assert snapshot(showing).ranks.pid == [100, 200]
+        assert job_observer.tick() is None
+        assert snapshot(job_observer).ranks.pid == [100, 200]
 
 
 @pytest.mark.parametrize(
@@ -273,92 +273,92 @@ def test_process_numbers_of_many_workers_are_collected(stage: Stage) -> None:
     ],
 )
 def test_what_has_become_of_a_worker(stage: Stage, status: int | None, reason: str, state: str) -> None:
-    with stage.show(page=("127.0.0.1", 0)) as showing:
-        stage.start(showing)
-        showing.ended(1, status, reason)
-        assert states(showing) == ["starting", state]
+    with stage.show(page=("127.0.0.1", 0)) as job_observer:
+        stage.start(job_observer)
+        job_observer.ended(1, status, reason)
+        assert states(job_observer) == ["starting", state]
 
 
 def test_ranks_of_an_elastic_job_are_those_of_the_present_epoch(stage: Stage) -> None:
-    with stage.show(page=("127.0.0.1", 0)) as showing:
-        stage.start(showing)
-        showing.ended(0, -9, "was killed by signal 9 (SIGKILL)")
-        showing.placed(1, [Seat(1, 0, "h2", 0), Seat(7, 1, "h2", 1)])
-        showing.spawned(7, 700)
-        showing.output(1, 1, b"I am rank 0 now\n")
-        showing.conclude(JobOutcome(), "")
-        seen = snapshot(showing)
+    with stage.show(page=("127.0.0.1", 0)) as job_observer:
+        stage.start(job_observer)
+        job_observer.ended(0, -9, "was killed by signal 9 (SIGKILL)")
+        job_observer.placed(1, [Seat(1, 0, "h2", 0), Seat(7, 1, "h2", 1)])
+        job_observer.spawned(7, 700)
+        job_observer.output(1, 1, b"I am rank 0 now\n")
+        job_observer.conclude(JobOutcome(), "")
+        seen = snapshot(job_observer)
         assert (seen.job.epoch, seen.ranks.pid) == (1, [200, 700])
-        assert showing._observatory is not None
-        assert [(line.rank, line.text) for line in showing._observatory.lines()] == [(0, "I am rank 0 now")]
+        assert job_observer._observatory is not None
+        assert [(line.rank, line.text) for line in job_observer._observatory.lines()] == [(0, "I am rank 0 now")]
 
 
 def test_a_restart_is_an_event_and_begins_anew(stage: Stage) -> None:
-    with stage.show(page=("127.0.0.1", 0)) as showing:
-        stage.start(showing)
-        showing.ended(0, 1, "exited with status 1")
+    with stage.show(page=("127.0.0.1", 0)) as job_observer:
+        stage.start(job_observer)
+        job_observer.ended(0, 1, "exited with status 1")
         again = Played()
-        showing.attend(cast(Any, again), "restart 1: rank 0 exited with status 1")
-        assert again.audience is showing
-        showing.placed(0, SEATS)
-        assert states(showing) == ["starting", "starting"]
-        assert "restart 1: rank 0 exited with status 1" in [event.text for event in snapshot(showing).events]
+        job_observer.attend(cast(Any, again), "restart 1: rank 0 exited with status 1")
+        assert again.audience is job_observer
+        job_observer.placed(0, SEATS)
+        assert states(job_observer) == ["starting", "starting"]
+        assert "restart 1: rank 0 exited with status 1" in [event.text for event in snapshot(job_observer).events]
 
 
 def test_the_end_is_shown(stage: Stage) -> None:
-    with stage.show(page=("127.0.0.1", 0)) as showing:
-        stage.start(showing)
-        showing.conclude(EXITED, "the job failed: rank 1 exited with status 3")
-        job = snapshot(showing).job
+    with stage.show(page=("127.0.0.1", 0)) as job_observer:
+        stage.start(job_observer)
+        job_observer.conclude(EXITED, "the job failed: rank 1 exited with status 3")
+        job = snapshot(job_observer).job
         assert (job.state, job.exit_code, job.message) == ("failed", 3, "the job failed: rank 1 exited with status 3")
 
 
 def test_the_cause_has_failed_and_not_those_that_failed_because_of_it(stage: Stage) -> None:
     """Rank 0 lost its peer, said so, and was gone before rank 1, which was still printing its traceback."""
-    with stage.show(page=("127.0.0.1", 0)) as showing:
-        stage.start(showing)
-        showing.ended(0, 1, "exited with status 1")
-        showing.ended(1, -15, "")
-        assert states(showing) == ["failed", "ended"], "as far as is known"
-        showing.conclude(EXITED, "the job failed: rank 1 exited with status 3")
-        assert states(showing) == ["ended", "failed"]
-        assert snapshot(showing).ranks.detail == [
+    with stage.show(page=("127.0.0.1", 0)) as job_observer:
+        stage.start(job_observer)
+        job_observer.ended(0, 1, "exited with status 1")
+        job_observer.ended(1, -15, "")
+        assert states(job_observer) == ["failed", "ended"], "as far as is known"
+        job_observer.conclude(EXITED, "the job failed: rank 1 exited with status 3")
+        assert states(job_observer) == ["ended", "failed"]
+        assert snapshot(job_observer).ranks.detail == [
             "ended with the job: exited with status 1",
             "the job failed: rank 1 exited with status 3",
         ]
 
 
 def test_no_rank_has_failed_where_a_host_was_lost(stage: Stage) -> None:
-    with stage.show(page=("127.0.0.1", 0)) as showing:
-        stage.start(showing)
-        showing.ended(0, 1, "exited with status 1")
-        showing.conclude(JobOutcome(Failure(None, "h2", 1, "was lost")), "the job failed: the agent was lost")
-        assert states(showing) == ["ended", "ended"]
-        assert snapshot(showing).job.state == "failed"
+    with stage.show(page=("127.0.0.1", 0)) as job_observer:
+        stage.start(job_observer)
+        job_observer.ended(0, 1, "exited with status 1")
+        job_observer.conclude(JobOutcome(Failure(None, "h2", 1, "was lost")), "the job failed: the agent was lost")
+        assert states(job_observer) == ["ended", "ended"]
+        assert snapshot(job_observer).job.state == "failed"
 
 
 def test_a_job_that_somebody_stops_has_not_failed(stage: Stage) -> None:
-    with stage.show(page=("127.0.0.1", 0)) as showing:
-        stage.start(showing)
-        showing.ended(1, 1, "exited with status 1")
-        showing.conclude(JobOutcome(interrupted=signal.SIGINT), "stopped by SIGINT")
-        job = snapshot(showing).job
+    with stage.show(page=("127.0.0.1", 0)) as job_observer:
+        stage.start(job_observer)
+        job_observer.ended(1, 1, "exited with status 1")
+        job_observer.conclude(JobOutcome(interrupted=signal.SIGINT), "stopped by SIGINT")
+        job = snapshot(job_observer).job
         assert (job.state, job.exit_code, job.message) == ("stopped", 130, "stopped by SIGINT")
-        assert states(showing) == ["ended", "ended"]
+        assert states(job_observer) == ["ended", "ended"]
 
 
 def test_a_host_that_is_left_out_is_not_up_until_it_is_used_again(stage: Stage) -> None:
-    with stage.show(page=("127.0.0.1", 0)) as showing:
-        stage.start(showing)
+    with stage.show(page=("127.0.0.1", 0)) as job_observer:
+        stage.start(job_observer)
         name = SEATS[1].host
-        showing.host(name, "left out")
-        shown = {host.name: host.state for host in snapshot(showing).hosts}
+        job_observer.host(name, "left out")
+        shown = {host.name: host.state for host in snapshot(job_observer).hosts}
         assert shown[name] == "left out"
-        showing.placed(1, SEATS)
-        assert {host.name: host.state for host in snapshot(showing).hosts}[name] == "up"
-        showing.host(name, "lost", "its agent was killed")
-        showing.host(name, "left out")
-        assert {host.name: host.state for host in snapshot(showing).hosts}[name] == "lost"
+        job_observer.placed(1, SEATS)
+        assert {host.name: host.state for host in snapshot(job_observer).hosts}[name] == "up"
+        job_observer.host(name, "lost", "its agent was killed")
+        job_observer.host(name, "left out")
+        assert {host.name: host.state for host in snapshot(job_observer).hosts}[name] == "lost"
 
 
 @pytest.mark.parametrize(
@@ -375,8 +375,8 @@ def test_a_job_that_could_not_be_started_has_failed_or_was_stopped(
     found: list[Any] = []
 
     def fail() -> None:
-        with stage.show(page=("127.0.0.1", 0)) as showing:
-            found.append(showing._observatory)
+        with stage.show(page=("127.0.0.1", 0)) as job_observer:
+            found.append(job_observer._observatory)
             raise error
 
     with pytest.raises(type(error)):
@@ -387,15 +387,15 @@ def test_a_job_that_could_not_be_started_has_failed_or_was_stopped(
 
 
 def test_traces_need_a_right_of_their_own(stage: Stage) -> None:
-    with stage.show(page=("127.0.0.1", 0)) as showing:
-        stage.start(showing)
+    with stage.show(page=("127.0.0.1", 0)) as job_observer:
+        stage.start(job_observer)
         assert stage.ask("/v1/traces", "POST", b'{"steps": 5}')[0] == 403
-    with stage.show(page=("127.0.0.1", 0), control=True) as showing:
-        stage.start(showing)
+    with stage.show(page=("127.0.0.1", 0), control=True) as job_observer:
+        stage.start(job_observer)
         assert stage.ask("/v1/traces", "POST", b'{"steps": 5}')[0] == 202
         assert stage.supervisor.tracing == [TraceSteps(1, 5)]
-        showing.reported("h1", Tracing(1, 0))
-        showing.reported("h2", Tracing(1, 0))
+        job_observer.reported("h1", Tracing(1, 0))
+        job_observer.reported("h2", Tracing(1, 0))
         (trace,) = stage.ask("/v1/traces")[1]["traces"]
         assert trace["state"] == "failed"
         assert "no worker can be asked" in trace["text"]
@@ -404,8 +404,8 @@ def test_traces_need_a_right_of_their_own(stage: Stage) -> None:
 def test_nothing_is_left_behind(stage: Stage) -> None:
     before = threading.active_count()
     for views in ({}, {"page": ("127.0.0.1", 0), "control": True}):
-        with stage.show(**cast(Any, views)) as showing:
-            stage.start(showing)
+        with stage.show(**cast(Any, views)) as job_observer:
+            stage.start(job_observer)
             stage.ask("/v1/job")
         wait_for(lambda: threading.active_count() <= before, 20, "the end of all threads")
     assert list(stage.folder.iterdir()) == []
@@ -430,7 +430,7 @@ def test_a_report_that_could_not_be_written_is_refused_before_the_job(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.json").mkdir()
     spec = LaunchSpec(("true",), [HostEntry("h1", 1)], np=1, cwd="/", secret=b"", environ={}, views=Views(report=path))
-    with pytest.raises(ConfigError, match=text), Showing(spec, say=print):
+    with pytest.raises(ConfigError, match=text), JobObserver(spec, say=print):
         pytest.fail("the job would have begun")
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken.json"]
 
@@ -445,7 +445,7 @@ def test_a_report_that_fails_in_any_way_is_said_and_the_job_has_ended_well(
     path = str(tmp_path / "job.html")
     said: list[str] = []
     spec = LaunchSpec(("true",), [HostEntry("h1", 1)], np=1, cwd="/", secret=b"", environ={}, views=Views(report=path))
-    with Showing(spec, say=said.append) as showing:
-        showing.conclude(JobOutcome(), "")
+    with JobObserver(spec, say=said.append) as job_observer:
+        job_observer.conclude(JobOutcome(), "")
     assert said == [f"--report {path}: it cannot be written: ValueError: what nobody\\nthought of"]
-    assert showing.written == []
+    assert job_observer.written == []

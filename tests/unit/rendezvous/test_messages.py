@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo.rendezvous import _wire as wire
+from hvdgloo.rendezvous import _messages as messages
 from hvdgloo.topology import Host, Topology, Worker
 
 KEYS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -18,22 +18,28 @@ KEYS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 @given(st.lists(KEYS, max_size=20))
 def test_keys(keys: list[str]) -> None:
-    assert wire.unpack_keys(wire.pack_keys(keys)) == keys
+    assert messages.unpack_keys(messages.pack_keys(keys)) == keys
 
 
 @given(st.lists(st.binary(max_size=50), max_size=20))
 def test_values(values: list[bytes]) -> None:
-    assert wire.unpack_values(wire.pack_values(values)) == values
+    assert messages.unpack_values(messages.pack_values(values)) == values
 
 
 @given(st.dictionaries(KEYS, st.binary(max_size=50), max_size=20))
 def test_items(items: dict[str, bytes]) -> None:
-    assert wire.unpack_items(wire.pack_items(items)) == items
+    assert messages.unpack_items(messages.pack_items(items)) == items
 
 
 @given(st.binary(max_size=200))
 def test_anything_else_is_a_value_error(body: bytes) -> None:
-    for unpack in (wire.unpack_keys, wire.unpack_values, wire.unpack_items, wire.unpack_topology, wire.unpack_placed):
+    for unpack in (
+        messages.unpack_keys,
+        messages.unpack_values,
+        messages.unpack_items,
+        messages.unpack_topology,
+        messages.unpack_placed,
+    ):
         try:
             unpack(body)
         except ValueError:
@@ -55,24 +61,24 @@ def test_anything_else_is_a_value_error(body: bytes) -> None:
 )
 def test_lengths_that_lie(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"^not a body with values: "):
-        wire.unpack_values(body)
+        messages.unpack_values(body)
 
 
 @pytest.mark.parametrize("body", [b"{}", b"\x80", b"\x91\x01", b"\xa1a", b"\x91\x90", b"nonsense", b"\x91" * 100_000])
 def test_keys_that_are_none(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"^not a body with keys: "):
-        wire.unpack_keys(body)
+        messages.unpack_keys(body)
 
 
 def test_more_than_fit_into_one_request() -> None:
-    assert len(wire.unpack_keys(wire.pack_keys([""] * wire.MAX_COUNT))) == wire.MAX_COUNT
-    with pytest.raises(ValueError, match=f"<= {wire.MAX_COUNT}"):
-        wire.unpack_keys(wire.pack_keys([""] * (wire.MAX_COUNT + 1)))
+    assert len(messages.unpack_keys(messages.pack_keys([""] * messages.MAX_COUNT))) == messages.MAX_COUNT
+    with pytest.raises(ValueError, match=f"<= {messages.MAX_COUNT}"):
+        messages.unpack_keys(messages.pack_keys([""] * (messages.MAX_COUNT + 1)))
 
 
 def test_a_key_given_twice() -> None:
     with pytest.raises(ValueError, match="2 keys, but only 1 different"):
-        wire.unpack_items(msgspec.msgpack.encode([("a", b"1"), ("a", b"2")]))
+        messages.unpack_items(msgspec.msgpack.encode([("a", b"1"), ("a", b"2")]))
 
 
 ADDRESSES = st.sampled_from(["127.0.0.1", "10.0.0.5", "fd00::7", ""])
@@ -94,7 +100,7 @@ def topologies(draw: st.DrawFn) -> Topology:
 @given(topologies(), st.data())
 def test_a_topology_and_a_rank(topology: Topology, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, topology.size - 1))
-    assert wire.unpack_placed(wire.pack_placed(rank, wire.pack_topology(topology))) == (rank, topology)
+    assert messages.unpack_placed(messages.pack_placed(rank, messages.pack_topology(topology))) == (rank, topology)
 
 
 def _cluster(hosts: int, slots: int, random: Random) -> Topology:
@@ -121,7 +127,7 @@ def _cluster(hosts: int, slots: int, random: Random) -> Topology:
 @pytest.mark.parametrize(("hosts", "slots"), [(128, 8), (256, 4), (512, 8)])
 def test_a_topology_takes_less_than_10_bytes_per_worker(hosts: int, slots: int) -> None:
     topology = _cluster(hosts, slots, Random(hosts))
-    assert len(wire.pack_topology(topology)) < 10 * topology.size
+    assert len(messages.pack_topology(topology)) < 10 * topology.size
 
 
 @pytest.mark.parametrize(
@@ -130,21 +136,23 @@ def test_a_topology_takes_less_than_10_bytes_per_worker(hosts: int, slots: int) 
 )
 def test_a_topology_whose_columns_do_not_fit(pids: list[object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        wire.unpack_topology(zlib.compress(msgspec.msgpack.encode([0, [["h", "id", 2, []]], pids, {}, {}, {}, 16, 33])))
+        messages.unpack_topology(
+            zlib.compress(msgspec.msgpack.encode([0, [["h", "id", 2, []]], pids, {}, {}, {}, 16, 33]))
+        )
 
 
 def test_a_topology_that_is_cut_off() -> None:
-    packed = wire.pack_topology(_cluster(8, 2, Random(0)))
+    packed = messages.pack_topology(_cluster(8, 2, Random(0)))
     with pytest.raises(ValueError, match="cut off"):
-        wire.unpack_topology(packed[:-1])
+        messages.unpack_topology(packed[:-1])
 
 
 def test_a_topology_that_would_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_LARGEST", 1 << 20)
+    monkeypatch.setattr(messages, "_LARGEST", 1 << 20)
     with pytest.raises(ValueError, match="larger than 1048576 bytes"):
-        wire.unpack_topology(zlib.compress(bytes(1 << 22)))
+        messages.unpack_topology(zlib.compress(bytes(1 << 22)))
 
 
 def test_a_rank_that_the_topology_does_not_have() -> None:
     with pytest.raises(ValueError, match="rank 2 is none of the topology's 2"):
-        wire.unpack_placed(wire.pack_placed(2, wire.pack_topology(_cluster(1, 2, Random(0)))))
+        messages.unpack_placed(messages.pack_placed(2, messages.pack_topology(_cluster(1, 2, Random(0)))))

@@ -43,9 +43,15 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A member of an epoch; its rank is its index in ``Roster.seats``. ``host_name`` is the host's in messages, and
-    ``machine`` as in ``Candidate``.
+class Member:
+    """A member of an epoch; its rank is its index in ``Assignment.members``.
+
+    Attributes:
+        worker: the worker's id.
+        host, slot: where it is.
+        local_rank: its rank among the members on its host.
+        host_name: the host's name in messages.
+        machine: as in ``Candidate``.
     """
 
     worker: str
@@ -62,47 +68,47 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Roster:
+class Assignment:
     """The members of an epoch.
 
     Attributes:
         epoch: its number.
-        seats: by rank.
+        members: by rank.
         root: the rank that has the newest state.
         everyone: all have that state already, so that nothing needs to travel.
         fresh: ids of newcomers.
     """
 
     epoch: int
-    seats: tuple[Seat, ...]
+    members: tuple[Member, ...]
     root: int = 0
     everyone: bool = False
     fresh: frozenset[str] = frozenset()
 
     @property
     def size(self) -> int:
-        return len(self.seats)
+        return len(self.members)
 
     @cached_property
     def ranks(self) -> dict[str, int]:
         """Worker id to rank."""
-        return {seat.worker: rank for rank, seat in enumerate(self.seats)}
+        return {member.worker: rank for rank, member in enumerate(self.members)}
 
     @cached_property
     def slots(self) -> tuple[tuple[str, int], ...]:
         """Hosts in order of their ranks, and the number of members on each."""
         counts: dict[str, int] = {}
-        for seat in self.seats:
-            counts[seat.home] = counts.get(seat.home, 0) + 1
+        for member in self.members:
+            counts[member.home] = counts.get(member.home, 0) + 1
         return tuple(counts.items())
 
     @cached_property
     def workers(self) -> Counter[str]:
         """The number of members on each host, as discoveries name them."""
-        return Counter(seat.host for seat in self.seats)
+        return Counter(member.host for member in self.members)
 
 
-def choose(epoch: int, candidates: Sequence[Candidate], largest: int | None = None) -> Roster:
+def choose(epoch: int, candidates: Sequence[Candidate], largest: int | None = None) -> Assignment:
     """The epoch that these candidates form.
 
     Args:
@@ -116,13 +122,13 @@ def choose(epoch: int, candidates: Sequence[Candidate], largest: int | None = No
     by_host: dict[str, list[Candidate]] = {}
     for candidate in chosen:
         by_host.setdefault(candidate.machine or candidate.host, []).append(candidate)
-    seats = []
+    ranked: list[Member] = []
     for members in by_host.values():
         local_ranks = {c.worker: local for local, c in enumerate(sorted(members, key=lambda c: c.slot))}
-        seats += [Seat(c.worker, c.host, c.slot, local_ranks[c.worker], c.host_name, c.machine) for c in members]
+        ranked += [Member(c.worker, c.host, c.slot, local_ranks[c.worker], c.host_name, c.machine) for c in members]
     known = {c.worker: c for c in chosen}
-    root, everyone = _newest([known[seat.worker] for seat in seats])
-    return Roster(epoch, tuple(seats), root, everyone, frozenset(c.worker for c in chosen if c.rank is None))
+    root, everyone = _newest([known[member.worker] for member in ranked])
+    return Assignment(epoch, tuple(ranked), root, everyone, frozenset(c.worker for c in chosen if c.rank is None))
 
 
 def _newest(members: Sequence[Candidate]) -> tuple[int, bool]:

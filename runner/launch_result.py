@@ -30,7 +30,7 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Report:
+class LaunchResult:
     """A job that has ended.
 
     Attributes:

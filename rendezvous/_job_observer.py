@@ -19,7 +19,7 @@ from hvdgloo.rendezvous._page_server.server import PageServer
 from hvdgloo.version import __version__
 
 
-class Shown:
+class JobObserver:
     """A job as it is seen at its rendezvous server: who has come from where, who is connected, what ranks report.
 
     A context manager, around the job's life.
@@ -53,7 +53,7 @@ class Shown:
         self._epoch = -1
         self._gone: set[int] = set()
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> JobObserver:
         with ExitStack() as stack:
             self._server.listen()
             stack.callback(self._server.stop)

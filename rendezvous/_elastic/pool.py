@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from hvdgloo.rendezvous._elastic.assignment import Assignment, Member, choose
 from hvdgloo.rendezvous._elastic.events import Join, Recalled, Registered, Rules
 from hvdgloo.rendezvous._elastic.hosts import Hosts, shortened
-from hvdgloo.rendezvous._elastic.roster import Roster, Seat, choose
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
 
 SETTLE_TIME = 1.0
@@ -18,14 +18,14 @@ SHORTEST_REST, LONGEST_REST = 0.5, 5.0
 """Seconds for which a slot stays empty after its second failure in a row before training, and after the fifth: a
 program that fails at its start is not started as fast as it fails."""
 
-NOBODY = Roster(-1, ())
-"""The roster before the first epoch."""
+NOBODY = Assignment(-1, ())
+"""The assignment before the first epoch."""
 
-UNHEARD = Seat("", "", 0, 0)
-"""The seat of a member of which a server that was restarted has not heard yet."""
+UNHEARD = Member("", "", 0, 0)
+"""Placeholder for a member that a restarted server has not heard from yet."""
 
 
-class Crew:
+class Pool:
     """All workers of one job whose processes are, as far as is known, alive, and all of its hosts.
 
     Args:
@@ -35,7 +35,7 @@ class Crew:
 
     Attributes:
         workers: by id.
-        roster: of the newest epoch.
+        assignment: of the newest epoch.
         epoch: the highest number that was ever used.
         is_recalled: that epoch was formed by a server before this one.
         ran: whether any epoch has come to training.
@@ -49,7 +49,7 @@ class Crew:
         limit = rules.failures_per_host if rules.launched else 1 << 30
         self.hosts = Hosts(limit, rules.cooldown, chance)
         self.workers: dict[str, Worker] = {}
-        self.roster = NOBODY
+        self.assignment = NOBODY
         self.epoch = -1
         self.is_recalled = False
         self.ran = False
@@ -82,43 +82,43 @@ class Crew:
 
     def recall(self, event: Recalled) -> bool:
         """Take note of a member of an epoch that a server before this one has formed; False if it is too late."""
-        if self.roster is NOBODY:
-            self.roster = Roster(event.epoch, (UNHEARD,) * event.size)
+        if self.assignment is NOBODY:
+            self.assignment = Assignment(event.epoch, (UNHEARD,) * event.size)
             self.is_recalled = True
             self.epoch = max(self.epoch, event.epoch)
             self.ran = True
             for worker in self.workers.values():  # who has come back from there before the others were heard of
                 if worker.stage is Stage.RETURNED and worker.epoch == event.epoch:
-                    self.seat(worker)
-        if event.epoch != self.roster.epoch or not self.is_free(event.rank):
+                    self.record(worker)
+        if event.epoch != self.assignment.epoch or not self.is_free(event.rank):
             return False
         worker = self.meet(event)
         worker.stage, worker.rank, worker.epoch = Stage.MEMBER, event.rank, event.epoch
         worker.up, worker.synced = True, event.synced
-        self.seat(worker)
+        self.record(worker)
         return True
 
     def forget(self) -> None:
         """Know nothing any more of the epoch that a server before this one has formed, nor of its members."""
         for worker in self.members():
             del self.workers[worker.id]
-        self.roster, self.is_recalled = NOBODY, False
+        self.assignment, self.is_recalled = NOBODY, False
 
     def is_free(self, rank: int | None) -> bool:
         """Whether nobody has been heard of yet who has this rank."""
-        return rank is not None and rank < self.roster.size and self.roster.seats[rank] == UNHEARD
+        return rank is not None and rank < self.assignment.size and self.assignment.members[rank] == UNHEARD
 
-    def seat(self, worker: Worker) -> None:
-        """A member that has been heard of takes its seat."""
+    def record(self, worker: Worker) -> None:
+        """A member that has been heard of takes its member."""
         if worker.rank is not None and self.is_free(worker.rank):
-            seats = list(self.roster.seats)
-            seats[worker.rank] = Seat(worker.id, worker.host, worker.slot, worker.slot, worker.host_name)
-            self.roster = Roster(self.roster.epoch, tuple(seats))
+            members = list(self.assignment.members)
+            members[worker.rank] = Member(worker.id, worker.host, worker.slot, worker.slot, worker.host_name)
+            self.assignment = Assignment(self.assignment.epoch, tuple(members))
 
     @property
     def unheard(self) -> int:
-        """Of how many members of the roster nothing has been heard."""
-        return self.roster.seats.count(UNHEARD)
+        """Of how many members of the assignment nothing has been heard."""
+        return self.assignment.members.count(UNHEARD)
 
     @property
     def collecting(self) -> bool:
@@ -126,15 +126,15 @@ class Crew:
         return not self.ran or self.rules.join is Join.NOW
 
     def members(self) -> list[Worker]:
-        """Those of the roster whose processes have not ended, by rank."""
-        return [self.workers[seat.worker] for seat in self.roster.seats if seat.worker in self.workers]
+        """Those of the assignment whose processes have not ended, by rank."""
+        return [self.workers[member.worker] for member in self.assignment.members if member.worker in self.workers]
 
     def at_rank(self, rank: int) -> Worker | None:
         """The member of this rank; None if its process has ended, or there is no such rank."""
-        return self.workers.get(self.roster.seats[rank].worker) if 0 <= rank < self.roster.size else None
+        return self.workers.get(self.assignment.members[rank].worker) if 0 <= rank < self.assignment.size else None
 
     def is_member(self, worker: Worker) -> bool:
-        return worker.id in self.roster.ranks
+        return worker.id in self.assignment.ranks
 
     def fits(self, worker: Worker) -> bool:
         """Whether its slot can be used."""
@@ -155,7 +155,7 @@ class Crew:
         """Whether the epoch is over: a member has ended, or is to, or has come back."""
         return any(
             worker is None or worker.out or worker.stage is Stage.RETURNED
-            for worker in (self.workers.get(id) for id in self.roster.ranks if id and id not in self.well)
+            for worker in (self.workers.get(id) for id in self.assignment.ranks if id and id not in self.well)
         )
 
     def candidates(self) -> list[Worker]:
@@ -166,7 +166,7 @@ class Crew:
             if self.stays(worker) and (worker.pending or (self.collecting and worker.stage is Stage.STARTING))
         ]
 
-    def plan(self) -> Roster:
+    def plan(self) -> Assignment:
         """The next epoch, if all came that could, those included for which there would be no room."""
         all_of_them = [worker.candidate() for worker in self.workers.values() if self.stays(worker)]
         return choose(self.epoch + 1, all_of_them)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # what a job that nobody looks at does without
     from hvdgloo._observe.observatory import Observatory, Subscription
     from hvdgloo.rendezvous._page_server.server import PageServer
     from hvdgloo.runner.console.console import Console
-    from hvdgloo.runner.show.traces import Traces
+    from hvdgloo.runner.observing.traces import Traces
     from hvdgloo.runner.supervise.supervisor import Supervisor
 
 _GATHER = 0.2  # seconds in which process numbers are collected: those of a thousand workers come one by one
@@ -47,7 +47,7 @@ _NEEDED = tuple(
 _PACKAGES = ("torch", "tensorflow", "keras", "jax", "mxnet", "numpy")
 
 
-class Showing:
+class JobObserver:
     """What is shown of a job, from its start to its end, over all restarts. An ``Audience`` of each supervisor.
 
     A context manager. Methods are for the supervisor's thread, except where they say otherwise.
@@ -98,7 +98,7 @@ class Showing:
             for name in _NEEDED:
                 importlib.import_module(name)
 
-    def __enter__(self) -> Showing:
+    def __enter__(self) -> JobObserver:
         if self._views.report is not None:
             _check_report(self._views.report)
             folder = os.path.dirname(os.path.abspath(self._views.report))
@@ -300,7 +300,7 @@ class Showing:
         if page is None and not path:
             return
         if self._views.control:
-            from hvdgloo.runner.show.traces import Traces
+            from hvdgloo.runner.observing.traces import Traces
 
             self._traces = Traces(self._order, lambda text: self.event("trace", text))
             self._stack.callback(self._traces.close)
@@ -426,14 +426,14 @@ def _check_report(path: str) -> None:
             raise ConfigError(f"--report {path or repr(path)}: it cannot be written: {which}{problem}")
 
 
-def progress_display(spec: LaunchSpec, showing: Showing, console: Console) -> LiveDisplay | None:
+def progress_display(spec: LaunchSpec, job_observer: JobObserver, console: Console) -> LiveDisplay | None:
     """The line about a job's progress, once that has started; None where it is not wanted."""
-    if not showing.progress:
+    if not job_observer.progress:
         return None
-    from hvdgloo.runner.show.progress import RunProgress
+    from hvdgloo.runner.observing.progress import RunProgress
 
     never = Backoff(time.monotonic(), math.inf)
-    return LiveDisplay(RunProgress(showing.subscribe), console, never, environ=spec.environ)
+    return LiveDisplay(RunProgress(job_observer.subscribe), console, never, environ=spec.environ)
 
 
 def _status(error: BaseException) -> int:

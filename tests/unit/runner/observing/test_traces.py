@@ -12,9 +12,9 @@ import pytest
 
 from hvdgloo._engine.timeline import Timeline
 from hvdgloo._observe.trace_control import BusyError, Trace
+from hvdgloo.runner.observing import traces as module
+from hvdgloo.runner.observing.traces import Traces
 from hvdgloo.runner.protocol.frames import Traced, TraceSteps, Tracing
-from hvdgloo.runner.show import traces as module
-from hvdgloo.runner.show.traces import Traces
 from tests.support.launching import wait_for
 
 

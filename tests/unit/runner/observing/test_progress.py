@@ -11,7 +11,7 @@ from hvdgloo._observe.view import Job, Snapshot, Straggler, Update
 from hvdgloo.runner.console.console import Window
 from hvdgloo.runner.console.progress import Backoff
 from hvdgloo.runner.console.startup_view import SHOW_AFTER, LiveDisplay
-from hvdgloo.runner.show.progress import RunProgress
+from hvdgloo.runner.observing.progress import RunProgress
 
 SLOW = Straggler(3, "h2", 0.92, 1000, "steps", 0.0142, [], "rank 3 (h2) was last")
 

@@ -16,7 +16,7 @@ from hvdgloo.rendezvous._server.server import RendezvousServer
 from hvdgloo.rendezvous._server.service import Refused
 
 if TYPE_CHECKING:  # a server without a page does not need it
-    from hvdgloo.rendezvous._shown import Shown
+    from hvdgloo.rendezvous._job_observer import JobObserver
 
 PROGRAM = "hvdgloo-rendezvous"
 _LOOK_AGAIN = 0.5  # seconds; only --once needs to poll at all, for connections that have ended
@@ -25,22 +25,22 @@ _BETWEEN_STRANGERS = 30.0  # seconds between two lines about refused requests
 _BETWEEN_LINES = 0.2  # seconds; a thousand workers that come together make a few lines, not a thousand
 
 
-def watch_fixed(server: RendezvousServer, once: bool, shown: Shown | None = None) -> int:
+def watch_fixed(server: RendezvousServer, once: bool, observer: JobObserver | None = None) -> int:
     """Report on a fixed number of workers, until there is a reason to end; returns the exit status.
 
     Args:
         once: end when all workers have come and gone, or did not come.
-        shown: the job's page, which gets to know the same.
+        observer: the job's page, which gets to know the same.
     """
     last, failure, deserted = "", "", _Deserted()
     for stamp in _moments(server, once):
-        if shown is not None:
-            shown.look(server.status())
+        if observer is not None:
+            observer.look(server.status())
         if server.last_failure != failure:
             failure = server.last_failure
             complain(failure)
-            if shown is not None:
-                shown.complain(failure)
+            if observer is not None:
+                observer.complain(failure)
             if once:
                 return 1
         epoch = server.status()["epochs"][-1]
@@ -56,26 +56,26 @@ def watch_fixed(server: RendezvousServer, once: bool, shown: Shown | None = None
 
 
 def watch_elastic(
-    server: RendezvousServer, actions: queue.SimpleQueue[Action], once: bool, shown: Shown | None = None
+    server: RendezvousServer, actions: queue.SimpleQueue[Action], once: bool, observer: JobObserver | None = None
 ) -> int:
     """Report on the workers of an elastic job, until there is a reason to end; returns the exit status.
 
     Args:
         actions: what its ``ElasticEpochs`` does; whatever is not for people is passed over.
-        once, shown: as for ``watch_fixed``.
+        once, observer: as for ``watch_fixed``.
     """
     last, status, ended = "", 0, False
     before: Changed | None = None
     told: set[str] = set()  # since the last change
     for stamp in _moments(server, once):
-        if shown is not None:
-            shown.look(server.status())
+        if observer is not None:
+            observer.look(server.status())
         while not actions.empty():
             action = actions.get_nowait()
-            if shown is not None and isinstance(action, Tell):
-                shown.tell(action.text)
+            if observer is not None and isinstance(action, Tell):
+                observer.tell(action.text)
                 if action.left_out is not None:
-                    shown.left_out(action.left_out[1])
+                    observer.left_out(action.left_out[1])
             match action:
                 case Tell(text) if text != last:
                     told.add(text)
@@ -85,7 +85,7 @@ def watch_elastic(
                         describe = describe_survivors if action.why in told else describe_change
                         say(f"{stamp} {describe(action, before)}")
                         told.clear()
-                    say(f"{stamp} {describe_epoch(action.roster)}")
+                    say(f"{stamp} {describe_epoch(action.assignment)}")
                     ended, last, before = False, "", action
                 case Ended(text, failure):
                     ended, status, before = True, int(failure is not None), None

@@ -17,7 +17,7 @@ _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-1)]
 
 
-class Place(Message, frozen=True):
+class CurrentEpoch(Message, frozen=True):
     """What a worker says of the epoch that it is in, with everything else: a server that was restarted knows nothing.
 
     Attributes:
@@ -34,7 +34,7 @@ class Place(Message, frozen=True):
     info: dict[str, Any]
 
 
-class Ask(Message, frozen=True):
+class Register(Message, frozen=True):
     """A worker asks for the epoch after the last one that it was in; the fields are those of ``events.Registered``.
 
     Attributes:
@@ -52,7 +52,7 @@ class Ask(Message, frozen=True):
     info: dict[str, Any]
 
 
-class Seated(Message, frozen=True, tag=0):
+class Formed(Message, frozen=True, tag=0):
     """The answer to a member of an epoch.
 
     Attributes:
@@ -85,7 +85,7 @@ class Alone(Message, frozen=True, tag=1):
     cross_size: Count
 
 
-class Dropped(Message, frozen=True, tag=2):
+class Dismissed(Message, frozen=True, tag=2):
     """The answer to a worker that is in no further epoch. It is signed, as it ends the worker's process.
 
     Attributes:
@@ -97,10 +97,10 @@ class Dropped(Message, frozen=True, tag=2):
     reason: str
 
 
-Answer: TypeAlias = Seated | Alone | Dropped
+Reply: TypeAlias = Formed | Alone | Dismissed
 
 
-class What(enum.Enum):
+class Progress(enum.Enum):
     """What a worker reports."""
 
     UP = "up"
@@ -114,13 +114,13 @@ class Report(Message, frozen=True):
 
     Attributes:
         epoch: what is reported of; -1 where that makes no difference.
-        place: of the worker; None if it is in no epoch.
+        current: the worker's epoch; None if it is in none.
     """
 
     worker: _Id
-    what: What
+    progress: Progress
     epoch: _Number
-    place: Place | None
+    current: CurrentEpoch | None
 
 
 class Listen(Message, frozen=True):
@@ -128,12 +128,12 @@ class Listen(Message, frozen=True):
 
     Attributes:
         since: the number of the last ones that it has heard; -1 if it has heard none.
-        place: of the worker; None if it is in no epoch.
+        current: the worker's epoch; None if it is in none.
     """
 
     worker: _Id
     since: _Number
-    place: Place | None
+    current: CurrentEpoch | None
 
 
 class News(Message, frozen=True):
@@ -157,8 +157,8 @@ class News(Message, frozen=True):
     epoch: _Number = -1
 
 
-ASK: Codec[Ask] = Codec(Ask, "question of a worker")
-ANSWER: Codec[Answer] = Codec(Answer, "answer to a worker")
+REGISTER: Codec[Register] = Codec(Register, "question of a worker")
+REPLY: Codec[Reply] = Codec(Reply, "answer to a worker")
 REPORT: Codec[Report] = Codec(Report, "report of a worker")
 LISTEN: Codec[Listen] = Codec(Listen, "request for news")
 NEWS: Codec[News] = Codec(News, "news for workers")
