@@ -1,4 +1,4 @@
-"""The rendezvous service: how the processes of a job find each other, get their ranks, and exchange small values.
+"""The rendezvous service, where the processes of a job find each other, get their ranks, and exchange small values.
 
 A ``RendezvousServer`` runs in the launcher, or on its own as ``hvdgloo-rendezvous``; workers reach it with a
 ``RendezvousClient``. It knows nothing of tensors and never unpickles anything.

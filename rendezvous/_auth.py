@@ -1,4 +1,4 @@
-"""Who may speak: signatures under the job's secret. Pure: values in, values out.
+"""Signatures under the job's secret, on requests, answers and payloads. Pure: values in, values out.
 
 Each purpose has a key of its own, derived from the secret, so that nothing signed for one can serve for another.
 
@@ -12,23 +12,23 @@ checked afterwards. Three things make a recorded request useless: the run id tie
 client id and counter tie it to one place in a sliding window that the server keeps for each client (concurrent requests
 overtake each other, hence a window rather than a single number). No clock is involved.
 
-The hello is the exception. It asks for the run id, so it cannot carry it, and one that was recorded in an earlier run
-of a server with the same secret is as good as new. So it is made worthless: it has no body, what it leaves behind is
-bounded, and it does not count as a sign of life of its client; whoever says no more than hello is a stranger, whose
-connection is closed after a few seconds. Within one run its counter holds, too.
+The hello is the exception. It asks for the run id, so it cannot carry it, and a hello recorded in an earlier run of a
+server with the same secret is as good as a new one. So it is made worthless: it has no body, what the server keeps of
+it is bounded, and it does not count as a sign of life of its client; a client that sends nothing but a hello is a
+stranger, whose connection is closed after a few seconds. Within one run its counter is checked, too.
 
 Where connections are encrypted, all signatures cover the server's certificate, too, and nothing but a hello is sent
 before an answer has confirmed that certificate.
 
 **Answers** carry ``X-Hvdgloo-Signature``, over the run id, the client id and counter of the request, the status and the
 digest of the body. So an answer fits one request only, and a client learns the run id safely: its first request, the
-hello, is signed for the empty run id and gives nothing away; the answer is signed for that very client and counter.
+hello, is signed for the empty run id and gives nothing away; the answer is signed for exactly that client and counter.
 
 **Sealed payloads** (``seal``, ``unseal``) carry pickled objects over any other plane: the tag is checked before
 anything is unpickled, and the context says what the payload is for, so that it cannot be passed off as another one.
 
-**The status token** reads the job's state (status, metrics, page) and does nothing else. **The control token** may have
-steps traced, too, where that was allowed. They follow from the secret, but not the other way round.
+**The status token** reads the job's state (status, metrics, page) and does nothing else. **The control token** may also
+have steps traced, where that is allowed. Both are derived from the secret, which cannot be derived from them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ANSWER_HEADER = "X-Hvdgloo-Signature"
 SECRET_BYTES = 32
 WINDOW = 4096
 SEAL_BYTES = 32
-"""That ``seal`` puts before a payload."""
+"""Length of the tag that ``seal`` puts before a payload."""
 _MAX_COUNTER = 2**53
 _CREDENTIALS = re.compile(
     SCHEME + r" run=([0-9a-f]{32})?, client=([0-9a-f]{32}), counter=([0-9]{1,16}), "
@@ -58,40 +58,40 @@ _CREDENTIALS = re.compile(
 
 
 def generate_secret() -> bytes:
-    """A fresh job secret: 32 random bytes."""
+    """Generate a job secret: 32 random bytes."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 def generate_id() -> str:
-    """A fresh run id or client id: 128 random bits in hexadecimal digits."""
+    """Generate a run id or client id: 128 random bits in hexadecimal digits."""
     return secrets.token_hex(16)
 
 
 def status_token(secret: bytes) -> str:
-    """The bearer token that reads the job's state: 32 hexadecimal digits."""
+    """Return the bearer token that reads the job's state: 32 hexadecimal digits."""
     return derive(secret, "status token").hex()[:32]
 
 
 def control_token(secret: bytes) -> str:
-    """The bearer token that reads the job's page and may have steps traced, where that is allowed: 32 digits."""
+    """Return the bearer token that reads the job's page and may have steps traced, where that is allowed: 32 digits."""
     return derive(secret, "control token").hex()[:32]
 
 
 def digest(body: bytes | bytearray | memoryview) -> str:
-    """SHA-256 of a body, in hexadecimal digits."""
+    """Return the SHA-256 of a body, in hexadecimal digits."""
     return hashlib.sha256(body).hexdigest()
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a request's Authorization header says.
+    """Contents of a request's Authorization header.
 
     Attributes:
         run: the server's run id; empty in a hello.
         client: id of the client.
-        counter: of the request, unique for its client.
+        counter: counter of the request, unique for its client.
         digest: SHA-256 of the body, as the client claims.
-        signature: over all of them and the request line.
+        signature: signature over all of these and the request line.
     """
 
     run: str
@@ -126,9 +126,9 @@ class Signer:
     """Signs and verifies requests and answers under one job secret. Immutable; any thread may use it.
 
     Args:
-        secret: of the job.
-        channel: SHA-256 of the server's certificate, so that nothing that is signed can be handed on by somebody in the
-            middle, who has another one; empty if nothing is encrypted.
+        secret: the job's secret.
+        channel: SHA-256 of the server's certificate, so that a man in the middle, whose certificate differs, cannot
+            pass on anything signed; empty if nothing is encrypted.
     """
 
     def __init__(self, secret: bytes, channel: bytes = b"") -> None:
@@ -154,11 +154,11 @@ class Signer:
             )
 
     def sign_answer(self, run: str, client: str, counter: int, status: int, body_digest: str) -> str:
-        """The value of an answer's ``X-Hvdgloo-Signature``."""
+        """Return the value of an answer's ``X-Hvdgloo-Signature``."""
         return self._mac(self._answer_key, run, client, str(counter), str(status), body_digest, *self._channel)
 
     def verify_answer(self, signature: str, run: str, client: str, counter: int, status: int, body_digest: str) -> bool:
-        """Whether an answer is the server's own, for this request."""
+        """Return whether an answer is the server's own, for this request."""
         expected = self.sign_answer(run, client, counter, status, body_digest)
         return hmac.compare_digest(expected.encode(), signature.encode("latin-1", "replace"))
 
@@ -172,10 +172,7 @@ class Signer:
 
 
 class ReplayWindow:
-    """The counters that one client has used: the highest, and which of the ``WINDOW`` below it.
-
-    Not locked: its owner is.
-    """
+    """The counters that one client has used: the highest, and which of the ``WINDOW`` below it. Its owner locks it."""
 
     __slots__ = ("_highest", "_seen")
 
@@ -184,7 +181,7 @@ class ReplayWindow:
         self._seen = 0  # bit i: the counter ``highest - i`` was used
 
     def use(self, counter: int) -> bool:
-        """Take a counter; False if it was used before, or is too old to tell."""
+        """Take a counter; return False if it was used before, or is too old to tell."""
         if counter > _MAX_COUNTER:
             return False
         ahead = counter - self._highest
@@ -200,9 +197,9 @@ class ReplayWindow:
 
 
 def bearer_matches(header: str, token: str) -> bool:
-    """Whether an Authorization header carries the status token: as ``Bearer``, or as the password of ``Basic``.
+    """Return whether an Authorization header carries a token: as ``Bearer``, or as the password of ``Basic``.
 
-    Browsers cannot send the first, and ask for the second of their own accord; the user name does not matter.
+    Browsers cannot send the first, and ask for the second by themselves; the user name does not matter.
     """
     kind, _, value = header.partition(" ")
     if kind.lower() == "basic":
@@ -219,9 +216,9 @@ def seal(secret: bytes, payload: bytes, context: bytes | str) -> bytes:
     """Put a tag before ``payload`` that proves knowledge of ``secret``.
 
     Args:
-        secret: of the job.
-        payload: e.g. a pickled object.
-        context: what the payload is and for whom, e.g. ``"result of rank 3"``; ``unseal`` needs the same.
+        secret: the job's secret.
+        payload: bytes, e.g. a pickled object.
+        context: purpose of the payload, e.g. ``"result of rank 3"``; ``unseal`` needs the same.
 
     Returns:
         32 bytes of tag, then the payload.
@@ -230,7 +227,7 @@ def seal(secret: bytes, payload: bytes, context: bytes | str) -> bytes:
 
 
 def unseal(secret: bytes, sealed: bytes | bytearray | memoryview, context: bytes | str) -> bytes:
-    """The payload of ``seal(secret, payload, context)``, checked before anything looks into it.
+    """Return the payload of ``seal(secret, payload, context)``, after checking its tag.
 
     Raises:
         AuthenticationError: the secret or the context is another one, or bytes were changed.

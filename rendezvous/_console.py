@@ -1,4 +1,4 @@
-"""What ``hvdgloo-rendezvous`` prints while workers come and go, and when it ends of its own accord."""
+"""Output of ``hvdgloo-rendezvous`` while workers arrive and leave, and the reasons for it to end by itself."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:  # a server without a page does not need it
     from hvdgloo.rendezvous._job_observer import JobObserver
 
 PROGRAM = "hvdgloo-rendezvous"
-_LOOK_AGAIN = 0.5  # seconds; only --once needs to poll at all, for connections that have ended
+_LOOK_AGAIN = 0.5  # seconds; only --once needs to poll, for connections that have ended
 _GONE_TIME = 1.0  # seconds without any worker after which --once ends: between shutdown() and init() there is none
 _BETWEEN_STRANGERS = 30.0  # seconds between two lines about refused requests
-_BETWEEN_LINES = 0.2  # seconds; a thousand workers that come together make a few lines, not a thousand
+_BETWEEN_LINES = 0.2  # seconds; a thousand workers that register together make a few lines, not a thousand
 
 
 def watch_fixed(server: RendezvousServer, once: bool, observer: JobObserver | None = None) -> int:
-    """Report on a fixed number of workers, until there is a reason to end; returns the exit status.
+    """Report on a fixed number of workers, until there is a reason to end; return the exit status.
 
     Args:
-        once: end when all workers have come and gone, or did not come.
-        observer: the job's page, which gets to know the same.
+        once: end when all workers have arrived and left, or did not arrive.
+        observer: the job's observer, which is told the same.
     """
     last, failure, deserted = "", "", _Deserted()
     for stamp in _moments(server, once):
@@ -58,10 +58,10 @@ def watch_fixed(server: RendezvousServer, once: bool, observer: JobObserver | No
 def watch_elastic(
     server: RendezvousServer, actions: queue.SimpleQueue[Action], once: bool, observer: JobObserver | None = None
 ) -> int:
-    """Report on the workers of an elastic job, until there is a reason to end; returns the exit status.
+    """Report on the workers of an elastic job, until there is a reason to end; return the exit status.
 
     Args:
-        actions: what its ``ElasticEpochs`` does; whatever is not for people is passed over.
+        actions: the actions of its ``ElasticEpochs``; those that are not for people are skipped.
         once, observer: as for ``watch_fixed``.
     """
     last, status, ended = "", 0, False
@@ -105,13 +105,13 @@ def watch_elastic(
 
 
 class _Deserted:
-    """Whether a server's workers have left for good, or only on their way into another world."""
+    """A detector of whether a server's workers have left for good, or only until they call init() again."""
 
     def __init__(self) -> None:
         self._since: float | None = None
 
     def for_good(self, gone: bool, now: float) -> bool:
-        """Whether nobody has been there for long; ``gone`` says whether nobody is now."""
+        """Return whether there have been no workers for long; ``gone`` tells whether there are none now."""
         if not gone:
             self._since = None
         elif self._since is None:
@@ -120,7 +120,7 @@ class _Deserted:
 
 
 def _moments(server: RendezvousServer, once: bool) -> Iterator[str]:
-    """The times, as printed, at which something has happened; refused requests are reported here."""
+    """Yield the time, as printed, whenever something has happened; refused requests are reported here."""
     started, seen = time.monotonic(), -1
     strangers = _Strangers()
     while True:
@@ -134,7 +134,7 @@ def _moments(server: RendezvousServer, once: bool) -> Iterator[str]:
 
 
 class _Strangers:
-    """Reports refused requests: the first at once, further ones at intervals, as there may be many."""
+    """A reporter of refused requests: of the first at once, of further ones at intervals, as there may be many."""
 
     def __init__(self) -> None:
         self._told = 0
@@ -142,7 +142,7 @@ class _Strangers:
         self._next = -math.inf
 
     def line(self, refused: Refused, now: float) -> str:
-        """What to say now, if anything."""
+        """Return the line to print now, if any."""
         new = refused.count - self._told
         self._waiting = new > 0 and now < self._next
         if not new or self._waiting:
@@ -153,7 +153,7 @@ class _Strangers:
         return f"refused {requests}{last} from {refused.address}: {refused.reason}"
 
     def due_in(self, now: float) -> float:
-        """Seconds until there is something to say if nothing happens."""
+        """Return the seconds until the next line, if nothing happens."""
         return max(0.0, self._next - now) if self._waiting else math.inf
 
 
@@ -166,16 +166,16 @@ def _describe(epoch: dict[str, Any]) -> str:
 
 
 def complain(line: str) -> None:
-    """A line on standard error, with the program's name."""
+    """Print a line on standard error, with the program's name."""
     sys.stderr.write(f"{PROGRAM}: {line}\n")
     sys.stderr.flush()
 
 
 def say(line: str) -> None:
-    """A line on standard output."""
+    """Print a line on standard output."""
     try:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has gone; workers still need us. At exit Python would flush, and complain.
+        # The reader of the output is gone, but workers still need the server. At exit Python would flush, and complain.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

@@ -1,7 +1,7 @@
-"""What "the same host" means: where processes can share memory and an abstract Unix socket.
+"""Identity of a host: processes with the same one can share memory and an abstract Unix socket.
 
-The host name alone does not tell. Two containers on one machine have one kernel and separate network namespaces; two
-machines cloned from one image may have one name. So boot id, network namespace and host name go together into a hash.
+The host name alone is not enough. Two containers on one machine share a kernel but not a network namespace; two
+machines cloned from one image may share a name. So boot id, network namespace and host name are hashed together.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def _identity(pid: int) -> str:
 
 
 def host_name(given: str | None = None) -> str:
-    """Return what this machine is called in printable text: ``given``, or else its own name; both may be any bytes."""
+    """Return the name of this machine in printable text: ``given``, or otherwise its own; both may be any bytes."""
     return in_one_line(given or socket.gethostname())[:255]
 
 
 def host_identity() -> str:
-    """16 hexadecimal digits, equal in all processes that can share memory with this one.
+    """Return 16 hexadecimal digits, equal in all processes that can share memory with this one.
 
     Outside Linux there is neither a boot id nor a network namespace; the machine's hardware address is used instead.
     """
-    # Determined anew after a fork: the child may have entered another namespace.
+    # By process id, since a forked child may have entered another namespace.
     return _identity(os.getpid())
 
 

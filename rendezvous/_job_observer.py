@@ -1,4 +1,4 @@
-"""The page of a job that ``hvdgloo-rendezvous --page`` serves: there is no launcher, so ranks report to the server."""
+"""Observer of a job for ``hvdgloo-rendezvous --page``: without a launcher, ranks report to the server."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from hvdgloo.version import __version__
 
 
 class JobObserver:
-    """A job as it is seen at its rendezvous server: who has come from where, who is connected, what ranks report.
+    """The page of a job, fed by its rendezvous server: workers with their hosts and connections, and ranks' samples.
 
     A context manager, around the job's life.
 
     Args:
-        title: what the job is called.
-        secret: of the job.
-        address, port: where browsers see it; port 0 for any.
-        rules: of an elastic job.
+        title: name of the job.
+        secret: the job's secret.
+        address, port: address of the page; port 0 for any.
+        rules: rules of an elastic job.
         tls: encrypts the page, if given.
 
     Raises:
@@ -68,22 +68,22 @@ class JobObserver:
         self._stack.close()
 
     def link(self) -> str:
-        """An address that lets one browser in."""
+        """Return a new link, which admits one browser."""
         return self._server.link()
 
     def observed(self, observation: Observation) -> None:
-        """A rank has reported something. On any thread."""
+        """Take a rank's observation. May be called on any thread."""
         if isinstance(observation, HostSample):
-            return  # agents report those, and there is none
+            return  # only agents measure hosts, and there is none
         host = self._places.get(observation.rank)
-        if host is not None:  # otherwise it has not been given its place yet, or is of an epoch that is over
+        if host is not None:  # otherwise the rank has no place yet, or belongs to an earlier epoch
             self._observatory.observe(host, observation)
 
     def look(self, status: Mapping[str, Any]) -> None:
-        """Workers have come or gone.
+        """Take the server's new status after workers arrived or left.
 
         Args:
-            status: of the server, as ``/v1/status`` shows it.
+            status: status of the server, as ``/v1/status`` shows it.
         """
         awaited = ""
         if "elastic" in status:
@@ -112,19 +112,19 @@ class JobObserver:
                 self._observatory.worker(rank, "running" if worker["connected"] else "ended")
 
     def tell(self, text: str) -> None:
-        """Something has become of an elastic job's workers."""
+        """Record an event of an elastic job."""
         self._observatory.event("elastic", text)
 
     def left_out(self, host: str) -> None:
-        """A host is not used for the time being."""
+        """Record that a host is not used for the time being."""
         self._observatory.host(host, "left out")
 
     def complain(self, text: str) -> None:
-        """A start has failed, for this reason; there may be another one."""
+        """Record a failed start, which may be followed by another one."""
         self._observatory.event("failure", text)
 
     def ended(self, status: int, text: str) -> None:
-        """The job is over; ``text`` says what failed if ``status`` is not 0."""
+        """End the job; ``text`` says what failed if ``status`` is not 0."""
         self._observatory.ended(status, text)
 
     def _place(self, epoch: int, seats: Sequence[tuple[int, str, int, int]]) -> None:

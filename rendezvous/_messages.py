@@ -1,11 +1,11 @@
-"""Bodies of requests and answers: several keys or values, and who is where. Pure.
+"""Bodies of requests and answers: keys, values, and the topology. Pure.
 
-They are msgpack, as all that processes say to each other. Values are bytes and stay bytes. A reader trusts no length:
-the codec checks all against what really arrived.
+They are msgpack, like all messages between processes. Values are bytes and stay bytes. A reader trusts no length: the
+codec checks each against what really arrived.
 
 Every worker gets the whole topology, so in a job of N workers the server sends N times N entries. It is written by
-columns and compressed once. What follows from something else is left out: an address that is the first of the host's,
-a port that no worker listens on. Process ids, which are close to each other on one host, are differences.
+columns and compressed once. Derivable values are left out: an address that is the host's first one, a port that no
+worker listens on. Process ids, which are close to each other on one host, are written as differences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdgloo._net.codec import Codec, Count, Message
 from hvdgloo.topology import Host, Topology, Worker
 
 MAX_COUNT = 1 << 20
-"""Keys or values in one request."""
+"""Most keys or values in one request."""
 
 _MOST = msgspec.Meta(max_length=MAX_COUNT)
 _KEYS: Codec[list[str]] = Codec(Annotated[list[str], _MOST], "body with keys")
@@ -34,7 +34,7 @@ def pack_keys(keys: Sequence[str]) -> bytes:
 
 
 def unpack_keys(body: bytes) -> list[str]:
-    """The keys in a body.
+    """Decode a body with keys.
 
     Raises:
         ValueError: the body is not a list of keys; the text says why.
@@ -47,7 +47,8 @@ def pack_values(values: Sequence[bytes]) -> bytes:
 
 
 def unpack_values(body: bytes) -> list[bytes]:
-    """
+    """Decode a body with values.
+
     Raises:
         ValueError: the body is something else; the text says what.
     """
@@ -59,7 +60,7 @@ def pack_items(items: Mapping[str, bytes]) -> bytes:
 
 
 def unpack_items(body: bytes) -> dict[str, bytes]:
-    """The items in a body.
+    """Decode a body with items.
 
     Raises:
         ValueError: the body is not what ``pack_items`` makes, or names a key twice.
@@ -75,11 +76,11 @@ class _Topology(Message, frozen=True):
     """A topology by columns.
 
     Attributes:
-        hosts: name, identity, number of workers, and addresses of each.
-        pids: of each worker; for all but the first of a host, the difference to the one before.
-        addresses: by rank, of workers that have another one than the first of their host's.
-        ports: by rank, of workers that have one.
-        local_ranks: by rank, of workers whose local rank is not their place among those of their host.
+        hosts: name, identity, number of workers, and addresses of each host.
+        pids: process id of each worker; for all but a host's first, the difference from the one before.
+        addresses: address by rank, for workers that do not have their host's first one.
+        ports: port by rank, for workers that have one.
+        local_ranks: local rank by rank, for workers whose local rank is not their index on their host.
         control_fanin, control_tree_ranks: see ``hvdgloo.topology.Topology``.
     """
 
@@ -94,7 +95,7 @@ class _Topology(Message, frozen=True):
 
 
 _LARGEST = 1 << 28
-"""Bytes of a topology, before it was compressed."""
+"""Most bytes of a topology, before compression."""
 
 
 class _Placed(Message, frozen=True):
@@ -107,7 +108,7 @@ _PLACED: Codec[_Placed] = Codec(_Placed, "answer to a worker")
 
 
 def pack_topology(topology: Topology) -> bytes:
-    """What all workers are told: the same bytes for each."""
+    """Encode a topology, once for all workers."""
     slots, workers = topology.slots, topology.workers
     places = [place for n in slots for place in range(n)]
     before = [0, *(worker.pid for worker in workers)]
@@ -126,7 +127,7 @@ def pack_topology(topology: Topology) -> bytes:
 
 
 def unpack_topology(packed: bytes) -> Topology:
-    """The inverse of ``pack_topology``.
+    """Decode a topology, as the inverse of ``pack_topology``.
 
     Raises:
         ValueError: the bytes are something else; the text says what.
@@ -162,15 +163,15 @@ def _workers(columns: _Topology) -> Iterator[Worker]:
 
 
 def pack_placed(rank: int, topology: bytes) -> bytes:
-    """The answer to one worker: its rank, and what ``pack_topology`` gave for all."""
+    """Encode the answer to one worker: its rank, and the result of ``pack_topology``."""
     return _PLACED.encode(_Placed(rank, topology))
 
 
 def unpack_placed(body: bytes) -> tuple[int, Topology]:
-    """The worker's rank, and who is where.
+    """Decode the answer to a worker: its rank, and the topology.
 
     Raises:
-        ValueError: the body is something else, or the rank is none of the topology's; the text says what.
+        ValueError: the body is something else, or the topology has no such rank; the text says what.
     """
     placed = _PLACED.decode(body)
     topology = unpack_topology(placed.topology)

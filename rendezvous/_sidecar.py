@@ -1,4 +1,4 @@
-"""What is said to and by a rendezvous server beside an agent. The launcher takes part through the agent's frames.
+"""Messages to and from a rendezvous server that runs as an agent's sidecar. The agent passes them on to the launcher.
 
 Pure: nothing here reads or writes. See ``hvdgloo.rendezvous._server.sidecar``.
 """
@@ -12,22 +12,22 @@ from hvdgloo._net import codec
 from hvdgloo.config import TlsFiles
 
 MAX_MESSAGE = 16 * 1024 * 1024
-"""Bytes; far beyond any job's list of hosts."""
+"""Most bytes of a message; far more than any job's list of hosts needs."""
 
 
 class _Message(codec.Message, frozen=True, tag=True):
-    """On the wire a message's name comes first."""
+    """A message that begins with its name."""
 
 
 class ServerRequest(_Message, frozen=True):
-    """The first message to it: what to serve. The answer is ``Listening`` or ``ServerFailed``.
+    """The first message to the server: the job to serve. The reply is ``Listening`` or ``ServerFailed``.
 
     Attributes:
-        secret: of the job.
-        hosts: name and slots of each.
+        secret: the job's secret.
+        hosts: name and slots of each host.
         bind: addresses to listen on.
         port_range: first and last port that may be used.
-        start_timeout: seconds that workers have for coming.
+        start_timeout: seconds in which the next worker must register.
         tls: files with which connections are encrypted; None if they are not.
     """
 
@@ -43,25 +43,25 @@ class ServerRequest(_Message, frozen=True):
 
 
 class AskArrivals(_Message, frozen=True):
-    """Who has come? The ``Arrived`` that answers has the question's number in it."""
+    """A question for the workers that have arrived. The ``Arrived`` that answers it has its number."""
 
     number: int
 
 
 class Listening(_Message, frozen=True):
-    """Where it listens."""
+    """The addresses on which the server listens."""
 
     endpoints: Sequence[str]
 
 
 class Arrived(_Message, frozen=True):
-    """What a launcher wants to know of a start.
+    """The state of a start.
 
     Attributes:
-        arrived: how many workers have come.
-        missing: the ranks that have not.
-        failure: why the start has failed, if it has.
-        asked: the question that this answers: all of it was true after that. None if nobody asked.
+        arrived: number of workers that have registered.
+        missing: ranks that have not.
+        failure: why the start failed; empty if it has not.
+        asked: number of the question that this answers, after which all of it was true; None if there was none.
     """
 
     arrived: int
@@ -71,7 +71,7 @@ class Arrived(_Message, frozen=True):
 
 
 class ServerFailed(_Message, frozen=True):
-    """It does not serve any more, and this is why: the last message."""
+    """The last message of a server that no longer serves, with the reason."""
 
     error: str
 

@@ -1,10 +1,10 @@
 """The key-value store through which processes find each other.
 
-A ``Store`` holds bytes under text keys, and lets a reader wait for keys that are not there yet: that wait is all a
+A ``Store`` holds bytes under text keys, and lets a reader wait for keys that do not exist yet: that wait is all a
 rendezvous is. ``MemoryStore`` is the store of one process; the server keeps one for each scope, and tests and
 single-process jobs use it directly. ``hvdgloo.rendezvous.HttpStore`` is the same thing accessed through the server.
 
-Waiting costs nothing per key and wakes no thread in vain: each waiter is filed under *one* key that it lacks, and
+Waiting costs nothing per key and wakes no thread needlessly: each waiter is filed under *one* key that it lacks, and
 setting that key moves the waiter on to the next one it lacks, or releases it. With a condition variable, N workers that
 wait for N keys would be woken N x N times.
 """
@@ -57,7 +57,7 @@ def check_key(key: str, what: str = "key", limit: int = MAX_KEY_BYTES) -> str:
     proxies rewrite paths that contain them, so that a different key would arrive.
 
     Raises:
-        ValueError: saying what is wrong with it.
+        ValueError: the key is invalid; the text says why.
     """
     try:
         size = len(key.encode())
@@ -75,22 +75,22 @@ def check_key(key: str, what: str = "key", limit: int = MAX_KEY_BYTES) -> str:
 
 
 _EPOCH = "@hvdgloo."
-"""What users' own scopes do not have before a number, as it is the job's."""
+"""Text before the epoch's number in a scope's name; users' own scopes do not contain it."""
 
 
 def epoch_scope(epoch: int) -> str:
-    """The end of the names of those scopes whose keys are of no use any more once the next epoch has been formed."""
+    """Return the suffix for names of scopes whose keys are useless once the next epoch has been formed."""
     return f"{_EPOCH}{epoch}"
 
 
 def epoch_of(scope: str) -> int:
-    """The epoch in a scope's name; -1 if it does not end in an ``epoch_scope``."""
+    """Return the epoch in a scope's name; -1 if it does not end in an ``epoch_scope``."""
     number = scope.rpartition(_EPOCH)[2] if _EPOCH in scope else ""
     return int(number) if number.isascii() and number.isdigit() else -1
 
 
 class Latch:
-    """Something that happens once, waited for by one thread and caused by another.
+    """A one-time event, for one thread that waits and another that causes it.
 
     A bare lock: a tenth of a ``threading.Event``'s cost, and the server of a large job makes thousands.
     """
@@ -115,15 +115,15 @@ class Latch:
         """Call back instead of letting a thread wait.
 
         Args:
-            callback: called by the thread that causes it, which may hold locks; at once if it has happened. It may be
-                called twice.
+            callback: called by the thread that causes the event, which may hold locks, or at once if it has happened.
+                It may be called twice.
         """
         self._callback = callback
         if not self._lock.locked():
             callback()
 
     def wait(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds; False if nothing happened by then.
+        """Wait up to ``timeout`` seconds; return False if nothing happened by then.
 
         Only one thread may wait, until this returns True.
         """
@@ -140,17 +140,17 @@ class Waiter(Latch):
     def __init__(self, keys: Sequence[str]) -> None:
         super().__init__()
         self.keys = keys
-        self.position = 0  # every key before this one was there when it was looked at
+        self.position = 0  # every key before this one existed when it was looked up
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much memory a server's clients may take, in bytes: far more than a job needs, and less than would harm it.
+    """Limits on the memory of a server's clients, in bytes: far more than a job needs, and less than would harm it.
 
     Attributes:
-        in_flight: of requests that are being received or answered.
-        stored: of all that is stored, keys and bookkeeping included.
-        stored_by_one: of that, one client's.
+        in_flight: total size of requests that are being received or answered.
+        stored: total size of all stored items, keys and bookkeeping included.
+        stored_by_one: size of one client's stored items.
     """
 
     in_flight: int = 1 << 30
@@ -159,11 +159,11 @@ class Limits:
 
 
 class StoreFullError(ValueError):
-    """There is no room for what was to be set; nothing of it was. The text says how much there is."""
+    """There is no room for the items to be set, and none was set. The text says how much room there is."""
 
 
 class Quota:
-    """How many bytes each owner, and all together, keep in some stores. Thread-safe."""
+    """The bytes that each owner, and all together, keep in some stores. Thread-safe."""
 
     def __init__(self, limits: Limits) -> None:
         self._lock = _thread.allocate_lock()
@@ -172,7 +172,7 @@ class Quota:
         self._total = 0
 
     def change(self, changes: Mapping[str, int]) -> None:
-        """Take note of bytes that owners keep more, or fewer, than before.
+        """Change the number of bytes that owners keep.
 
         Raises:
             StoreFullError: it would be too many for one of them, or for all; then nothing has changed.
@@ -205,7 +205,7 @@ class MemoryStore:
     """A Store in this process's memory; all methods may be called from any thread.
 
     Args:
-        quota: of the bytes that may be kept, in this and other stores; None for no limit.
+        quota: bytes that may be kept in this and other stores; None for no limit.
     """
 
     def __init__(self, quota: Quota | None = None) -> None:
@@ -220,10 +220,10 @@ class MemoryStore:
         self.set_many({key: value})
 
     def set_many(self, items: Mapping[str, bytes], *, owner: str = "") -> None:
-        """See ``Store``.
+        """Set several keys at once, as ``Store`` says.
 
         Args:
-            owner: to whose quota the items count.
+            owner: owner of the quota to which the items count.
 
         Raises:
             StoreFullError: they exceed it.
@@ -262,7 +262,7 @@ class MemoryStore:
             return self._values.pop(key, None) is not None
 
     def peek_many(self, keys: Sequence[str]) -> list[bytes] | None:
-        """The values of all ``keys`` if all are there now, else None."""
+        """Return the values of all ``keys`` if all exist now, otherwise None."""
         values = self._values
         with self._lock:
             try:
@@ -274,12 +274,12 @@ class MemoryStore:
         return None
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """Those of ``keys`` that are not there."""
+        """Return those ``keys`` that do not exist."""
         with self._lock:
             return [key for key in keys if key not in self._values]
 
     def waiter(self, keys: Sequence[str]) -> Waiter:
-        """A Waiter that is released once all ``keys`` have been there, or the store is closed.
+        """Return a Waiter that is released once all ``keys`` have existed, or the store is closed.
 
         A key may have been deleted again by the time the waiter's thread runs, so look again with ``peek_many``. Give
         the waiter back with ``forget``.
@@ -319,12 +319,12 @@ class MemoryStore:
             self._values.clear()
 
     def size(self) -> tuple[int, int]:
-        """How many keys there are, and how many bytes their values have."""
+        """Return the number of keys, and of the bytes of their values."""
         with self._lock:
             return len(self._values), sum(map(len, self._values.values()))
 
     def _account(self, changed: Mapping[str, bytes | None], owner: str) -> None:
-        """Take note of values that are about to be set, or to be removed where they are None. Called with the lock
+        """Account for values that are about to be set, or to be removed where they are None. Called with the lock
         held; raises StoreFullError."""
         if self._quota is None:
             return
@@ -359,6 +359,6 @@ def _cost(key: str, value: bytes) -> int:
 
 
 def describe_keys(keys: Sequence[str], show: int = 8) -> str:
-    """Some keys, as an error names them: ``3 of the keys: a, b, c``."""
+    """Describe keys for an error: ``3 keys (a, b, c) were``."""
     listed = ", ".join(keys[:show]) + (f" and {len(keys) - show} more" if len(keys) > show else "")
     return f"key {listed} was" if len(keys) == 1 else f"{len(keys)} keys ({listed}) were"

@@ -1,4 +1,4 @@
-"""What a worker says about itself when it registers: everything that clients and the server share about workers."""
+"""A worker's description of itself when it registers, as clients and the server share it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker says about itself.
+    """A worker's description of itself.
 
     Attributes:
         rank: its rank, if a launcher gave it one.
-        index: its place among workers without a launcher, e.g. a Kubernetes job's completion index.
-        host_name: for messages.
+        index: its index among workers without a launcher, e.g. a Kubernetes job's completion index.
+        host_name: its host's name, for messages.
         host_identity: see ``hvdgloo.rendezvous._host_identity``.
         address: IP address at which other workers reach it.
-        port: that of its control listener; 0 if it has none.
+        port: port of its control listener; 0 if it has none.
         pid: its process id.
-        parent: the process that has started it; 0 if that is not known.
-        control_fanin, control_tree_ranks: see ``Topology``; as it is set there. Without a fan-in it can only be
-            connected with rank 0.
+        parent: id of the process that started it; 0 if that is not known.
+        control_fanin, control_tree_ranks: its settings; see ``Topology``. Without a fan-in it can be connected with
+            rank 0 only.
 
     Raises:
         ValueError: at construction, naming the field that cannot be used.
@@ -66,7 +66,7 @@ class WorkerInfo:
 
     @classmethod
     def from_dict(cls, data: Any) -> WorkerInfo:
-        """The worker that ``to_dict`` describes.
+        """Return the worker that ``to_dict`` describes.
 
         Raises:
             ValueError: naming what is missing, unknown or unusable.
@@ -81,12 +81,12 @@ class WorkerInfo:
 
 
 def started_by(holder: WorkerInfo, info: WorkerInfo, name: str) -> str:
-    """Say why a process cannot have the place of the worker that has started it: it has only run the worker's program.
+    """Say why a process cannot have the place of the worker that started it: it merely ran the worker's program.
 
     Args:
-        holder: who has the place.
-        info: who asks for it.
-        name: of the place: ``rank 0``.
+        holder: worker that has the place.
+        info: worker that asks for it.
+        name: name of the place: ``rank 0``.
 
     Returns:
         a sentence; empty if it was not started by the holder.
@@ -101,12 +101,12 @@ def started_by(holder: WorkerInfo, info: WorkerInfo, name: str) -> str:
 
 
 def control_tree(workers: Sequence[WorkerInfo]) -> tuple[int, int]:
-    """The control plane's shape, which all ranks take from one place: fan-in and number of ranks, for ``Topology``.
+    """Return the control plane's fan-in and number of ranks for ``Topology``.
 
-    Rank 0's settings hold for all, but every rank must be able to be part of a tree.
+    Rank 0's settings hold for all ranks, but every rank must be able to be part of a tree.
 
     Args:
-        workers: of an epoch, in order of ranks.
+        workers: an epoch's workers, in order of ranks.
     """
     fanin = workers[0].control_fanin if all(worker.control_fanin for worker in workers) else 0
     return fanin, workers[0].control_tree_ranks

@@ -1,1 +1,1 @@
-"""How a worker talks to the rendezvous service."""
+"""A worker's side of the rendezvous service."""

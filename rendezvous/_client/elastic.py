@@ -1,4 +1,4 @@
-"""A worker's side of an elastic job: asking for its next epoch, saying how far it is, and hearing of changes."""
+"""A worker's side of an elastic job: requests for its next epoch, reports of its progress, and news of changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdgloo.rendezvous._worker_info import WorkerInfo
 from hvdgloo.topology import Topology
 
 _REPORT_SECONDS = 10.0
-"""How long a worker tries to report what only concerns its end."""
+"""Seconds for which a worker tries to report something that only concerns its end."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Placement:
 
     Attributes:
         rank: its rank.
-        topology: who is where; ``topology.epoch`` is the epoch's number.
-        root: the rank whose state is the newest.
-        everyone: all members have that state already, so that nothing needs to travel.
-        new: the ranks of those who have not been in an epoch before.
+        topology: topology of the epoch, with its number in ``topology.epoch``.
+        root: rank that has the newest state.
+        everyone: True if all members have that state already, so that nothing needs to be sent.
+        new: ranks of the members that have not been in an epoch before.
     """
 
     rank: int
@@ -41,17 +41,17 @@ class Placement:
 
     @property
     def fresh(self) -> bool:
-        """Nobody has been in an epoch before: this is the first one."""
+        """True in the first epoch: no member has been in an epoch before."""
         return len(self.new) == self.topology.size
 
 
 class ElasticClient:
-    """What one worker says to the rendezvous server of an elastic job. Any thread may call.
+    """Client of one worker for the rendezvous server of an elastic job. Any thread may call.
 
     Args:
-        client: of the server; it stays connected as long as the worker is part of the job.
-        worker: the id of this process, never used for another one.
-        patience: seconds in which a server that is away may come back, when a worker reports how far it is in an epoch.
+        client: client for the server; it stays connected as long as the worker is part of the job.
+        worker: id of this process, never used for another one.
+        patience: seconds in which a server that is away may return, when a worker reports its progress in an epoch.
     """
 
     def __init__(self, client: RendezvousClient, worker: str, *, patience: float = _REPORT_SECONDS) -> None:
@@ -77,27 +77,27 @@ class ElasticClient:
 
         Args:
             after: that epoch; -1 for a worker that has not been in one.
-            info: where this worker can be reached from now on, with its rank in that epoch if there was one.
-            ready: it is at ``elastic.run``; False in ``init()``.
-            serial: of its newest commit; -1 if it has never had the job's state.
+            info: this worker's addresses from now on, with its rank in that epoch if there was one.
+            ready: True if it is at ``elastic.run``; False in ``init()``.
+            serial: serial number of its newest commit; -1 if it never had the job's state.
             digest: any short text that is equal where two workers hold the same commit.
-            error: why it has left that epoch, in a line; empty if a change of hosts is the reason.
-            accused: ranks of that epoch which it has lost, or cannot connect with.
+            error: why it left that epoch, in a line; empty if a change of hosts is the reason.
+            accused: ranks of that epoch that it lost, or cannot connect with.
             stood: seconds since it began to wait for others in that epoch.
-            timeout: seconds. It should exceed the job's elastic timeout: the server knows for whom to wait.
+            timeout: seconds. It should exceed the job's elastic timeout: the server knows which workers to wait for.
 
         Returns:
-            its place, once all members of the epoch are there; ``Alone`` at once if others are in training, and it
-            is not ready.
+            its place, once all members of the epoch have registered; ``Alone`` at once if others are in training and
+            it is not ready.
 
         Raises:
-            DismissedError: it is in no further epoch.
+            DismissedError: it will be in no further epoch.
             RendezvousTimeoutError: there was no epoch within ``timeout``.
             RendezvousError: the server cannot be reached.
         """
-        self._current = None  # until the answer: where it was, the question says
-        said = digest[:4096], error[:4096], list(accused), stood
-        ask = elastic.Register(self.worker, after, ready, serial, *said, info.to_dict())
+        self._current = None  # until the reply: the request has its last epoch
+        details = digest[:4096], error[:4096], list(accused), stood
+        ask = elastic.Register(self.worker, after, ready, serial, *details, info.to_dict())
         route = "/v1/elastic/next"
         answer = self._wait(route, elastic.REGISTER.encode(ask), timeout)
         if answer.status == 202:
@@ -128,37 +128,37 @@ class ElasticClient:
         return decoded
 
     def up(self, epoch: int) -> None:
-        """This worker is connected with all other members of the epoch. Raises RendezvousError."""
+        """Report that this worker is connected with all other members of the epoch. Raises RendezvousError."""
         self._report(Progress.UP, epoch, self._patience)
 
     def synced(self, epoch: int) -> None:
-        """This worker is in ``elastic.run``, and has the state of the epoch. Raises RendezvousError."""
+        """Report that this worker is in ``elastic.run`` and has the epoch's state. Raises RendezvousError."""
         if self._current is not None:
             self._current = msgspec.structs.replace(self._current, synced=True)
         self._report(Progress.SYNCED, epoch, self._patience)
 
     def finished(self) -> None:
-        """This worker's training has come to its end: there will be no further epoch. Raises RendezvousError."""
+        """Report that this worker has finished training: there will be no further epoch. Raises RendezvousError."""
         self._report(Progress.FINISHED, -1, _REPORT_SECONDS)
 
     def leaving(self) -> None:
-        """This worker will not be there much longer, and wants to leave at the next commit. Raises RendezvousError."""
+        """Report that this worker is about to be ended, and leaves at the next commit. Raises RendezvousError."""
         self._report(Progress.LEAVING, -1, _REPORT_SECONDS)
 
     @staticmethod
     def scope(epoch: int) -> str:
-        """What the names of scopes end in whose keys are of no use any more once the next epoch has been formed."""
+        """Return the suffix for names of scopes whose keys are useless once the next epoch has been formed."""
         return epoch_scope(epoch)
 
     def news(self, since: int, *, timeout: float) -> News:
-        """The news, as soon as their number is another than ``since``.
+        """Return the news, as soon as their number differs from ``since``.
 
-        A server that was restarted learns from this request where this worker is, and a server without a launcher that
-        it lives: some thread should always wait here.
+        From this request a restarted server learns this worker's epoch, and a server without a launcher that the worker
+        is alive: some thread should always wait here.
 
         Args:
-            since: the number of the last ones; -1 returns at once. A server that was restarted counts from 0.
-            timeout: seconds after which the last ones are returned again.
+            since: number of the last news; -1 returns at once. A restarted server counts from 0.
+            timeout: seconds after which the last news are returned again.
 
         Raises:
             RendezvousError: the server cannot be reached.
@@ -175,19 +175,18 @@ class ElasticClient:
             if news.number != since or time.monotonic() >= deadline - 0.001:
                 return news
 
-    def _report(self, what: Progress, epoch: int, timeout: float) -> None:
+    def _report(self, progress: Progress, epoch: int, timeout: float) -> None:
         self._wait(
             "/v1/elastic/reports",
-            lambda: elastic.REPORT.encode(elastic.Report(self.worker, what, epoch, self._current)),
+            lambda: elastic.REPORT.encode(elastic.Report(self.worker, progress, epoch, self._current)),
             timeout,
         )
 
     def _wait(self, route: str, body: bytes | Callable[[], bytes], timeout: float) -> _Answer:
-        """The answer of the server, or of another that is started in its place.
+        """Return the answer of the server, or of one that is started in its place.
 
         Args:
-            body: made anew each time if it says where the worker is: another server is to hear where that is now, and
-                not where it was at first.
+            body: a function if it depends on the worker's epoch: another server must be told the present one.
         """
         return self._client._wait("POST", route, body, timeout, pending=202, follow=True, outlive=True)
 

@@ -1,9 +1,9 @@
-"""Who has which rank in an epoch, and whose state is the newest.
+"""The assignment of ranks to workers in an epoch, and the rank with the newest state.
 
-Workers that were members before keep their order, and hosts stay in the order of their lowest old rank; new hosts
-follow. The ranks of a host are consecutive, its old members first: rank 0 has always been a member before, unless
-nobody has. The local rank, on the other hand, follows the slots: a newcomer starts in the lowest slot that is free, and
-once all slots of its host are in use, its local rank is its slot. So it finds free the GPU that it takes at its start.
+Previous members keep their order, and hosts stay in the order of their lowest previous rank; new hosts follow. The
+ranks of a host are consecutive, its previous members first: rank 0 was always a member before, unless no worker was.
+The local rank follows the slots instead: a new worker starts in the lowest free slot, and once all slots of its host
+are in use, its local rank is its slot. So the GPU that it takes at its start is free.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 NO_STATE = -1
-"""The serial of a worker that has never had the state of the job."""
+"""Serial of a worker that never had the job's state."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Candidate:
 
     Attributes:
         worker: its id.
-        host, slot: where it is.
-        rank: its rank in the last epoch; None for a newcomer.
-        place: newcomers are in ascending order of this.
-        serial, digest: of its newest commit.
+        host, slot: its host and slot.
+        rank: its rank in the last epoch; None for a new worker.
+        place: sort key among new workers.
+        serial, digest: serial number and digest of its newest commit.
         host_name: the host's name in messages.
-        machine: several hosts that have the same one form one host of the epoch; empty for a host by itself.
+        machine: hosts with the same machine form one host of the epoch; empty for a host by itself.
     """
 
     worker: str
@@ -48,7 +48,7 @@ class Member:
 
     Attributes:
         worker: the worker's id.
-        host, slot: where it is.
+        host, slot: its host and slot.
         local_rank: its rank among the members on its host.
         host_name: the host's name in messages.
         machine: as in ``Candidate``.
@@ -63,7 +63,7 @@ class Member:
 
     @property
     def home(self) -> str:
-        """The host of the epoch that it is on."""
+        """Its host in the epoch's topology."""
         return self.machine or self.host
 
 
@@ -72,11 +72,11 @@ class Assignment:
     """The members of an epoch.
 
     Attributes:
-        epoch: its number.
-        members: by rank.
-        root: the rank that has the newest state.
-        everyone: all have that state already, so that nothing needs to travel.
-        fresh: ids of newcomers.
+        epoch: number of the epoch.
+        members: the members, by rank.
+        root: rank that has the newest state.
+        everyone: True if all members have that state already, so that nothing needs to be sent.
+        fresh: ids of new workers.
     """
 
     epoch: int
@@ -104,17 +104,17 @@ class Assignment:
 
     @cached_property
     def workers(self) -> Counter[str]:
-        """The number of members on each host, as discoveries name them."""
+        """The number of members on each host, as discovery names them."""
         return Counter(member.host for member in self.members)
 
 
 def choose(epoch: int, candidates: Sequence[Candidate], largest: int | None = None) -> Assignment:
-    """The epoch that these candidates form.
+    """Choose the members of an epoch and their ranks.
 
     Args:
-        epoch: its number.
-        candidates: in any order.
-        largest: the most that there may be, if there is a limit. Old members go first, then newcomers in their order.
+        epoch: number of the epoch.
+        candidates: the candidates, in any order.
+        largest: largest number of members, if there is a limit. Previous members go first, then new workers in order.
     """
     old = sorted((c for c in candidates if c.rank is not None), key=lambda c: c.rank or 0)
     new = sorted((c for c in candidates if c.rank is None), key=lambda c: c.place)
@@ -132,7 +132,7 @@ def choose(epoch: int, candidates: Sequence[Candidate], largest: int | None = No
 
 
 def _newest(members: Sequence[Candidate]) -> tuple[int, bool]:
-    """The rank with the newest commit, the lowest one among equals, and whether all have that very commit."""
+    """Return the lowest rank with the newest commit, and whether all members have that same commit."""
     if not members:
         return 0, False
     newest = max(range(len(members)), key=lambda rank: (members[rank].serial, -rank))

@@ -1,8 +1,8 @@
-"""What an elastic job is told, and what it answers: plain values, for ``hvdgloo.rendezvous._elastic.job``.
+"""Events and actions of an elastic job: plain values, for ``hvdgloo.rendezvous._elastic.job``.
 
-Whoever drives a job turns what happens (an agent's frame, a worker's request, a timer) into an event, and carries out
-the actions that come back. Workers are known by an id that is never used twice, so that nothing that is said late about
-one can be taken for another's.
+The driver of a job turns what happens (an agent's frame, a worker's request, a timer) into an event, and carries out
+the actions that are returned. Workers have ids that are never used twice, so that a late message about one worker
+cannot be taken for one about another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RESET_LIMIT_EXCEEDED_MESSAGE = "the workers of this job would have to form anoth
 
 
 class Join(enum.Enum):
-    """When those that are in training stop for a newcomer."""
+    """The moment at which workers in training stop for a new worker."""
 
     READY = "ready"  # once it has reached elastic.run
     NOW = "now"  # once there is a slot for it, so that they wait while it starts: as in Horovod
@@ -27,21 +27,22 @@ class Join(enum.Enum):
 
 @dataclass(frozen=True)
 class Rules:
-    """What the user has asked for. All times are in seconds.
+    """The user's options. All times are in seconds.
 
     Attributes:
-        size: slots, or workers without a launcher, that must be there before the job starts.
-        smallest, largest: fewer workers than this wait for others; more slots than this stay unused.
-        elastic_timeout: how long to wait for ``smallest`` workers, or for those that do not come back.
-        start_timeout: how long to wait for a further worker of a assignment.
-        connect_timeout: how long the workers of a new epoch may take to connect with each other.
-        reset_limit: how often workers may form anew; None for any number of times.
-        failures_per_host: a host is left out at this failure of a worker there.
-        cooldown: the shortest and the longest time for which it is left out; None for ever.
-        join: when newcomers are let in.
-        launched: workers are started for this job, and their ends are reported. Otherwise they come on their own, and
-            all that is known is whether they are connected.
-        hosts_may_come: hosts beyond those that were listed first may be listed later.
+        size: number of slots, or of workers without a launcher, that a start needs.
+        smallest: number of workers below which the others wait.
+        largest: number of workers above which slots stay unused; None for no limit.
+        elastic_timeout: longest wait for ``smallest`` workers, or for members that do not come back.
+        start_timeout: longest wait for the next worker of an assignment.
+        connect_timeout: longest time in which the workers of a new epoch connect with each other.
+        reset_limit: number of times that workers may form a new epoch; None for no limit.
+        failures_per_host: number of failed workers at which a host is left out.
+        cooldown: shortest and longest time for which a host is left out; None for ever.
+        join: moment at which new workers join.
+        launched: True if a launcher starts the workers and reports their ends. Otherwise they start by themselves, and
+            only their connections are known.
+        hosts_may_come: True if hosts beyond the first list may be listed later.
 
     Raises:
         ConfigError: at construction, for values that contradict each other.
@@ -85,19 +86,19 @@ class Rules:
                 )
 
 
-# What can happen.
+# Events.
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a job is told."""
+    """An event that a job is fed."""
 
 
 @dataclass(frozen=True)
 class HostsListed(Event):
-    """These hosts can be used from now on, and no others: (name, slots), in the order in which they are filled.
+    """The list of hosts that can be used from now on: (name, slots), in the order in which they are filled.
 
-    Some may be parts of machines, which form one host of an epoch each: (name, machine).
+    Hosts that are parts of one machine form one host of an epoch: (name, machine).
     """
 
     hosts: tuple[tuple[str, int], ...]
@@ -106,7 +107,7 @@ class HostsListed(Event):
 
 @dataclass(frozen=True)
 class Identified(Event):
-    """A host of this name is this machine, pod or container. Another one than before starts with a clean record."""
+    """The machine, pod or container behind a host's name. A different one than before starts with a clean record."""
 
     host: str
     identity: str
@@ -114,7 +115,7 @@ class Identified(Event):
 
 @dataclass(frozen=True)
 class Leaving(Event):
-    """A host, or a worker without a launcher, will not be there much longer: it is given back or preempted.
+    """Notice that a host, or a worker without a launcher, is about to be given back or preempted.
 
     Exactly one of the two is given.
     """
@@ -125,7 +126,7 @@ class Leaving(Event):
 
 @dataclass(frozen=True)
 class HostLost(Event):
-    """A host can no longer be reached, its agent has died or could not be started; it has no workers any more."""
+    """Loss of a host: it cannot be reached, or its agent died or could not be started. Its workers are gone."""
 
     host: str
     reason: str
@@ -134,22 +135,22 @@ class HostLost(Event):
 
 @dataclass(frozen=True)
 class Registered(Event):
-    """A worker asks for the epoch after the last one that it was a member of. It is answered once, later or at once.
+    """A worker's request for the epoch after its last one. It gets one reply, at once or later.
 
-    To ask again, as clients do whose connection or poll has ended, changes nothing.
+    Repeating the request, as clients do whose connection or poll ended, changes nothing.
 
     Attributes:
         worker: its id.
-        after: the epoch that it comes from; -1 if it has not been a member yet.
-        ready: it has reached ``elastic.run``; False in ``init()``.
-        serial, digest: of its newest commit; -1 if it has none.
-        error: why it has left the epoch; empty if a change of hosts is the reason.
-        accused: ranks of that epoch which it cannot reach, or which have not answered.
-        host, host_name: where it is, and how it is called; only without a launcher, which knows.
-        rank: its rank in that epoch, for a server that was restarted and has no memory of it.
-        index: its place among workers without a launcher, if whatever starts them counts them.
-        pid: of its process, for messages.
-        stood: seconds for which it has been held up, from the moment when it began to wait for others in that epoch.
+        after: its last epoch; -1 if it has not been a member yet.
+        ready: True once it has reached ``elastic.run``; False in ``init()``.
+        serial, digest: serial number and digest of its newest commit; -1 if it has none.
+        error: why it left the epoch; empty if a change of hosts is the reason.
+        accused: ranks of that epoch that it cannot reach, or that did not answer.
+        host, host_name: its host and that host's name; only without a launcher, which knows them.
+        rank: its rank in that epoch, for a restarted server.
+        index: its index among workers without a launcher, if their starter numbers them.
+        pid: id of its process, for messages.
+        stood: seconds since it began to wait for others in that epoch.
     """
 
     worker: str
@@ -169,12 +170,13 @@ class Registered(Event):
 
 @dataclass(frozen=True)
 class Recalled(Event):
-    """A worker without a launcher says in which epoch it is: news only to a server that was restarted meanwhile.
+    """The present epoch of a worker without a launcher: news only to a server that was restarted meanwhile.
 
     Attributes:
-        worker, epoch, rank: who it is, and where in which epoch.
-        size: of that epoch.
-        synced: the worker has had the job's state in it.
+        worker: its id.
+        epoch, rank: its epoch, and its rank there.
+        size: number of that epoch's members.
+        synced: True if the worker had the job's state in it.
         host, host_name, pid: as in ``Registered``.
     """
 
@@ -190,7 +192,7 @@ class Recalled(Event):
 
 @dataclass(frozen=True)
 class Up(Event):
-    """A worker is connected with all others of its epoch."""
+    """Connection of a worker with all others of its epoch."""
 
     worker: str
     epoch: int
@@ -198,7 +200,7 @@ class Up(Event):
 
 @dataclass(frozen=True)
 class Synced(Event):
-    """A worker has the state of its epoch: it has entered ``elastic.run``, and does not start from nothing."""
+    """Receipt of the epoch's state by a worker, which has entered ``elastic.run``."""
 
     worker: str
     epoch: int
@@ -206,18 +208,18 @@ class Synced(Event):
 
 @dataclass(frozen=True)
 class Finished(Event):
-    """A worker's training has come to its end."""
+    """End of a worker's training."""
 
     worker: str
 
 
 @dataclass(frozen=True)
 class Gone(Event):
-    """A worker's process has ended or, without a launcher, its last connection has.
+    """End of a worker's process or, without a launcher, of its last connection.
 
     Attributes:
         status: its exit status, or minus the signal; None without a launcher.
-        reason: in words, after ``rank 3 on host h1``.
+        reason: reason in words, to follow ``rank 3 on host h1``.
     """
 
     worker: str
@@ -227,7 +229,7 @@ class Gone(Event):
 
 @dataclass(frozen=True)
 class Silent(Event):
-    """A worker does not listen to news any more, ``seconds`` after the last ones, though its process is there."""
+    """Silence of a worker whose process exists but has not asked for news for ``seconds``."""
 
     worker: str
     seconds: float
@@ -235,20 +237,20 @@ class Silent(Event):
 
 @dataclass(frozen=True)
 class TimePassed(Event):
-    """The job's deadline has come."""
+    """Expiry of the job's deadline."""
 
 
-# What is to be done about it.
+# Actions.
 
 
 @dataclass(frozen=True)
 class Action:
-    """Something that a job wants done."""
+    """An action for the job's driver."""
 
 
 @dataclass(frozen=True)
 class Spawn(Action):
-    """Start a worker. ``plan`` is the epoch that it would belong to if all that are started came."""
+    """Start a worker. ``plan`` is the epoch that it would belong to if all started workers arrived."""
 
     worker: str
     host: str
@@ -258,7 +260,7 @@ class Spawn(Action):
 
 @dataclass(frozen=True)
 class Stop(Action):
-    """End a worker: it is not part of the job any more."""
+    """End a worker, which is no longer part of the job."""
 
     worker: str
     reason: str
@@ -266,7 +268,7 @@ class Stop(Action):
 
 @dataclass(frozen=True)
 class Formed(Action):
-    """The answer to every member of the assignment. ``again``: only to this one, which has missed it."""
+    """Reply to every member of the assignment, or only to ``again``, which missed the reply."""
 
     assignment: Assignment
     again: str = ""
@@ -274,14 +276,14 @@ class Formed(Action):
 
 @dataclass(frozen=True)
 class Alone(Action):
-    """The answer to a newcomer that is not ready: go on alone. ``plan`` has the place that it will probably get."""
+    """Reply to a new worker that is not ready: continue alone. ``plan`` has the place that it will probably get."""
 
     worker: str
     plan: Assignment
 
 
 class Fate(enum.Enum):
-    """Why a worker is in no further epoch."""
+    """Reason for which a worker is in no further epoch."""
 
     REMOVED = "removed"  # the job goes on without it, and it may end with 0
     OVER = "over"  # others have finished
@@ -290,7 +292,7 @@ class Fate(enum.Enum):
 
 @dataclass(frozen=True)
 class Dismissed(Action):
-    """The answer to a worker that is in no further epoch."""
+    """Reply to a worker that is in no further epoch."""
 
     worker: str
     fate: Fate
@@ -298,7 +300,7 @@ class Dismissed(Action):
 
 
 class Update(enum.IntFlag):
-    """What a change of hosts means to the workers that are in training; Horovod's values."""
+    """Effect of a change of hosts on the workers in training; Horovod's values."""
 
     NONE = 0
     REMOVED = 1
@@ -308,7 +310,7 @@ class Update(enum.IntFlag):
 
 @dataclass(frozen=True)
 class Announce(Action):
-    """Tell all members what would change at their next commit; NONE withdraws what was announced."""
+    """Tell all members what will change at their next commit; NONE withdraws an announcement."""
 
     serial: int
     update: Update
@@ -316,8 +318,8 @@ class Announce(Action):
 
 @dataclass(frozen=True)
 class Voided(Action):
-    """Tell the members of an epoch that it is over, or will not come about, so that they stop waiting for each other:
-    one of them can no longer be reached, or they do not connect.
+    """Tell the members of an epoch that it is over or was given up, so that they stop waiting for each other: one of
+    them cannot be reached, or they do not connect.
     """
 
     epoch: int
@@ -329,7 +331,7 @@ class Tell(Action):
     """A line for the user.
 
     Attributes:
-        left_out: the host that is left out from now on, by its name and by that in messages, if this is what it says.
+        left_out: host that is left out from now on, if the line says that: its name, and its name in messages.
     """
 
     text: str
@@ -338,13 +340,13 @@ class Tell(Action):
 
 @dataclass(frozen=True)
 class Changed(Action):
-    """Workers are in training (again), for the summary.
+    """Record for the summary that workers are in training (again).
 
     Attributes:
-        assignment: the new one.
-        why: what ended the epoch before; empty for the first.
-        stood: seconds for which nobody was in training: since the first worker that came back had to wait, or since it
-            was known that the epoch was over, whichever was earlier.
+        assignment: the new assignment.
+        why: what ended the previous epoch; empty for the first.
+        stood: seconds without training: since the first returning worker had to wait, or since the epoch was known to
+            be over, whichever was earlier.
     """
 
     assignment: Assignment
@@ -354,7 +356,7 @@ class Changed(Action):
 
 @dataclass(frozen=True)
 class Failing:
-    """The failure that a job could not survive. ``status`` is an exit status, or minus a signal."""
+    """A failure that the job could not survive. ``status`` is an exit status, or minus a signal."""
 
     worker: str = ""
     rank: int | None = None
@@ -365,7 +367,7 @@ class Failing:
 
 @dataclass(frozen=True)
 class Ended(Action):
-    """The job is over, and what still runs is to be ended. Without a ``failure`` it has succeeded."""
+    """End the job and everything that still runs. Without a ``failure`` the job succeeded."""
 
     text: str
     failure: Failing | None = None

@@ -1,4 +1,4 @@
-"""What has become of an elastic job's workers, in words: a line for each change, and all of them at the end. Pure."""
+"""Changes of an elastic job's workers in words: a line for each change, and a summary at the end. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Changed
 
 MOST = 20
-"""Changes that the summary lists; of more, the last ones."""
+"""Largest number of changes that the summary lists: the last ones."""
 
 
 def describe_change(change: Changed, before: Changed) -> str:
-    """A line for the user: ``rank 1 on host h2 was lost: ...; 3 of 4 workers went on after 0.4 s``.
+    """Describe a change in a line: ``rank 1 on host h2 was lost: ...; 3 of 4 workers went on after 0.4 s``.
 
     Args:
-        change: training goes on.
-        before: the epoch in which it was before.
+        change: the change after which training continued.
+        before: the change before it.
     """
     return f"{_reason(change, before)}; {describe_survivors(change, before)}"
 
 
 def describe_survivors(change: Changed, before: Changed) -> str:
-    """The same without the reason: ``3 of 4 workers went on after 0.4 s``."""
+    """Describe a change without its reason: ``3 of 4 workers went on after 0.4 s``."""
     size, old = change.assignment.size, before.assignment.size
     new = len(change.assignment.fresh)
     went_on = size - new
@@ -31,21 +31,21 @@ def describe_survivors(change: Changed, before: Changed) -> str:
     elif went_on:
         text = f"{went_on} of {_workers(old)} went on"
     else:
-        return f"{_workers(new)} began anew after {change.stood:.1f} s"
+        return f"{_workers(new)} started again after {change.stood:.1f} s"
     if new:
         text += f", with {new} new one{'' if new == 1 else 's'},"
     return f"{text} after {change.stood:.1f} s"
 
 
 def describe_epoch(assignment: Assignment) -> str:
-    """Who is in training: ``epoch 1: 3 workers are in training (h1: ranks 0-1, h2: rank 2)``."""
+    """Describe the members in training: ``epoch 1: 3 workers are in training (h1: ranks 0-1, h2: rank 2)``."""
     some = "1 worker is" if assignment.size == 1 else f"{assignment.size} workers are"
     ranks = ranks_by_host((member.host_name, rank) for rank, member in enumerate(assignment.members))
     return f"epoch {assignment.epoch}: {some} in training ({ranks})"
 
 
 def ranks_by_host(places: Iterable[tuple[str, int]]) -> str:
-    """Hosts in order of their ranks: ``h1: ranks 0-1, h2: rank 2``.
+    """List hosts in order of their ranks: ``h1: ranks 0-1, h2: rank 2``.
 
     Args:
         places: (host, rank), in any order; the ranks of a host are consecutive.
@@ -60,10 +60,10 @@ def ranks_by_host(places: Iterable[tuple[str, int]]) -> str:
 
 
 def summarize(changes: Sequence[tuple[float, Changed]]) -> str:
-    """How often the workers of a job have changed: when, why, who went on, and for how long nobody trained.
+    """Summarize the changes of a job's workers: times, reasons, survivors, and time without training.
 
     Args:
-        changes: each epoch that came to training, with the time at which it did, in seconds since the job's start.
+        changes: each epoch that reached training, with the time at which it did, in seconds since the job's start.
 
     Returns:
         a line, and one for each change; empty if there was none.

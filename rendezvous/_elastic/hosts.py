@@ -1,4 +1,4 @@
-"""The hosts of an elastic job: which slots can be used, and which hosts are left out, until when, and why."""
+"""The hosts of an elastic job: their usable slots, and the hosts that are left out, with duration and reason."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 
 def cooldown_time(failures: int, cooldown: tuple[float, float], chance: float) -> float:
-    """For how long a host is left out, in seconds.
+    """Return the seconds for which a host is left out.
 
     Args:
-        failures: how often it has been left out, from 1.
+        failures: number of times that it was left out, this one included.
         cooldown: the shortest and the longest time.
-        chance: from 0 to 1, so that hosts that failed together do not come back together.
+        chance: number from 0 to 1, so that hosts that failed together do not return together.
     """
     shortest, longest = cooldown
     doubled = shortest * 2.0 ** min(failures, 64)  # 2**64 s is beyond any limit already
@@ -22,17 +22,17 @@ def cooldown_time(failures: int, cooldown: tuple[float, float], chance: float) -
 
 @dataclass
 class _Host:
-    """One host that is listed.
+    """A listed host.
 
     Attributes:
-        order: its place in the list.
-        failures: since it was last left out.
-        outs: how often it was left out.
-        until: when it can be used again; infinite if never.
+        order: its index in the list.
+        failures: number of failures since it was last left out.
+        outs: number of times that it was left out.
+        until: time from which it can be used again; infinite if never.
         reason: why it is, or was, left out.
-        identity: the machine or pod that it was, as far as that is known.
-        leaving: it has said that it will not be there much longer.
-        shown: its name in messages; empty if it is the name.
+        identity: its machine or pod, as far as that is known.
+        leaving: True if it announced that it will leave.
+        shown: its name in messages; empty if that is its name.
     """
 
     slots: int
@@ -46,17 +46,17 @@ class _Host:
     shown: str = ""
 
     def clear(self) -> None:
-        """Start with a clean record."""
+        """Clear the record of its failures."""
         self.failures, self.outs, self.until, self.reason, self.leaving = 0, 0, -math.inf, "", False
 
 
 class Hosts:
-    """All hosts that are listed.
+    """All listed hosts.
 
     Args:
-        failures: a host is left out at this failure.
+        failures: number of failures at which a host is left out.
         cooldown: the shortest and the longest time for which it is left out; None for ever.
-        chance: from 0 to 1, at random.
+        chance: returns a random number from 0 to 1.
     """
 
     def __init__(self, failures: int, cooldown: tuple[float, float] | None, chance: Callable[[], float]) -> None:
@@ -67,14 +67,14 @@ class Hosts:
         self._machines: dict[str, str] = {}
 
     def machine(self, name: str) -> str:
-        """The machine that a host is a part of; empty if it is none by itself."""
+        """Return the machine that a host is a part of; empty if it is a machine by itself."""
         return self._machines.get(name, "")
 
     def update(self, hosts: Iterable[tuple[str, int]], machines: Mapping[str, str] | None = None) -> None:
-        """From now on there are these hosts, and no others. One that is missing is forgotten, and so is its record.
+        """Replace the list of hosts. Hosts that are missing from it are forgotten, with their records.
 
         Args:
-            machines: of those that are parts of one: name to machine.
+            machines: name to machine, for hosts that are parts of one.
         """
         self._machines = dict(machines or {})
         before, self._hosts = self._hosts, {}
@@ -83,36 +83,36 @@ class Hosts:
             host.slots, host.order = slots, order
 
     def note(self, name: str, shown: str = "") -> None:
-        """A worker has come from this host, without a launcher; ``shown`` is its name in messages."""
+        """Add the host of a worker that registered without a launcher; ``shown`` is its name in messages."""
         self._hosts.setdefault(name, _Host(1 << 30, len(self._hosts))).shown = shown
 
     def shown(self, name: str) -> str:
-        """A host's name in messages."""
+        """Return a host's name in messages."""
         host = self._hosts.get(name)
         return (host.shown if host is not None else "") or name
 
     def usable(self, now: float) -> list[tuple[str, int]]:
-        """Names and slots of hosts on which there may be workers, in the list's order."""
+        """Return names and slots of the hosts that can be used, in the list's order."""
         return [(name, slots) for name in self._hosts if (slots := self.slots(name, now))]
 
     def slots(self, name: str, now: float) -> int:
-        """How many slots of a host can be used."""
+        """Return the number of usable slots of a host."""
         host = self._hosts.get(name)
         return 0 if host is None or host.leaving or now < host.until else host.slots
 
     def order(self, name: str) -> int:
-        """Its place in the list; behind all others if it is not listed."""
+        """Return a host's index in the list; the list's length if it is not listed."""
         host = self._hosts.get(name)
         return len(self._hosts) if host is None else host.order
 
     def failed(self, name: str, reason: str, now: float, *, at_once: bool = False) -> float | None:
-        """A failure on a host is counted.
+        """Count a failure on a host.
 
         Args:
-            at_once: leave it out whatever number of failures is allowed.
+            at_once: leave the host out, whatever number of failures is allowed.
 
         Returns:
-            the time until which it is left out, infinite for ever, if this failure is the reason for it; else None.
+            the time until which it is left out (infinite for ever) if this failure is the reason; otherwise None.
         """
         host = self._hosts.get(name)
         if host is None or host.leaving or now < host.until:
@@ -129,13 +129,13 @@ class Hosts:
         return host.until
 
     def leaves(self, name: str) -> None:
-        """It will not be there much longer. It counts again once it has left the list and come back."""
+        """Stop using a host that is about to leave, until it has left the list and returned."""
         if name in self._hosts:
             self._hosts[name].leaving = True
             self._hosts[name].reason = "it is being given back"
 
     def identified(self, name: str, identity: str) -> None:
-        """What stands behind a name. Another machine or pod than before has done nothing wrong yet."""
+        """Set the machine or pod behind a name. A different one than before starts with a clean record."""
         host = self._hosts.get(name)
         if host is not None:
             if host.identity not in ("", identity):
@@ -143,15 +143,15 @@ class Hosts:
             host.identity = identity
 
     def next_return(self, now: float) -> float:
-        """When the first of the hosts that are left out can be used again; infinite if none will."""
+        """Return the time at which the first host that is left out can be used again; infinite if none can."""
         return min((host.until for host in self._hosts.values() if host.until > now), default=math.inf)
 
     def all_out(self, now: float) -> bool:
-        """Whether hosts are listed, and all of them are left out for ever."""
+        """Return whether hosts are listed, and all of them are left out for ever."""
         return bool(self._hosts) and all(host.until == math.inf for host in self._hosts.values())
 
     def account(self, now: float) -> str:
-        """Which slots can be used, and why each of the other hosts is out."""
+        """Describe the usable slots, and why each of the other hosts is left out."""
         usable = dict(self.usable(now))
         parts = [f"{name}: {slots}" for name, slots in usable.items()]
         for name, host in self._hosts.items():
@@ -162,6 +162,6 @@ class Hosts:
 
 
 def shortened(parts: Sequence[str], show: int = 16) -> Sequence[str]:
-    """The first of these parts of a list in a message, and how many more there are."""
+    """Return the first parts of a list in a message, followed by the number of further ones."""
     more = len(parts) - show
     return [*parts[:show], f"and {more} more"] if more > 0 else parts

@@ -5,20 +5,20 @@ Events go in, actions come out (``hvdgloo.rendezvous._elastic.events``), and tim
                  enough workers             all have registered             all are connected
      WAITING -----------------> FORMING -----------------------> CONNECTING ----------------> RUNNING
        ^ |                        | ^                                |                          |
-       | |      one has ended     | |         one has failed, ended  |      one has come back,  |
-       | +<-----------------------+ |         or come back           v      ended, or is out    |
+       | |      one has ended     | |         one has failed, ended  |      one has returned,   |
+       | +<-----------------------+ |         or returned            v      ended, or is out    |
        |                            +---- (never answered twice) DRAINING <---------------------+
        +---------------------------------------------------------+
                   every member of the last epoch is accounted for
 
-**Accounting decides, not timing.** An epoch is decided when each member of the last one has come back for the next,
+**Accounting decides, not timing.** An epoch is decided when each member of the last one has returned for the next,
 has ended, or is out (its host was removed or left out). So it makes no difference whether a worker or the launcher
-notices a failure first, and nobody can end up in an epoch that the others do not know.
+notices a failure first, and no worker can end up in an epoch that the others do not know.
 
-**A failure voids an epoch that is being formed** or connected: nobody is left in it who waits for somebody that will
-not come. Requests that were not answered stay; those that were, are made again.
+**A failure voids an epoch that is being formed** or connected, so that no member waits for one that will not join.
+Requests without a reply stay pending; workers that got a reply ask again.
 
-**Nothing is waited for without end**, except for the end of training itself, and for the first worker in ``init()``.
+**Every wait has a deadline**, except for the end of training itself, and for the first worker in ``init()``.
 """
 
 from __future__ import annotations
@@ -68,34 +68,34 @@ from hvdgloo.rendezvous._elastic.worker import Stage, Worker
 from hvdgloo.topology import counted_slots
 
 ACCUSED_TIME = 2.0
-"""Seconds in which a worker that others have lost must come back, or it is ended. Its process may only be stopped."""
+"""Seconds in which a worker that others lost must return, or it is ended: its process may have been stopped."""
 
 UNCONNECTED_TIME = 10.0
-"""The same if they could not connect with it: then it may be the network, and the worker may wait for them, too."""
+"""The same if others could not connect with it: the network may be the cause, and the worker may be waiting, too."""
 
 LEAVING_TIME = 30.0
-"""Seconds that a worker of a host that was removed has to end by itself."""
+"""Seconds in which a worker of a removed host must end by itself."""
 
 RETURN_TIME = 2.0
-"""Seconds in which the workers of a running job find a server that was restarted: so long it forms no other epoch."""
+"""Seconds in which the workers of a running job find a restarted server, which forms no other epoch until then."""
 
 SAY_AFTER = 10.0
-"""Seconds after which a line says for whom workers wait; then again after twice as long."""
+"""Seconds after which a line says which workers are waited for; then again after twice as long."""
 
 SAY_SOON = 2.0
-"""The same where there are too few of them: whoever watches can do something about that."""
+"""The same if there are too few workers or slots, which the user can change."""
 
 ATTEMPTS = 3
 """The number of times that the same workers may fail to connect before one of their hosts is left out."""
 
 
 class Phase(enum.Enum):
-    """Where a job is."""
+    """A job's phase."""
 
     WAITING = "there are too few workers or slots"
-    FORMING = "it is known who will be in the next epoch, and some have not registered yet"
-    CONNECTING = "the members of an epoch were told so, and connect with each other"
-    RUNNING = "they are in training"
+    FORMING = "the members of the next epoch are known, and some have not registered yet"
+    CONNECTING = "the members of an epoch connect with each other"
+    RUNNING = "the members of an epoch are in training"
     DRAINING = "the epoch is over, and not all of its members are accounted for"
     FAILED = "the job has failed"
     OVER = "the job has succeeded"
@@ -111,7 +111,7 @@ NEXT: Mapping[Phase, frozenset[Phase]] = {
     P.FAILED: frozenset(),
     P.OVER: frozenset(),
 }
-"""For each phase, those that may follow."""
+"""The phases that may follow each phase."""
 
 _STATE_LOST = "all workers that had the state of the training were lost"
 
@@ -120,15 +120,15 @@ class ElasticJob:
     """The members of one elastic job.
 
     Args:
-        rules: what the user has asked for.
-        now: in seconds, on the clock of all other times.
-        chance: from 0 to 1 at random, so that hosts do not come back all at once.
-        hold: seconds in which no epoch is formed, as workers may be in training of which a server before this one knew.
-        epochs: as many were formed before: numbers start with this one.
+        rules: the user's options.
+        now: current time in seconds, on the clock of all other times.
+        chance: returns a random number from 0 to 1, so that hosts do not return all at once.
+        hold: seconds in which no epoch is formed, since workers of an earlier server may be in training.
+        epochs: number of earlier epochs, with which numbering starts.
 
     Attributes:
-        phase: changed only by ``feed``.
-        resets: how often workers have formed anew and come to training.
+        phase: present phase; changed only by ``feed``.
+        resets: number of times that workers formed another epoch and reached training.
     """
 
     def __init__(
@@ -145,32 +145,32 @@ class ElasticJob:
         self.resets = 0
         self._pool = Pool(rules, now, chance)
         self._pool.epoch = epochs - 1
-        self._has_state = False  # whether any worker has ever had a state to go on from
+        self._has_state = False  # True once any worker had a state to continue from
         self._ending = ""  # why there will be no further epoch
-        self._failure: Failing | None = None  # the first one of a member since the last training
-        self._failed_epoch = -1  # the last one in which a member has failed
-        self._other_failure: Failing | None = None  # the last one of a worker that was not a member
-        self._failed = ""  # why the job has
-        self._why = ""  # the last training is over
+        self._failure: Failing | None = None  # a member's first failure since the last training
+        self._failed_epoch = -1  # last epoch in which a member failed
+        self._other_failure: Failing | None = None  # last failure of a worker that was not a member
+        self._failed = ""  # why the job failed
+        self._why = ""  # why the last training is over
         self._why_is_heard = False
-        self._voided = -1  # the last epoch of which that was said
-        self._trouble = ""  # the newest epoch is over
+        self._voided = -1  # last epoch that was declared void
+        self._trouble = ""  # why the newest epoch is over
         self._serial = 0
         self._announced = Update.NONE
         self._tries: Counter[frozenset[str]] = Counter()
         self._accusations: Counter[str] = Counter()
         self._told_of_slots = False
         self._patience = now + rules.elastic_timeout
-        self._limit = math.inf  # of FORMING and CONNECTING
+        self._limit = math.inf  # deadline of FORMING and CONNECTING
         self._not_before = now + hold
         self._stopped_at = now
-        self._held_up_at = math.inf  # the first worker that has come back from the last training began to wait then
-        self._began_at = -math.inf  # the last training
+        self._held_up_at = math.inf  # time since which the first worker that returned from training has waited
+        self._began_at = -math.inf  # begin of the last training
         self._say_at, self._say_pause = now + SAY_AFTER, SAY_AFTER
         self._next_return = math.inf
         self._out: list[Action] = []
 
-    # What may be asked.
+    # Queries.
 
     @property
     def final(self) -> bool:
@@ -178,7 +178,7 @@ class ElasticJob:
 
     @property
     def deadline(self) -> float:
-        """When to feed ``TimePassed`` if nothing else happens until then; infinite if time alone changes nothing."""
+        """Time at which to feed ``TimePassed`` if nothing else happens; infinite if time alone changes nothing."""
         if self.final:
             return math.inf
         times = [self._say_at, self._limit, *(worker.end_by for worker in self._pool.workers.values())]
@@ -195,10 +195,10 @@ class ElasticJob:
         return min(times)
 
     def feed(self, event: Event, now: float) -> tuple[Action, ...]:
-        """Take note of what has happened.
+        """Process an event.
 
         Returns:
-            what is to be done about it, in order.
+            the actions to carry out, in order.
         """
         self._out = []
         self._pool.now = now
@@ -245,19 +245,19 @@ class ElasticJob:
         return tuple(self._out)
 
     def _is_routine(self, event: Event) -> bool:
-        """Whether an event, of which there is one for each worker of an epoch, changes nothing else than it says."""
+        """Return whether an event, which each worker of an epoch causes once, changes nothing but that worker."""
         if isinstance(event, Synced):
             return not all(worker.synced for worker in self._pool.members())
         return isinstance(event, Up)
 
     @property
     def assignment(self) -> Assignment:
-        """The members of the newest epoch; nobody before the first one."""
+        """The newest epoch's members; none before the first one."""
         return self._pool.assignment
 
     @property
     def waiting_for(self) -> str:
-        """For whom the workers wait, in words; empty if they do not, or if there is nothing more to say."""
+        """Description of what the workers wait for; empty if they do not wait, or nothing more is known."""
         return self._awaited()
 
     @property
@@ -266,10 +266,10 @@ class ElasticJob:
 
     @property
     def _unused(self) -> bool:
-        """Whether nobody has come yet, or all have gone, where no launcher has promised that there will be workers."""
+        """True if there are no workers, and no launcher that will start some."""
         return not self.rules.launched and not self._pool.workers
 
-    # What has happened.
+    # Events.
 
     def _registered(self, event: Registered) -> None:
         self._forget_before(event.after)
@@ -300,7 +300,7 @@ class ElasticJob:
             self._welcome(worker)
 
     def _meet(self, event: Registered) -> Worker:
-        """A worker that nobody has announced. It may have been a member in the time of a server before this one."""
+        """Add a worker that was not announced. It may have been a member in the time of an earlier server."""
         if self._unused and self.phase is P.WAITING:
             self._patience = self._now + self.rules.elastic_timeout  # the job's time starts with its first worker
         worker = self._pool.meet(event)
@@ -312,11 +312,11 @@ class ElasticJob:
             self._pool.record(worker)
             self._not_before = self._now + RETURN_TIME
         elif self._pool.ran:
-            self._mention(f"{worker} has come")
+            self._mention(f"{worker} has arrived")
         return worker
 
     def _recalled(self, event: Recalled) -> None:
-        """A worker is in an epoch. If this server does not know, a server before it did."""
+        """Learn a worker's epoch, which an earlier server formed if this one does not know it."""
         self._forget_before(event.epoch)
         if self.rules.launched or event.worker in self._pool.workers or not self._pool.recall(event):
             return
@@ -330,8 +330,8 @@ class ElasticJob:
             self._welcome_arrived()
 
     def _forget_before(self, epoch: int) -> None:
-        """A worker knows of an epoch. If this server was told of an earlier one, by somebody without whom the others
-        have gone on, that one is over. Who was in it is a newcomer when it comes back.
+        """Forget a recalled epoch that is earlier than one that a worker knows: the others continued without the
+        worker that reported it. Its members are new workers when they return.
         """
         if self._pool.is_recalled and epoch > self.assignment.epoch:
             self._pool.forget()
@@ -356,7 +356,7 @@ class ElasticJob:
                 self._accusations[other.host] += 1
             if other.stage is Stage.MEMBER and self._now + grace < other.end_by:
                 other.end_by = self._now + grace
-                other.end_reason = f"{worker} has lost it, and it has not come back within {grace:g} s"
+                other.end_reason = f"{worker} has lost it, and it has not returned within {grace:g} s"
         if self._ending:
             self._exclude(worker, Fate.OVER, self._ending)
             self._tell_fate(worker)
@@ -384,7 +384,7 @@ class ElasticJob:
             self._finish(worker, "has finished its training")
 
     def _finish(self, worker: Worker, how: str) -> None:
-        """A member has come to its end as it should: there is no further epoch."""
+        """End training after a member that ended as it should: there is no further epoch."""
         if self._ending:
             return
         self._ending = f"{worker} {how}"
@@ -402,7 +402,7 @@ class ElasticJob:
         if self._pool.ran and worker.stage is not Stage.FINISHED and not worker.out:
             self._mention(f"{worker} {event.reason}")
         if not self.rules.launched and self.phase is P.RUNNING and worker.stage is Stage.MEMBER:
-            # Where its host was cut off, the others would wait for it in vain.
+            # If its host was cut off, no connection closes: the others would wait for it.
             self._void(f"{worker} {event.reason}")
         told_over = bool(worker.out) and worker.fate is Fate.OVER
         if not event.status and worker.stage is Stage.FINISHED:
@@ -416,7 +416,7 @@ class ElasticJob:
             self._count(worker.host, f"{worker} {event.reason}")
 
     def _may_finish(self, worker: Worker) -> bool:
-        """Whether a worker that has ended with status 0 has done what it was to do, though it has not said so."""
+        """Return whether a worker that ended with status 0 without reporting so has finished its training."""
         if self.phase is P.WAITING or worker.pending or worker.out or not self._pool.is_member(worker):
             return False
         return not (worker.fresh and self._pool.ran)
@@ -433,11 +433,11 @@ class ElasticJob:
                 self._blame(worker, event.status, f"was lost: {event.reason}")
         self._count(event.host, event.reason)
         if self.phase is P.RUNNING and any(self._pool.is_member(worker) for worker in lost):
-            # A host that was cut off closes no connection: without this its peers would wait for it in vain.
+            # A host that was cut off closes no connection: without this its peers would wait for it.
             self._void(f"host {event.host} was lost: {event.reason}")
 
     def _silent(self, event: Silent) -> None:
-        """A member that hangs is lost by the others. One without others is ended here, if somebody wants to join it."""
+        """End a silent worker that is the only member, if others want to join it. Other members lose it anyway."""
         worker = self._pool.workers.get(event.worker)
         alone = worker is not None and self._pool.is_member(worker) and self.assignment.size == 1
         if worker is not None and alone and self.phase is P.RUNNING and self._announced & Update.ADDED:
@@ -461,23 +461,23 @@ class ElasticJob:
                     self._count(worker.host, f"{worker} was ended: {reason}")
                 if self.rules.launched or worker.out:
                     self._drop(worker, reason)
-                else:  # nobody can end it: if it comes back, after all, it is a newcomer
+                else:  # no launcher can end it: if it returns after all, it is a new worker
                     del self._pool.workers[worker.id]
-                    self._mention(f"{worker} is not waited for any more: {reason}")
+                    self._mention(f"{worker} is no longer waited for: {reason}")
 
     def _mention(self, text: str) -> None:
-        """A line about a worker that came or went, where no launcher reports that."""
+        """Report a worker that arrived or left, unless a launcher does."""
         if not self.rules.launched:
             self._out.append(Tell(text))
 
     # Failures.
 
     def _note(self, why: str, *, heard: bool = False) -> None:
-        """Why the epoch has ended, if nothing is known of that yet.
+        """Note why the epoch ended, if that is not known yet.
 
         Args:
-            heard: a worker says so, who often sees no more than that it has lost another one. How that has ended says
-                more, and comes later.
+            heard: a worker reports it, which often sees only that it lost another one. How that one ended tells more,
+                and becomes known later.
         """
         if not self._why or (self._why_is_heard and not heard):
             self._why, self._why_is_heard = why, heard
@@ -493,14 +493,14 @@ class ElasticJob:
             self._other_failure = failing
 
     def _could_not_start(self, worker: Worker, lost: HostLost) -> None:
-        """A worker that has not been heard of is no loss by itself: there may be enough without it."""
+        """Note a worker that could not be started, which is no failure by itself: there may be enough without it."""
         reason = f"host {worker.host_name} could not be used: {lost.reason}"
         self._other_failure = Failing("", None, worker.host, lost.status, reason)
         if self._pool.is_member(worker):
             self._note(reason)
 
     def _count(self, host: str, reason: str, *, at_once: bool = False) -> None:
-        """A failure counts against its host, which is left out if that was one too many."""
+        """Count a failure against its host, which is left out if there were too many."""
         until = self._pool.hosts.failed(host, reason, self._now, at_once=at_once)
         if until is None or self._ending:
             return
@@ -520,7 +520,7 @@ class ElasticJob:
             self._out.append(Stop(worker.id, reason))
 
     def _exclude(self, worker: Worker, fate: Fate, reason: str) -> None:
-        """A worker is in no further epoch. It is told so now if it waits, and otherwise when it asks."""
+        """Exclude a worker from all further epochs. It is told so now if it waits, and otherwise when it asks."""
         if not worker.out:
             worker.out, worker.fate = reason, fate
             if worker.pending:
@@ -530,10 +530,10 @@ class ElasticJob:
         worker.stage = Stage.DISMISSED
         self._out.append(Dismissed(worker.id, worker.fate, worker.out))
 
-    # What follows.
+    # Phases.
 
     def _step(self) -> bool:
-        """Go on to another phase, if all for that is there; False if the job stays where it is."""
+        """Go to the next phase if its conditions hold; return False if the phase stays the same."""
         before = self.phase
         if self._ending and self.phase is not P.CONNECTING:
             self._end()
@@ -542,7 +542,7 @@ class ElasticJob:
         return self.phase is not before and not self.final
 
     def _wait(self) -> None:
-        """WAITING: form an epoch of those that are there, if they are enough."""
+        """Form an epoch of the candidates, if there are enough of them (WAITING)."""
         self._spawn()
         there = self._pool.candidates()
         if self._now < self._not_before:
@@ -551,7 +551,7 @@ class ElasticJob:
         if lost and (not self._pool.unheard or self._now >= self._patience):
             self._fail(self._state_lost())
         elif lost:
-            pass  # a member of which this server has not heard may have it, and will come when it finds the server
+            pass  # a member that has not been heard from may have it, and returns when it finds this server
         elif len(there) >= self._pool.needed:
             self._form(there)
         elif self._pool.hopeless():
@@ -562,7 +562,7 @@ class ElasticJob:
     def _form(self, there: list[Worker]) -> None:
         limit = self.rules.reset_limit
         if self._pool.ran and limit is not None and self.resets >= limit:
-            # The failure of a worker that was no member has not stopped the training.
+            # The failure of a worker that was not a member did not stop the training.
             self._fail(RESET_LIMIT_EXCEEDED_MESSAGE.format(limit), self._failure or Failing(reason=self._why))
             return
         self._pool.epoch += 1
@@ -574,7 +574,7 @@ class ElasticJob:
         self._go(P.FORMING)
 
     def _gather(self) -> None:
-        """FORMING: answer the members of the assignment once all of them have registered."""
+        """Reply to the members of the assignment once all of them have registered (FORMING)."""
         members = self._pool.members()
         if len(members) < self.assignment.size or not all(self._pool.stays(worker) for worker in members):
             self._go(P.WAITING)
@@ -586,7 +586,7 @@ class ElasticJob:
                 worker.rank, worker.epoch = self.assignment.ranks[worker.id], self.assignment.epoch
             self._out.append(Formed(self.assignment))
             self._trouble = ""
-            self._limit = self._now + 3 * self.rules.connect_timeout  # they have their own deadlines, and say more
+            self._limit = self._now + 3 * self.rules.connect_timeout  # their own deadlines come first, and tell more
             self._go(P.CONNECTING)
         elif self._now >= self._limit:
             for worker in members:
@@ -598,7 +598,7 @@ class ElasticJob:
             self._gather()
 
     def _connect(self) -> None:
-        """CONNECTING: wait until all are connected, unless one cannot be."""
+        """Wait until all are connected, unless one cannot be (CONNECTING)."""
         members = self._pool.members()
         unconnected = [worker for worker in members if not worker.up and worker.stage is not Stage.FINISHED]
         if self._pool.doomed():
@@ -622,13 +622,13 @@ class ElasticJob:
                 self._leave_one_out()
 
     def _void(self, reason: str) -> None:
-        """Tell the members of the epoch that they are not to wait for each other; once."""
+        """Tell the members of the epoch once not to wait for each other."""
         if self._voided < self.assignment.epoch:
             self._voided = self.assignment.epoch
             self._out.append(Voided(self.assignment.epoch, reason))
 
     def _leave_one_out(self) -> None:
-        """The same workers have failed to connect several times: without one of their hosts, the others may."""
+        """Leave out one host of the workers that failed to connect several times: the others may connect without it."""
         self._tries.clear()
         order = list(dict.fromkeys(member.host for member in self.assignment.members))
         accused = max(
@@ -643,7 +643,7 @@ class ElasticJob:
         self._count(accused, f"others have failed to connect with it {ATTEMPTS} times", at_once=True)
 
     def _run(self) -> None:
-        """All members are connected: training begins, or goes on."""
+        """Begin or continue training: all members are connected."""
         if self._pool.ran:
             self.resets += 1
         self._pool.ran = True
@@ -656,22 +656,22 @@ class ElasticJob:
         self._go(P.RUNNING)
 
     def _welcome_arrived(self) -> None:
-        """Others are in training: who waits in ``init()`` goes on alone."""
+        """Let workers that wait in ``init()`` continue alone, since others are in training."""
         for worker in self._pool.workers.values():
             if worker.stage is Stage.ARRIVED and not self._pool.collecting:
                 self._welcome(worker)
 
     def _watch(self) -> None:
-        """RUNNING: the epoch is over as soon as one member has come back, has ended, or is being ended."""
+        """End the epoch as soon as one member has returned, has ended, or is being ended (RUNNING)."""
         if self._pool.doomed():
             self._go(P.DRAINING)
 
     def _drain(self) -> None:
-        """DRAINING: wait until every member is accounted for."""
+        """Wait until every member is accounted for (DRAINING)."""
         members = self._pool.members()
         awaited = [worker for worker in members if not self._pool.accounted(worker)]
         if not awaited:
-            # Of whom nothing was heard yet may be on the way to this server.
+            # Members that have not been heard from may be on the way to this server.
             self._not_before = self._now + RETURN_TIME if self._pool.unheard else -math.inf
             for worker in members:
                 if not self._pool.fits(worker):
@@ -685,7 +685,7 @@ class ElasticJob:
             self._fail(f"{listed(awaited)} did not come back within {self.rules.elastic_timeout:g} s")
 
     def _end(self) -> None:
-        """The end of training, once one member has finished: wait until all have ended."""
+        """Wait until all members have ended, once one has finished its training."""
         members = self._pool.members()
         if self.phase is P.FORMING and any(worker.stage is Stage.DISMISSED for worker in members):
             self._fail(f"{self._ending} without calling hvd.init(), in which others waited for it")
@@ -706,16 +706,16 @@ class ElasticJob:
 
     @property
     def _has_failed(self) -> bool:
-        """Whether a member of the newest epoch has failed since the last training."""
+        """True if a member of the newest epoch has failed since the last training."""
         return self._failure is not None and self._failed_epoch == self.assignment.epoch
 
     @property
     def _done(self) -> int:
-        """How many members of the newest epoch have ended with success."""
+        """Number of members of the newest epoch that ended with success."""
         return sum(member.worker in self._pool.well for member in self.assignment.members)
 
     def _state_lost(self) -> str:
-        """That nobody is left who has the state, and why those are out whose processes had not ended."""
+        """Say that no worker has the state any more, and why workers whose processes had not ended are out."""
         reasons = list(dict.fromkeys(worker.out for worker in self._pool.members() if worker.out))
         return "; ".join([_STATE_LOST, *shortened(reasons, show=3)])
 
@@ -737,10 +737,10 @@ class ElasticJob:
         else:
             self._out.append(Dismissed(event.worker, Fate.FAILED, self._failed))
 
-    # Newcomers, and those who leave.
+    # New workers, and workers that leave.
 
     def _spawn(self) -> None:
-        """Start workers in the slots that are free, if they can ever join."""
+        """Start workers in the free slots, if they can ever join."""
         if not self.rules.launched or self._ending or self.phase in (P.FORMING, P.CONNECTING):
             return
         if not self._pool.ran and (self.phase is not P.WAITING or self._pool.capacity() < self.rules.size):
@@ -771,7 +771,7 @@ class ElasticJob:
         return math.inf if self.rules.reset_limit is None else self.rules.reset_limit - self.resets
 
     def _remove(self, worker: Worker) -> None:
-        """A worker whose slot cannot be used any more is to end by itself, and is given time for that."""
+        """Give a worker whose slot can no longer be used time to end by itself."""
         reason = self._why_unfit(worker)
         self._exclude(worker, Fate.REMOVED, reason)
         worker.end_by, worker.end_reason = self._now + LEAVING_TIME, reason
@@ -785,7 +785,7 @@ class ElasticJob:
         return f"host {worker.host} {f'has only {counted_slots(slots)} now' if slots else 'was removed'}"
 
     def _dismiss_spares(self) -> None:
-        """Workers that are in no epoch, and in a slot that cannot be used, are nobody's loss."""
+        """End workers that are in no epoch and whose slot cannot be used."""
         for worker in list(self._pool.workers.values()):
             if worker.out or self._pool.fits(worker):
                 continue
@@ -796,7 +796,7 @@ class ElasticJob:
                 self._mention(worker.out)
 
     def _announce(self) -> None:
-        """Say what would change at the members' next commit, when that is something else than was said last."""
+        """Announce the change at the members' next commit, if it differs from the last announcement."""
         update = Update.NONE
         if self.phase is P.RUNNING and not self._ending:
             staying = sum(self._pool.fits(worker) for worker in self._pool.members()) + self._pool.unheard
@@ -831,7 +831,7 @@ class ElasticJob:
         self._say_at = math.inf if phase in (P.RUNNING, P.OVER) else self._now + pause
 
     def _say(self) -> None:
-        """A line for the user about what has been waited for, if it is time for that."""
+        """Tell the user what is waited for, if it is time for that."""
         if self._now < self._say_at:
             return
         self._say_pause *= 2
@@ -841,12 +841,12 @@ class ElasticJob:
             self._out.append(Tell(f"waiting for {text}{self._terms()}"))
 
     def _terms(self) -> str:
-        """For how long it is waited for workers, and what would change that; empty where that was said at the start."""
+        """Say for how long workers are waited for, and what sets that; empty where it was said at the start."""
         if self.phase is not P.WAITING or not self.rules.launched:
             return ""
         many = "--min-np" if self._pool.ran else "-np"
         left = max(0.0, self._patience - self._now)
-        return f". The job ends if they do not come within {left:.0f} s; --elastic-timeout and {many} set that"
+        return f". The job ends if they do not arrive within {left:.0f} s; --elastic-timeout and {many} set that"
 
     def _awaited(self) -> str:
         members = self._pool.members()

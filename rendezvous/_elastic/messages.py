@@ -1,4 +1,4 @@
-"""What the workers of an elastic job and its rendezvous server say to each other, in msgpack as all their messages."""
+"""Messages between the workers of an elastic job and its rendezvous server, in msgpack as all their messages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-1)]
 
 
 class CurrentEpoch(Message, frozen=True):
-    """What a worker says of the epoch that it is in, with everything else: a server that was restarted knows nothing.
+    """A worker's present epoch, which it adds to its requests because a restarted server knows nothing.
 
     Attributes:
-        epoch: its number.
-        rank, size: of this worker, and of the epoch.
-        synced: this worker has had the job's state in it.
+        epoch: number of the epoch.
+        rank: this worker's rank.
+        size: number of the epoch's members.
+        synced: True if this worker had the job's state in it.
         info: ``WorkerInfo.to_dict()``.
     """
 
@@ -35,7 +36,7 @@ class CurrentEpoch(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """A worker asks for the epoch after the last one that it was in; the fields are those of ``events.Registered``.
+    """A worker's request for the epoch after its last one; the fields are as in ``events.Registered``.
 
     Attributes:
         info: ``WorkerInfo.to_dict()``.
@@ -53,14 +54,14 @@ class Register(Message, frozen=True):
 
 
 class Formed(Message, frozen=True, tag=0):
-    """The answer to a member of an epoch.
+    """The reply to a member of an epoch.
 
     Attributes:
-        rank: of this worker.
-        topology: of the epoch, packed.
-        root: the rank that has the newest state.
-        everyone: all members have that state.
-        new: the ranks of those who have not been in an epoch before.
+        rank: this worker's rank.
+        topology: packed topology of the epoch.
+        root: rank that has the newest state.
+        everyone: True if all members have that state.
+        new: ranks of the members that have not been in an epoch before.
     """
 
     rank: Count
@@ -71,7 +72,7 @@ class Formed(Message, frozen=True, tag=0):
 
 
 class Alone(Message, frozen=True, tag=1):
-    """The answer to a worker that has come while others are in training: the place that it will probably get.
+    """The reply to a worker that arrived while others are in training: the place that it will probably get.
 
     Attributes:
         rank, size, local_rank, local_size, cross_rank, cross_size: as in ``hvd.*``.
@@ -86,11 +87,11 @@ class Alone(Message, frozen=True, tag=1):
 
 
 class Dismissed(Message, frozen=True, tag=2):
-    """The answer to a worker that is in no further epoch. It is signed, as it ends the worker's process.
+    """The reply to a worker that will be in no further epoch. It is signed, since it ends the worker's process.
 
     Attributes:
-        fate: a ``Fate``'s value.
-        reason: in words.
+        fate: value of a ``Fate``.
+        reason: reason in words.
     """
 
     fate: str
@@ -101,7 +102,7 @@ Reply: TypeAlias = Formed | Alone | Dismissed
 
 
 class Progress(enum.Enum):
-    """What a worker reports."""
+    """A worker's progress in its epoch."""
 
     UP = "up"
     SYNCED = "synced"
@@ -110,10 +111,10 @@ class Progress(enum.Enum):
 
 
 class Report(Message, frozen=True):
-    """A worker says how far it is.
+    """A worker's report of its progress.
 
     Attributes:
-        epoch: what is reported of; -1 where that makes no difference.
+        epoch: epoch that the report is about; -1 where that makes no difference.
         current: the worker's epoch; None if it is in none.
     """
 
@@ -124,10 +125,10 @@ class Report(Message, frozen=True):
 
 
 class Listen(Message, frozen=True):
-    """A worker asks for news.
+    """A worker's request for news.
 
     Attributes:
-        since: the number of the last ones that it has heard; -1 if it has heard none.
+        since: number of the last news that it received; -1 if it received none.
         current: the worker's epoch; None if it is in none.
     """
 
@@ -137,16 +138,16 @@ class Listen(Message, frozen=True):
 
 
 class News(Message, frozen=True):
-    """What has changed for those that are in training.
+    """Changes for the workers in training.
 
     Attributes:
         number: grows with every change of the other fields.
         serial: grows with every change of ``update``.
-        update: what would change at the next commit, as the sum of 1 (workers are removed) and 2 (workers are added);
-            0 for nothing, also where something was announced and is withdrawn.
-        voided: the highest epoch that will not come about; -1 if none.
-        reason: why it does not.
-        epoch: the one for whose members ``update`` holds; -1 if nothing was ever announced.
+        update: change at the next commit, as the sum of 1 (workers are removed) and 2 (workers are added); 0 for none,
+            also after an announcement was withdrawn.
+        voided: highest epoch that was given up; -1 if none was.
+        reason: why that epoch was given up.
+        epoch: epoch for whose members ``update`` holds; -1 if nothing was ever announced.
     """
 
     number: Count

@@ -1,4 +1,4 @@
-"""Who is there, where, and who could be in the next epoch: what an elastic job looks up before it decides."""
+"""The pool of an elastic job's workers, their hosts, and the candidates for the next epoch."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from hvdgloo.rendezvous._elastic.hosts import Hosts, shortened
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
 
 SETTLE_TIME = 1.0
-"""Seconds for which those that are ready wait for others that are about to be, before training is interrupted."""
+"""Seconds for which ready workers wait for others that are about to be ready, before training is interrupted."""
 
 SHORTEST_REST, LONGEST_REST = 0.5, 5.0
-"""Seconds for which a slot stays empty after its second failure in a row before training, and after the fifth: a
-program that fails at its start is not started as fast as it fails."""
+"""Seconds for which a slot stays empty after its second failure in a row before training, and from the fifth on, so
+that a program that fails at its start is not started as fast as it fails."""
 
 NOBODY = Assignment(-1, ())
-"""The assignment before the first epoch."""
+"""Assignment before the first epoch."""
 
 UNHEARD = Member("", "", 0, 0)
 """Placeholder for a member that a restarted server has not heard from yet."""
 
 
 class Pool:
-    """All workers of one job whose processes are, as far as is known, alive, and all of its hosts.
+    """All hosts of one job, and its workers whose processes are alive as far as is known.
 
     Args:
-        rules: what the user has asked for.
-        now: in seconds, on the clock of all other times.
+        rules: the user's options.
+        now: current time in seconds, on the clock of all other times.
         chance: see ``Hosts``.
 
     Attributes:
-        workers: by id.
-        assignment: of the newest epoch.
-        epoch: the highest number that was ever used.
-        is_recalled: that epoch was formed by a server before this one.
-        ran: whether any epoch has come to training.
-        well: members that have ended with success.
-        now: the time of what is being decided.
+        workers: workers by id.
+        assignment: assignment of the newest epoch.
+        epoch: highest epoch number that was ever used.
+        is_recalled: True if an earlier server formed that epoch.
+        ran: True if any epoch has reached training.
+        well: members that ended with success.
+        now: time of the present decision.
     """
 
     def __init__(self, rules: Rules, now: float, chance: Callable[[], float]) -> None:
         self.rules = rules
-        # Without a launcher a worker that has ended says nothing about its host: whatever started it starts another.
+        # Without a launcher, a worker's end tells nothing about its host: its starter starts another one.
         limit = rules.failures_per_host if rules.launched else 1 << 30
         self.hosts = Hosts(limit, rules.cooldown, chance)
         self.workers: dict[str, Worker] = {}
@@ -56,10 +56,10 @@ class Pool:
         self.well: set[str] = set()
         self.now = now
         self._numbers = 0
-        self._rests: dict[tuple[str, int], tuple[int, float]] = {}  # slot: failures in a row, and until when it rests
+        self._rests: dict[tuple[str, int], tuple[int, float]] = {}  # slot: failures in a row, end of rest
 
     def create(self, host: str, slot: int) -> Worker:
-        """A worker that is about to be started."""
+        """Add a worker that is about to be started."""
         self._numbers += 1
         place = (self.hosts.order(host), slot)
         machine = self.hosts.machine(host)
@@ -68,7 +68,7 @@ class Pool:
         return worker
 
     def meet(self, event: Registered | Recalled) -> Worker:
-        """A worker that nobody has announced."""
+        """Add a worker that registered without having been announced."""
         taken = {worker.slot for worker in self.workers.values() if worker.host == event.host}
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         host_name = event.host_name or event.host
@@ -81,13 +81,13 @@ class Pool:
         return worker
 
     def recall(self, event: Recalled) -> bool:
-        """Take note of a member of an epoch that a server before this one has formed; False if it is too late."""
+        """Record a member of an epoch that an earlier server formed; return False if it is too late."""
         if self.assignment is NOBODY:
             self.assignment = Assignment(event.epoch, (UNHEARD,) * event.size)
             self.is_recalled = True
             self.epoch = max(self.epoch, event.epoch)
             self.ran = True
-            for worker in self.workers.values():  # who has come back from there before the others were heard of
+            for worker in self.workers.values():  # returned before others were heard from
                 if worker.stage is Stage.RETURNED and worker.epoch == event.epoch:
                     self.record(worker)
         if event.epoch != self.assignment.epoch or not self.is_free(event.rank):
@@ -99,17 +99,17 @@ class Pool:
         return True
 
     def forget(self) -> None:
-        """Know nothing any more of the epoch that a server before this one has formed, nor of its members."""
+        """Forget the epoch that an earlier server formed, and its members."""
         for worker in self.members():
             del self.workers[worker.id]
         self.assignment, self.is_recalled = NOBODY, False
 
     def is_free(self, rank: int | None) -> bool:
-        """Whether nobody has been heard of yet who has this rank."""
+        """Return whether no member with this rank has been heard from yet."""
         return rank is not None and rank < self.assignment.size and self.assignment.members[rank] == UNHEARD
 
     def record(self, worker: Worker) -> None:
-        """A member that has been heard of takes its member."""
+        """Record a member that was heard from in the assignment."""
         if worker.rank is not None and self.is_free(worker.rank):
             members = list(self.assignment.members)
             members[worker.rank] = Member(worker.id, worker.host, worker.slot, worker.slot, worker.host_name)
@@ -117,49 +117,49 @@ class Pool:
 
     @property
     def unheard(self) -> int:
-        """Of how many members of the assignment nothing has been heard."""
+        """Number of members of the assignment that have not been heard from."""
         return self.assignment.members.count(UNHEARD)
 
     @property
     def collecting(self) -> bool:
-        """Whether newcomers wait in ``init()`` for the next epoch rather than go on alone."""
+        """True if new workers wait in ``init()`` for the next epoch rather than continue alone."""
         return not self.ran or self.rules.join is Join.NOW
 
     def members(self) -> list[Worker]:
-        """Those of the assignment whose processes have not ended, by rank."""
+        """Return the members whose processes have not ended, by rank."""
         return [self.workers[member.worker] for member in self.assignment.members if member.worker in self.workers]
 
     def at_rank(self, rank: int) -> Worker | None:
-        """The member of this rank; None if its process has ended, or there is no such rank."""
+        """Return the member of this rank; None if its process has ended, or there is no such rank."""
         return self.workers.get(self.assignment.members[rank].worker) if 0 <= rank < self.assignment.size else None
 
     def is_member(self, worker: Worker) -> bool:
         return worker.id in self.assignment.ranks
 
     def fits(self, worker: Worker) -> bool:
-        """Whether its slot can be used."""
+        """Return whether the worker's slot can be used."""
         return not worker.leaving and worker.slot < self.slots(worker.host)
 
     def slots(self, host: str) -> int:
-        """How many slots of a host can be used."""
+        """Return the number of usable slots of a host."""
         return self.hosts.slots(host, self.now)
 
     def stays(self, worker: Worker) -> bool:
         return not worker.out and self.fits(worker)
 
     def accounted(self, worker: Worker) -> bool:
-        """Whether it is known what becomes of a member whose process has not ended."""
+        """Return whether a member whose process has not ended is accounted for: it returned, or is out."""
         return worker.stage is Stage.RETURNED or not self.stays(worker)
 
     def doomed(self) -> bool:
-        """Whether the epoch is over: a member has ended, or is to, or has come back."""
+        """Return whether the epoch is over: a member has ended or returned, or is to end."""
         return any(
             worker is None or worker.out or worker.stage is Stage.RETURNED
             for worker in (self.workers.get(id) for id in self.assignment.ranks if id and id not in self.well)
         )
 
     def candidates(self) -> list[Worker]:
-        """Those of which the next epoch could be formed now."""
+        """Return the workers of which the next epoch could be formed now."""
         return [
             worker
             for worker in self.workers.values()
@@ -167,7 +167,7 @@ class Pool:
         ]
 
     def plan(self) -> Assignment:
-        """The next epoch, if all came that could, those included for which there would be no room."""
+        """Return the next epoch if all possible workers joined, even those for which there is no room."""
         all_of_them = [worker.candidate() for worker in self.workers.values() if self.stays(worker)]
         return choose(self.epoch + 1, all_of_them)
 
@@ -175,7 +175,7 @@ class Pool:
         return sum(slots for _, slots in self.hosts.usable(self.now))
 
     def hopeless(self) -> bool:
-        """Whether there will never be as many workers as are needed."""
+        """Return whether there can never be as many workers as needed."""
         if not self.rules.launched:
             return False
         fixed = not self.rules.hosts_may_come and self.hosts.next_return(self.now) == math.inf
@@ -183,22 +183,22 @@ class Pool:
 
     @property
     def needed(self) -> int:
-        """How many workers the next epoch must have at least."""
+        """Least number of workers of the next epoch."""
         return self.rules.smallest if self.ran else self.rules.size
 
     def there(self) -> str:
-        """How many of them there are, for messages."""
+        """Describe the available slots or workers, for messages."""
         hosts = self.hosts.account(self.now) if self.rules.launched else ""
         if self.rules.launched and not self.ran:
-            return f"{self.capacity()} of {self.needed} slots are there ({hosts})"
+            return f"{self.capacity()} of {self.needed} slots are available ({hosts})"
         there = self.candidates()
         if not self.rules.launched:
             counts = Counter(worker.host_name for worker in there)
             hosts = ", ".join(shortened([f"{name} {count}" for name, count in counts.items()]))
-        return f"{len(there)} of {self.needed} workers are there" + (f" ({hosts})" if hosts else "")
+        return f"{len(there)} of {self.needed} workers are ready" + (f" ({hosts})" if hosts else "")
 
     def free_slots(self) -> list[tuple[str, int]]:
-        """Slots for further workers, in the order in which they are to be filled, and no more than may be used."""
+        """Return the free slots for further workers, in the order in which they are to be filled."""
         room = math.inf
         if self.rules.largest is not None:
             room = self.rules.largest - sum(self.stays(worker) for worker in self.workers.values())
@@ -214,7 +214,7 @@ class Pool:
         return free
 
     def failed(self, worker: Worker) -> None:
-        """Its slot rests, unless it was in training, or was the first to fail there."""
+        """Let the worker's slot rest, unless the worker was in training or was the first to fail there."""
         slot = (worker.host, worker.slot)
         failures = self._rests.pop(slot, (0, 0.0))[0] + 1
         if not worker.synced:
@@ -222,24 +222,24 @@ class Pool:
             self._rests[slot] = (failures, self.now + rest)
 
     def rested_at(self) -> float:
-        """When the next slot has rested; infinite if none does."""
+        """Return the time at which the next slot has rested; infinite if none rests."""
         return min((until for _, until in self._rests.values() if until > self.now), default=math.inf)
 
     def joinable(self) -> list[Worker]:
-        """Newcomers for which training would be interrupted."""
+        """Return the new workers for which training would be interrupted."""
         stages = {Stage.STANDBY}
         if self.rules.join is Join.NOW:
             stages |= {Stage.STARTING, Stage.ARRIVED}
         return [w for w in self.workers.values() if w.fresh and w.stage in stages and self.stays(w)]
 
     def settled_at(self) -> float:
-        """Until when those that are ready wait for others that will be, so that training is interrupted once."""
+        """Return the time until which ready workers wait for others, so that training is interrupted only once."""
         ready = [worker.ready_at for worker in self.workers.values() if worker.stage is Stage.STANDBY]
         others = any(w.stage in (Stage.STARTING, Stage.ALONE) and not w.out for w in self.workers.values())
         return min(ready) + SETTLE_TIME if ready and others else math.inf
 
 
 def listed(workers: Sequence[Worker], show: int = 8) -> str:
-    """Workers as in messages."""
+    """Return workers as a list for messages."""
     more = len(workers) - show
     return ", ".join(map(str, workers[:show])) + (f" and {more} more" if more > 0 else "")

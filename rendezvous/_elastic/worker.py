@@ -1,4 +1,4 @@
-"""What an elastic job knows of one worker."""
+"""The state of one worker of an elastic job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdgloo.rendezvous._elastic.events import Fate
 
 
 class Stage(enum.Enum):
-    """Where a worker is."""
+    """A worker's stage."""
 
     STARTING = "its process has been started, and it has not called init() yet"
     ARRIVED = "it waits in init()"
@@ -19,7 +19,7 @@ class Stage(enum.Enum):
     STANDBY = "it waits at elastic.run"
     MEMBER = "it belongs to the current epoch"
     RETURNED = "it belonged to the current epoch, and waits for the next one"
-    FINISHED = "it has come to the end of its training"
+    FINISHED = "it has finished its training"
     DISMISSED = "it was told that it is in no further epoch"
 
 
@@ -29,24 +29,24 @@ PENDING = frozenset({Stage.ARRIVED, Stage.STANDBY, Stage.RETURNED})
 
 @dataclass
 class Worker:
-    """One worker whose process is, as far as is known, alive.
+    """A worker whose process is alive as far as is known.
 
     Attributes:
-        id: of this process; never used twice.
-        host, slot: where it is.
-        host_name: for messages.
-        place: newcomers are in ascending order of this.
-        rank, epoch: its last rank, and the epoch in which it had it; None and -1 for a newcomer.
-        up: it is connected with the other members of its epoch.
-        synced: it has been in ``elastic.run`` with the job's state.
-        serial, digest: of its newest commit.
-        pid: for messages.
+        id: id of this process; never used twice.
+        host, slot: its host and slot.
+        host_name: the host's name in messages.
+        place: sort key among new workers.
+        rank, epoch: its last rank and epoch; None and -1 for a new worker.
+        up: True if it is connected with the other members of its epoch.
+        synced: True if it was in ``elastic.run`` with the job's state.
+        serial, digest: serial number and digest of its newest commit.
+        pid: id of its process, for messages.
         out: why it will be in no further epoch; empty as long as it may be.
-        fate: what it was, or is to be, told about that.
-        stopped: it is being ended.
-        leaving: it has said that it will not be there much longer.
-        end_by: when it is ended unless it has come back, or has ended by itself, until then; and ``end_reason``.
-        ready_at: since when it waits at ``elastic.run``.
+        fate: fate that it was, or will be, told.
+        stopped: True if it is being ended.
+        leaving: True if it announced that it will leave.
+        end_by, end_reason: time at which it is ended unless it has returned or ended by then, and the reason.
+        ready_at: time since which it has waited at ``elastic.run``.
     """
 
     id: str
@@ -77,11 +77,11 @@ class Worker:
 
     @property
     def fresh(self) -> bool:
-        """Whether it has not been in an epoch yet."""
+        """True if it has not been in an epoch yet."""
         return self.rank is None
 
     def __str__(self) -> str:
-        """As in messages: ``rank 3 on host h2 (process 4711)``."""
+        """Describe the worker for messages: ``rank 3 on host h2 (process 4711)``."""
         who = f"rank {self.rank}" if self.rank is not None else "a new worker"
         return f"{who} on host {self.host_name}" + (f" (process {self.pid})" if self.pid else "")
 

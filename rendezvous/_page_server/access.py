@@ -1,11 +1,11 @@
-"""Who may see the page, and who may do more: links that work once, cookies and tokens. Nothing here opens a socket.
+"""Access to the page, by links that work once, cookies and tokens. Nothing here opens a socket.
 
-A printed link carries a token that works once. Whoever opens it gets a cookie, and a place: the path below which the
-page lives for this server, which nobody else knows. Cookies do not know ports, so a browser would send this one to
-every server of the host, another user's included, if only the host had to fit.
+A printed link carries a token that works once. The browser that opens it gets a cookie, and a place: the secret path
+below which this server's page lives. Cookies are not bound to ports, so without the path a browser would send this one
+to every server of the host, another user's included.
 
-Scripts send one of two tokens that follow from the job's secret: the status token reads, the control token may also
-have steps traced.
+Scripts send one of two tokens that are derived from the job's secret: the status token reads, the control token may
+also have steps traced.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from dataclasses import dataclass
 
 from hvdgloo.rendezvous import _auth as auth
 
-_MOST_LINKS = 64  # that nobody has opened, and as many that were
+_MOST_LINKS = 64  # unopened ones, and as many opened ones
 _MOST_SESSIONS = 1024
 
 
 @dataclass(frozen=True)
 class Visitor:
-    """Somebody who may read.
+    """A visitor who may read.
 
     Attributes:
-        controls: may have steps traced, if the job allows it at all.
-        script: has sent a token rather than a cookie. No other site can make a browser do that.
+        controls: True if the visitor may have steps traced, where the job allows it.
+        script: True if the visitor sent a token rather than a cookie, which no other site can make a browser do.
     """
 
     controls: bool
@@ -42,13 +42,13 @@ class Access:
     """The links and cookies of one server, and the tokens of its job. Any thread may use it.
 
     Args:
-        secret: of the job.
-        names: host names by which browsers reach the server, beside IP addresses, localhost and this host's name.
-        secure: cookies travel over TLS only.
+        secret: the job's secret.
+        names: host names by which browsers reach the server, in addition to IP addresses, localhost and its own name.
+        secure: True if cookies travel over TLS only.
 
     Attributes:
-        place: path below which cookies count; it begins and ends with a slash.
-        cookie: the cookie's name.
+        place: path below which cookies are valid; it begins and ends with a slash.
+        cookie: name of the cookie.
     """
 
     def __init__(self, secret: bytes, *, names: Iterable[str] = (), secure: bool = False) -> None:
@@ -60,20 +60,20 @@ class Access:
         own = socket.gethostname().lower()
         self._names = {own, own.partition(".")[0], *(name.lower() for name in names)}
         self._lock = threading.Lock()
-        # Digests, so that how long a look-up takes says nothing about what is looked up.
+        # Digests, so that the duration of a look-up reveals nothing about the token.
         self._links: OrderedDict[bytes, None] = OrderedDict()
         self._opened: OrderedDict[bytes, None] = OrderedDict()
         self._sessions: OrderedDict[bytes, None] = OrderedDict()
 
     def link(self) -> str:
-        """A token that works once. Of those that nobody uses, only the last 64 are kept."""
+        """Create a token that works once. Of unused ones, only the last 64 are kept."""
         with self._lock:
             return _fresh(self._links, _MOST_LINKS)
 
     def open(self, link: str) -> str | None:
-        """The Set-Cookie header for whoever brings a link's token; empty if it was used, None if it is none.
+        """Use a link's token; return the Set-Cookie header, empty if the token was used before, None if it is invalid.
 
-        A browser that comes with a used one may have its cookie already, and needs to know the place.
+        A browser with a used token may have its cookie already, and needs to know the place.
         """
         digest = _digest(link)
         with self._lock:
@@ -86,15 +86,15 @@ class Access:
             return f"{self.cookie}={_fresh(self._sessions, _MOST_SESSIONS)}; {self._attributes}"
 
     def visitor(self, *, authorization: str, cookies: str) -> Visitor | None:
-        """Whom a request's headers show to be; None for a stranger.
+        """Return the visitor that a request's headers identify; None for a stranger.
 
         Args:
-            authorization: counts instead of the cookie if there is one.
-            cookies: the Cookie header; empty where cookies do not count.
+            authorization: the Authorization header, which replaces the cookie if there is one.
+            cookies: the Cookie header; empty where cookies are not valid.
         """
         if authorization:
             if not authorization.lower().startswith("bearer "):
-                return None  # what browsers send with Basic they add to other sites' requests, too
+                return None  # browsers add Basic credentials to other sites' requests, too
             controls = auth.bearer_matches(authorization, self._control_token)
             reads = auth.bearer_matches(authorization, self._status_token)
             return Visitor(controls, script=True) if controls or reads else None
@@ -107,10 +107,10 @@ class Access:
         return None
 
     def answers_to(self, host: str) -> bool:
-        """Whether a Host header names this server.
+        """Return whether a Host header names this server.
 
         Another site's name that leads here (DNS rebinding) would make the browser believe that this server is part of
-        that site. An IP address or localhost cannot be anybody's site, whatever the port; a forwarded one differs.
+        that site. An IP address or localhost is never another site's name; the port may be a forwarded one.
         """
         name = host_name(host)
         if name == "localhost" or name.endswith(".localhost") or name in self._names:
@@ -123,7 +123,7 @@ class Access:
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, in lower case: without its port, and an IPv6 address without its brackets."""
+    """Return the name in a Host header, in lower case: without its port, and an IPv6 address without its brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower().removesuffix(".")

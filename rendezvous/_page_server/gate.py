@@ -1,7 +1,7 @@
 """The gate in front of the page: plain WSGI, so that strangers do not get as far as a web framework.
 
-It checks where a request was meant to go and who makes it, reads its small body, and adds the headers that tell
-browsers what the page may do: nothing but show what this server sends. The routes see only what has passed.
+It checks a request's destination and its visitor, reads its small body, and adds the headers that restrict the page to
+what this server sends. The routes see only admitted requests.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _TITLE = "hvdgloo"
-_HOW = "Open the link that the launcher printed; each works once. hvdgloo-run top --link prints a new one."
+_HOW = "Open the link that the launcher printed; each link works once. hvdgloo-run top --link prints a new one."
 
 
 class Gate:
-    """Admits those who may read the page, and lets links be opened.
+    """WSGI middleware that admits visitors who may read the page, and opens links.
 
     Args:
-        access: who that is.
-        application: answers those who are admitted: ``environ["hvdgloo.visitor"]``, and what they have sent:
-            ``environ["hvdgloo.body"]``.
+        access: identifies visitors.
+        application: answers admitted visitors, with ``environ["hvdgloo.visitor"]`` and ``environ["hvdgloo.body"]``.
     """
 
     def __init__(self, access: Access, application: WSGIApplication) -> None:
@@ -66,15 +65,15 @@ class Gate:
             return _refuse(refusal, environ, self._access.place, start)
 
     def steps(self, environ: Environ, start_response: StartResponse) -> Steps[Iterable[bytes]]:
-        """The same for the front's own thread. Nothing here waits for anybody."""
+        """Answer a request on the front's own thread. Nothing here waits."""
         yield from ()
         return self(environ, start_response)
 
     def _admit(self, environ: Environ) -> str | None:
-        """Check a request, and prepare it for the routes; or the Set-Cookie header for a link that it opens.
+        """Check a request, and prepare it for the routes; return the Set-Cookie header if it opens a link.
 
         Raises:
-            Refusal: the request is a stranger's, or was meant for somebody else.
+            Refusal: the request is a stranger's, or was meant for another server.
         """
         # Only what the client sent is routed: cheroot has decoded PATH_INFO once, which would lose "%2F".
         path = environ["REQUEST_URI"].partition("?")[0]
@@ -94,7 +93,7 @@ class Gate:
             path = path[len(self._access.place) - 1 :]
         environ["PATH_INFO"] = path
         environ["hvdgloo.visitor"] = visitor
-        environ["hvdgloo.body"] = read_body(environ, body_length(environ), _BODY_TIMEOUT, int)  # which notes nothing
+        environ["hvdgloo.body"] = read_body(environ, body_length(environ), _BODY_TIMEOUT, int)  # nothing is noted
         return None
 
     def _check_origin(self, environ: Environ) -> None:
@@ -102,7 +101,7 @@ class Gate:
         if not self._access.answers_to(host):
             raise Refusal(
                 421,
-                f"this server is not {host[:200] or 'what the request does not name'}: use an IP address, localhost "
+                f"this server is not {host[:200] or 'named in the request'}: use an IP address, localhost "
                 "(ssh -L) or the host's own name",
             )
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
@@ -111,7 +110,7 @@ class Gate:
     def _open(self, environ: Environ) -> str:
         link = parse_qs(environ["QUERY_STRING"]).get("token", [""])[0]
         if link and environ.get("HTTP_SEC_PURPOSE"):
-            raise Refusal(403, "a link that works once is not fetched beforehand")
+            raise Refusal(403, "a link that works once cannot be fetched beforehand")
         cookie = self._access.open(link) if link else None
         if cookie is None:
             raise _stranger(environ, wrong=bool(link))
@@ -125,10 +124,10 @@ def _stranger(environ: Environ, *, wrong: bool = False) -> Refusal:
 
 
 def _check_site(environ: Environ, visitor: Visitor) -> None:
-    """Refuse what another site makes a browser send. SameSite cookies do not cover servers at other ports of the host.
+    """Refuse requests that another site makes a browser send. SameSite cookies do not cover other ports of the host.
 
     Raises:
-        Refusal: the request is such a one.
+        Refusal: the request comes from another site.
     """
     if visitor.script:
         return
@@ -141,21 +140,21 @@ def _check_site(environ: Environ, visitor: Visitor) -> None:
 
 
 def _opened(cookie: str, place: str, start: StartResponse) -> list[bytes]:
-    """The answer to whoever opens a link.
+    """Answer a browser that opens a link.
 
-    It is a page that goes on to the place, and no redirect: after a click on another site (a notebook, a mail),
-    browsers count a redirect as that site's doing, and keep strict cookies back.
+    The answer is a page that goes on to the place rather than a redirect: after a click on another site (a notebook, a
+    mail), browsers attribute a redirect to that site, and withhold strict cookies.
     """
     if cookie:
         body = _document("The page opens.", f'<p><a href="{place}">Open the page</a>', refresh=place)
     else:
-        # Which browser this is shows only at the place. It is left to the reader to go there, who would else be told
-        # no more than that they are a stranger.
+        # Only at the place can this browser be recognised. The reader decides whether to go there, since a stranger
+        # would be refused without this explanation.
         content = (
             "<p>A link works for one browser. For another one, run hvdgloo-run top --link on the job's host, which "
-            f'prints a new link.<p>If it was this browser: <a href="{place}">open the page</a>.'
+            f'prints a new link.<p>If this browser used it: <a href="{place}">open the page</a>.'
         )
-        body = _document("This link was used already.", content, refresh="")
+        body = _document("This link was already used.", content, refresh="")
     start("200 OK", [*_html(body), *([("Set-Cookie", cookie)] if cookie else [])])
     return [body]
 
@@ -163,7 +162,7 @@ def _opened(cookie: str, place: str, start: StartResponse) -> list[bytes]:
 def _refuse(refusal: Refusal, environ: Environ, place: str, start: StartResponse) -> list[bytes]:
     phrase = HTTPStatus(refusal.status).phrase
     if "text/html" in environ.get("HTTP_ACCEPT", ""):
-        # The browser may have kept the cookie back after a click on another site: a request of our own brings it.
+        # The browser may have withheld the cookie after a click on another site: this page's own request has it.
         again = refusal.status == 401 and environ.get("HTTP_SEC_FETCH_SITE") in ("cross-site", "same-site")
         again = again and environ["REQUEST_URI"].startswith(place)
         body = _document(phrase, f"<p>{html.escape(refusal.reason)}", refresh=place if again else "")
@@ -173,7 +172,7 @@ def _refuse(refusal: Refusal, environ: Environ, place: str, start: StartResponse
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
     if refusal.status == 401:
         headers.append(("WWW-Authenticate", "Bearer"))
-    # A stranger gets one request per connection, so many requests at once cost it as many connections.
+    # A stranger gets one request per connection, so that many requests cost it as many connections.
     environ["hvdgloo.connection"].end_after_answer()
     start(f"{refusal.status} {phrase}", headers)
     return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]

@@ -1,8 +1,8 @@
 """PageServer: the page with its sockets and threads, as a context manager.
 
 Listening comes before serving, as with the rendezvous server: the link can be printed at once, and the web server is
-imported while workers import their frameworks. Where nobody asked for a page there is only a Unix socket, and one
-sleeping thread, until ``hvdgloo-run top`` connects.
+imported while workers import their frameworks. Without ``--page`` there is only a Unix socket, and one sleeping thread,
+until ``hvdgloo-run top`` connects.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _REQUEST_TIMEOUT = 10.0
 
 
 class Page(Protocol):
-    """What is served: ``hvdgloo._observe.page.page.Page`` says what each is for."""
+    """The page to be served; ``hvdgloo._observe.page.page.Page`` documents its methods."""
 
     def application(
         self, close: Callable[[HttpConnection], None], link: Callable[[], str] | None
@@ -52,19 +52,19 @@ class Page(Protocol):
 
 
 class PageServer:
-    """Serves the page of one job.
+    """Server of the page of one job.
 
     Use it as a context manager, or call ``start`` and ``stop``; call ``listen`` first if links are needed early.
 
     Args:
-        page: of the job; asked for its application once, when that is first needed.
-        secret: of the job; the tokens for scripts follow from it.
+        page: the job's page; asked for its application once, when that is first needed.
+        secret: the job's secret, from which the tokens for scripts are derived.
         addresses: IP addresses to listen on, or names of this host, all on one port; none for the Unix socket alone.
-        port: 0 takes any free one.
-        unix: path of a Unix socket to listen on, too, in a folder that is the user's alone; empty for none. Tokens are
-            asked for there as everywhere.
-        names: host names by which browsers reach it, beside those that ``Access`` knows.
-        tls: encrypts connections other than those of the Unix socket, if given.
+        port: port to listen on; 0 takes any free one.
+        unix: path of a Unix socket to listen on, too, in a directory of the user's own; empty for none. Tokens are
+            required there as everywhere.
+        names: host names by which browsers reach the server, in addition to those that ``Access`` knows.
+        tls: encrypts all connections but the Unix socket's, if given.
 
     Raises:
         ConfigError: there is nothing to listen on, or TLS files cannot be used.
@@ -104,10 +104,10 @@ class PageServer:
     def listen(self) -> PageServer:
         """Bind and listen. Returns itself.
 
-        Links are known from now on, and who opens one waits for ``start``.
+        Links are known from now on, and a browser that opens one waits for ``start``.
 
         Raises:
-            RuntimeError: it has been called before.
+            RuntimeError: it was called before.
             ConfigError: there is no such address here, the port is taken, or the Unix socket cannot be made.
         """
         if self._listeners:
@@ -116,7 +116,9 @@ class PageServer:
             try:
                 self._listeners = ports.listen(self._addresses, (self._port, self._port) if self._port else None)
             except ConfigError as error:
-                raise ConfigError(f"the job's page: {error}") from None  # whoever serves it may listen elsewhere, too
+                raise ConfigError(
+                    f"the job's page: {error}"
+                ) from None  # named, as the process may listen elsewhere, too
             self._bound = self._listeners[0].getsockname()[:2]
         if self._unix:
             try:
@@ -159,7 +161,7 @@ class PageServer:
         return self
 
     def start_on_demand(self) -> PageServer:
-        """Listen, unless it does so already, and ``start`` when somebody connects. Until then one thread sleeps.
+        """Listen, unless it does so already, and ``start`` at the first connection. One thread sleeps until then.
 
         Raises:
             ConfigError: as ``listen`` does.
@@ -172,7 +174,7 @@ class PageServer:
         return self
 
     def stop(self, reason: str = "the job is over") -> None:
-        """Show the end to those who watch, and close everything; that takes a second at most. May be repeated."""
+        """Show the end to readers, and close everything, within a second. May be repeated."""
         with self._lock:
             self._stopped = True
         if self._wake_up is not None:
@@ -185,7 +187,7 @@ class PageServer:
         self._close_listeners()
 
     def link(self) -> str:
-        """A new URL that works once: whoever opens it may read, and have steps traced if the page lets that be done.
+        """Return a new URL that works once. Its visitor may read, and have steps traced if the page allows that.
 
         Raises:
             RuntimeError: it has no address yet, or none at all.
@@ -194,17 +196,17 @@ class PageServer:
 
     @property
     def address(self) -> str:
-        """``http://host:port/`` without anything that lets one in; empty if it listens on a Unix socket alone."""
+        """URL without a token; empty if the server listens on a Unix socket alone."""
         return "" if self._bound is None else self._url
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Those of the listening sockets, which a forked child must not keep open."""
+        """Descriptors of the listening sockets, which a forked child must not keep open."""
         return tuple(listener.fileno() for listener in self._listeners)
 
     @property
     def watchers(self) -> int:
-        """How many watch the live events now."""
+        """Number of readers of the live events."""
         return self._page.watchers
 
     def __enter__(self) -> PageServer:
@@ -225,7 +227,7 @@ class PageServer:
         return f"{'http' if self._tls is None else 'https'}://{format_endpoint(host, port)}/"
 
     def _wait(self) -> None:
-        """Wait for the first visitor; then start, or not if this is being stopped."""
+        """Wait for the first visitor; then start, unless the server is being stopped."""
         assert self._wake_up is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_up, selectors.EVENT_READ)
@@ -237,7 +239,7 @@ class PageServer:
             self.start()
         except Exception:  # the job goes on without
             logger.exception("the page could not be served")
-            self._close_listeners()  # so that whoever asks is refused rather than left waiting
+            self._close_listeners()  # so that visitors are refused rather than left waiting
 
     def _close_listeners(self) -> None:
         for listener in self._listeners:
@@ -248,11 +250,11 @@ class PageServer:
             try:
                 os.unlink(self._unix)
             except OSError:
-                pass  # somebody has cleared up
+                pass  # it was removed already
 
 
 def _unix_listener(path: str) -> socket.socket:
-    """A listening Unix socket at a path, in place of one that a process with this number has left behind.
+    """Create a listening Unix socket at a path, in place of a stale one of an earlier process with this id.
 
     Raises:
         OSError: it cannot be made there.

@@ -1,8 +1,8 @@
-"""Where the workers of an elastic job wait for their next epoch: threads, locks and the clock around ``ElasticJob``.
+"""The epochs of an elastic job at the server: threads, locks and the clock around ``ElasticJob``.
 
-Requests become events, and actions become the answers to requests, or news. What only a launcher can do (start and end
-workers) and what it wants to know goes to its ``act``. Without a launcher a worker counts as gone when it has had no
-connection for ``LOST_TIME``: its request for news is one as long as its process lives.
+Requests become events, and actions become replies to requests, or news. Actions that only a launcher can carry out
+(start and end workers) or wants to know of go to its ``act``. Without a launcher, a worker counts as gone when it has
+had no connection for ``LOST_TIME``: its request for news holds one as long as its process lives.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from hvdgloo.topology import Host, Topology, Worker, places
 logger = logging.getLogger(__name__)
 
 LOST_TIME = 0.5
-"""Seconds without any connection after which a worker counts as gone, where no launcher knows."""
+"""Seconds without any connection after which a worker without a launcher counts as gone."""
 
 SILENT_TIME = 30.0
-"""Seconds in which a worker that has got news listens again, or counts as silent. It listens on a thread of its own, so
-only a process that is stopped, or holds the interpreter's lock all the time, takes longer."""
+"""Seconds after the last news within which a worker must ask for news again, or it counts as silent. It asks on a
+thread of its own, so only a process that is stopped, or never releases the interpreter's lock, takes longer."""
 
 _LATE = 1.0  # seconds by which a busy machine may wake a thread late
 
@@ -63,15 +63,15 @@ class ElasticEpochs:
     """The epochs of one elastic job. Thread-safe.
 
     Args:
-        rules: what the user has asked for.
-        act: told each action that is not an answer or news, and each epoch that was formed, in order. It must only take
-            note of it: it is called under the lock, and may not call back.
-        hold: seconds in which no epoch is formed, if workers may be in training of which a server before this one knew.
+        rules: the user's options.
+        act: receives each action that is not a reply or news, and each epoch that was formed, in order. It must only
+            note it: it is called under the lock, and may not call back.
+        hold: seconds in which no epoch is formed, if workers of an earlier server may be in training.
         silent_time: seconds; see ``SILENT_TIME``.
         clock: monotonic seconds.
 
     Attributes:
-        on_change: called when something has happened that a watcher may want to report; under the lock, as ``act`` is.
+        on_change: called when something has happened that may be worth reporting; under the lock, as ``act`` is.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class ElasticEpochs:
         self._act = act
         self._clock = clock
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # something new for the clock's thread
+        self._changed = threading.Condition(self._lock)  # wakes the clock's thread
         self._job = ElasticJob(rules, clock(), hold=hold)
         self._infos: dict[str, WorkerInfo] = {}
         self._answers: dict[str, bytes] = {}
         self._waiting: dict[str, list[Latch]] = {}
         self._clients: dict[str, str] = {}  # client to worker
         self._connected: dict[str, set[str]] = {}  # worker to clients
-        self._leaving_at: dict[str, float] = {}  # worker to when it counts as gone
+        self._leaving_at: dict[str, float] = {}  # worker to the time at which it counts as gone
         self._silent_time = silent_time
-        self._silent_at: dict[str, float] = {}  # worker that has got news to when it counts as silent
+        self._silent_at: dict[str, float] = {}  # worker that got news to the time at which it counts as silent
         self._topology: tuple[int, bytes] = (-1, b"")  # of the newest epoch
         self._news = elastic.News(0, 0, 0, -1, "")
         self._readers: list[Latch] = []
@@ -105,7 +105,7 @@ class ElasticEpochs:
         self._thread: threading.Thread | None = None
 
         self.on_formed: Callable[[int], None] = lambda epoch: None
-        """Told the number of each epoch when its members are; set by the server before it starts."""
+        """Called with the number of each epoch before its members get their replies; set by the server at its start."""
 
     def start(self) -> None:
         """Keep the time on a thread of its own, until ``close``."""
@@ -113,23 +113,23 @@ class ElasticEpochs:
         self._thread.start()
 
     def feed(self, event: Event) -> None:
-        """Something that the launcher knows has happened."""
+        """Feed an event from the launcher."""
         with self._lock:
             self._tell(event)
 
     def ask(self, client: str, ask: elastic.Register, *, timeout: float) -> Steps[bytes | str]:
-        """A worker wants its next epoch.
+        """Wait for a worker's next epoch.
 
         Args:
             client: id of its client.
-            ask: the request. One that is repeated gets the same answer.
+            ask: the request. A repeated one gets the same reply.
             timeout: seconds to wait here.
 
         Returns:
-            the answer, encoded; or for whom it waits, if the timeout expires first.
+            the encoded reply; or what is waited for, if the timeout expires first.
 
         Raises:
-            NotAcceptedError: what the worker says about itself cannot be used.
+            NotAcceptedError: the worker's description of itself cannot be used.
             StoppingError: the server is being stopped.
         """
         info = _info(ask.info)
@@ -138,7 +138,7 @@ class ElasticEpochs:
             self._check_open()
             self._note_client(client, ask.worker, info)
             self._begin_anew(ask)
-            self._answers.pop(ask.worker, None)  # to a request that was given up, and is repeated by this one
+            self._answers.pop(ask.worker, None)  # for a request that was given up, and is repeated by this one
             self._tell(
                 Registered(
                     ask.worker,
@@ -178,10 +178,10 @@ class ElasticEpochs:
             return f"waiting for {awaited}" if awaited else self._job.phase.value
 
     def report(self, client: str, report: elastic.Report) -> None:
-        """A worker says how far it is.
+        """Take a worker's report of its progress.
 
         Raises:
-            NotAcceptedError: the client is another worker's, or what it says about itself cannot be used.
+            NotAcceptedError: the client is another worker's, or its description of itself cannot be used.
             StoppingError: the server is being stopped.
         """
         events: dict[elastic.Progress, Event] = {
@@ -197,10 +197,10 @@ class ElasticEpochs:
             self._tell(events[report.progress])
 
     def news(self, client: str, listen: elastic.Listen, *, timeout: float) -> Steps[bytes]:
-        """The news, as soon as their number is another than ``since``; the old ones after ``timeout`` seconds.
+        """Return the news, as soon as their number differs from ``since``; the old ones after ``timeout`` seconds.
 
         Raises:
-            NotAcceptedError: the client is another worker's, or what it says about itself cannot be used.
+            NotAcceptedError: the client is another worker's, or its description of itself cannot be used.
             StoppingError: the server is being stopped.
         """
         latch = Latch()
@@ -229,7 +229,7 @@ class ElasticEpochs:
         return elastic.NEWS.encode(self._news)
 
     def client_came(self, client: str) -> None:
-        """A client that may be a worker's has a connection."""
+        """Note that a client, perhaps a worker's, has a connection."""
         with self._lock:
             worker = self._clients.get(client)
             if worker is not None:
@@ -237,7 +237,7 @@ class ElasticEpochs:
                 self._leaving_at.pop(worker, None)
 
     def client_left(self, client: str) -> None:
-        """A client has no connection left."""
+        """Note that a client has no connection left."""
         with self._lock:
             worker = self._clients.get(client)
             clients = self._connected.get(worker or "")
@@ -258,12 +258,12 @@ class ElasticEpochs:
 
     @property
     def assignment(self) -> Assignment:
-        """The members of the newest epoch, whether they have come together yet or not; nobody before the first one."""
+        """The newest epoch's members, whether all have registered or not; none before the first one."""
         with self._lock:
             return self._job.assignment
 
     def status(self) -> dict[str, Any]:
-        """What ``/v1/status`` shows of the job, as JSON values."""
+        """Return the job's part of ``/v1/status``, as JSON values."""
         with self._lock:
             assignment = self._job.assignment
             return {
@@ -295,9 +295,7 @@ class ElasticEpochs:
             raise StoppingError(self._closed)
 
     def _begin_anew(self, ask: elastic.Register) -> None:
-        """After the end of a job its workers may be started again: for them, once the old ones have gone, there is
-        another job.
-        """
+        """Begin another job if this one has ended: its workers may be started again once the old ones are gone."""
         others = any(clients for worker, clients in self._connected.items() if worker != ask.worker)
         if self._job.final and not self.rules.launched and ask.after < 0 and not others:
             self._job = ElasticJob(self.rules, self._clock(), epochs=self._job.assignment.epoch + 1)
@@ -306,8 +304,8 @@ class ElasticEpochs:
             self._answers.clear()
 
     def _recall(self, client: str, worker: str, current: elastic.CurrentEpoch | None) -> None:
-        """A worker says where it is, which a server that was restarted does not know. Any other server knows as much or
-        more: the question for the next epoch may have overtaken this, and the worker listens at another port by then.
+        """Take a worker's present epoch, which only a restarted server does not know. Otherwise it is not news: a
+        request for the next epoch may have overtaken this one, and the worker then listens at another port.
         """
         info = None if current is None else _info(current.info)
         self._note_client(client, worker, info, is_latest=False)
@@ -326,16 +324,16 @@ class ElasticEpochs:
             )
 
     def _check_speaker(self, client: str, worker: str) -> None:
-        """Accept what is said of a worker from its own client only, if that is there.
+        """Accept reports about a worker only from its own client, if that is connected.
 
-        A new client of the same process asks for its next epoch before it says anything else; where nobody speaks for
-        the worker yet, as after the server's restart, whoever comes first does.
+        A new client of the same process asks for its next epoch before anything else; if the worker has no client yet,
+        as after the server's restart, the first one is accepted.
         """
         if self._connected.get(worker) and client not in self._clients:
             raise NotAcceptedError(f"worker {worker} speaks for itself, by another client", taken=True)
 
     def _note_client(self, client: str, worker: str, info: WorkerInfo | None, *, is_latest: bool = True) -> None:
-        """This client speaks for this worker. No other process may, and the client for no other worker."""
+        """Bind a client to its worker: no other process may speak for the worker, nor the client for another one."""
         if self._clients.get(client, worker) != worker:
             raise NotAcceptedError(f"this client is worker {self._clients[client]}'s, not {worker}'s", taken=True)
         before = self._infos.get(worker)
@@ -357,7 +355,7 @@ class ElasticEpochs:
         with self._lock:
             try:
                 self._keep_time_until_closed()
-            except Exception as error:  # without time nobody's wait would have an end
+            except Exception as error:  # without the clock no wait would end
                 logger.exception("the clock of the elastic job")
                 reason = f"the rendezvous server has failed: {error!r}"
                 self._release(reason)
@@ -377,7 +375,7 @@ class ElasticEpochs:
                 self._tell(Gone(worker, None, "has lost its connection"))
             for worker in [worker for worker, at in self._silent_at.items() if now >= at]:
                 self._silent_at[worker] = now + self._silent_time
-                if now - due < _LATE:  # else it was this process that did not run: what came meanwhile is not read yet
+                if now - due < _LATE:  # otherwise this process did not run, and has not read what arrived meanwhile
                     self._tell(Silent(worker, self._silent_time))
             if now >= self._job.deadline:
                 self._tell(TimePassed())
@@ -389,7 +387,7 @@ class ElasticEpochs:
             match action:
                 case Formed(assignment, again):
                     if not again:
-                        self._act(action)  # first: so a launcher knows whose rank is which before the workers do
+                        self._act(action)  # first, so that a launcher knows the ranks before the workers do
                     self._place(assignment, [again] if again else list(assignment.ranks))
                 case Alone(worker, plan):
                     self._answer(worker, _alone(worker, plan))
@@ -427,7 +425,7 @@ class ElasticEpochs:
             del self._clients[client]
 
     def _place(self, assignment: Assignment, workers: list[str]) -> None:
-        """Answer these members of an epoch."""
+        """Reply to these members of an epoch."""
         if self._topology[0] != assignment.epoch:
             self.on_formed(assignment.epoch)
             self._topology = assignment.epoch, messages.pack_topology(self._topology_of(assignment))

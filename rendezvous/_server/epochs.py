@@ -1,13 +1,14 @@
-"""Where workers gather: the waiting around the pure Membership.
+"""Epochs in which workers register: the waiting around the pure Membership.
 
-Every worker that registers waits here until the last one has come, the epoch's deadline has passed, the server stops,
-or its own timeout expires. The deadline belongs to the epoch: so all waiting workers learn of one that never comes at
-the same moment and in the same words, and no late one starts to wait alone. It moves with each worker that comes, as
-long as more are in than ever before: a hundred workers on two cores import one after the other, and the last may come
-long after the first. But one that is started again and again does not keep the others waiting.
+Every worker that registers waits here until the last one registers, the epoch's deadline passes, the server stops, or
+its own timeout expires. The deadline belongs to the epoch, so all waiting workers learn at the same time and in the
+same words that one is missing, and no late worker starts to wait alone. The deadline moves with each worker that
+registers, as long as there are more than ever before: a hundred workers on two cores import one after the other, and
+the last may register long after the first. But a worker that is restarted again and again does not keep the others
+waiting.
 
-After a failed start, an epoch with a launcher stays failed: the launcher ends the job. Without a launcher it gathers
-anew, since whatever starts the workers (Kubernetes, Slurm) will start them again.
+After a failed start, an epoch with a launcher stays failed: the launcher ends the job. Without a launcher it starts
+again, since the workers' starter (Kubernetes, Slurm) will start them again.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from hvdgloo.rendezvous._worker_info import WorkerInfo
 
 
 class UnknownEpochError(Exception):
-    """No epoch of this number has been opened; the text says which there are."""
+    """No epoch of this number was opened; the text says which exist."""
 
 
 class EpochFailedError(Exception):
-    """The epoch did not start; the text says who came and who did not."""
+    """The epoch did not start; the text says which workers registered and which did not."""
 
 
 class StoppingError(Exception):
@@ -42,8 +43,8 @@ class NotYet:
     """The caller's timeout expired first: registering again continues the wait.
 
     Attributes:
-        summary: who is in.
-        idle: seconds since more workers were in than ever before.
+        summary: the workers that have registered, in words.
+        idle: seconds since the number of workers last reached a new maximum.
     """
 
     summary: str
@@ -52,7 +53,7 @@ class NotYet:
 
 @dataclass(frozen=True)
 class Placed:
-    """The answer: the caller's rank, and the packed topology, which is the same bytes for all."""
+    """The caller's rank, and the packed topology, which is the same bytes for all."""
 
     rank: int
     topology: bytes
@@ -80,8 +81,8 @@ class _Round:
         return None if self.topology is None else Placed(self.ranks[client], self.topology)
 
     def release(self) -> None:
-        """Let one of those that wait go on, and it the next one: a thousand threads that are woken at once would
-        compete for the interpreter.
+        """Wake one waiting thread, which wakes the next one: a thousand threads woken at once would compete for the
+        interpreter.
         """
         for latches in self.waiting.values():
             for latch in latches:
@@ -93,7 +94,7 @@ class Epochs:
     """All epochs of one server. Thread-safe.
 
     Args:
-        start_timeout: seconds without a further worker after which an epoch has failed.
+        start_timeout: seconds without a further worker after which an epoch fails.
         clock: monotonic seconds.
     """
 
@@ -116,7 +117,7 @@ class Epochs:
         membership = Membership(epoch, size=size, hosts=hosts)
         with self._lock:
             if epoch in self._rounds:
-                raise ValueError(f"epoch {epoch} has been opened before")
+                raise ValueError(f"epoch {epoch} is already open")
             self._rounds[epoch] = _Round(membership)
 
     def register(self, epoch: int, client: str, info: WorkerInfo, *, timeout: float) -> Steps[Placed | NotYet]:
@@ -125,9 +126,9 @@ class Epochs:
         If its client hangs up meanwhile, the worker loses its place, so that a restarted one finds it free.
 
         Args:
-            epoch: which.
+            epoch: number of the epoch.
             client: id of the worker's client; the same client gets the same answer again.
-            info: the worker.
+            info: the worker's description of itself.
             timeout: seconds to wait here.
 
         Raises:
@@ -149,7 +150,7 @@ class Epochs:
 
         until = self._clock() + timeout
         try:
-            # The deadline has moved if others have come meanwhile.
+            # The deadline has moved if others registered meanwhile.
             while not (yield Pause(latch, min(until, current.deadline) - self._clock(), hang_up)):
                 if self._clock() >= min(until, current.deadline):
                     break
@@ -169,7 +170,7 @@ class Epochs:
             return NotYet(current.membership.summary(), self._clock() - (current.deadline - self.start_timeout))
 
     def client_left(self, client: str) -> None:
-        """A client has no connection left: it loses its place in every epoch that has not started."""
+        """Free the places of a client without connections, in every epoch that has not started."""
         with self._lock:
             for current in self._rounds.values():
                 if current.topology is None and client not in current.waiting:
@@ -183,10 +184,10 @@ class Epochs:
                 current.release()
 
     def wait_for_change(self, seen: int, timeout: float) -> int:
-        """Wait until workers have come or gone, or an epoch has failed, since the caller last looked.
+        """Wait until workers arrive or leave, or an epoch fails, after the last call.
 
         Args:
-            seen: what the last call returned; -1 returns at once.
+            seen: result of the last call; -1 returns at once.
             timeout: seconds.
 
         Returns:
@@ -197,22 +198,22 @@ class Epochs:
             return self._changes
 
     def wake(self) -> None:
-        """Let ``wait_for_change`` return: something else has happened that a watcher may want to report."""
+        """Let ``wait_for_change`` return, after another event that may be worth reporting."""
         with self._lock:
             self._note_change()
 
     def last_failure(self) -> str:
-        """Why the last failed attempt did not succeed; empty if none has failed."""
+        """Return the reason of the last failed attempt; empty if none has failed."""
         with self._lock:
             return self._last_failure
 
     def status(self, connected: Callable[[str], bool]) -> list[dict[str, Any]]:
-        """What ``/v1/status`` shows of the epochs, as JSON values; ``connected`` says which clients are."""
+        """Return the epochs' part of ``/v1/status``, as JSON values; ``connected`` tells if a client is connected."""
         with self._lock:
             return [self._describe(epoch, current, connected) for epoch, current in sorted(self._rounds.items())]
 
     def workers_in(self) -> dict[int, tuple[int, int]]:
-        """Epoch to (workers that are in, workers that should come)."""
+        """Return (registered workers, expected workers) by epoch."""
         with self._lock:
             return {e: (r.membership.arrived, r.membership.size) for e, r in self._rounds.items()}
 
@@ -224,7 +225,7 @@ class Epochs:
             known = ", ".join(str(number) for number in sorted(self._rounds)[-8:])
             raise UnknownEpochError(f"there is no epoch {epoch}; open: {known}")
         if current.started is not None and not current.topology and self._clock() >= current.deadline:
-            # All waiters have gone; none was left to say that it failed.
+            # All waiters are gone; none was left to declare the failure.
             self._fail(epoch, current, self._too_late(current))
             current = self._rounds[epoch]
         if current.failure:
@@ -264,8 +265,8 @@ class Epochs:
         membership = current.membership
         return (
             f"epoch {membership.epoch} did not start: no further worker came for {self.start_timeout:g} s, and "
-            f"{membership.summary()}. Look at what the missing workers printed; if they only need longer, raise the "
-            "start timeout"
+            f"{membership.summary()}. Look at the missing workers' output; if they only need longer, raise the start "
+            "timeout"
         )
 
     def _note_change(self) -> None:
@@ -284,7 +285,7 @@ class Epochs:
             current.release()
 
     def _leave(self, current: _Round, client: str) -> None:
-        """Remove a worker, so that one started in its stead finds its place free."""
+        """Remove a worker, so that its place is free for one started in its stead."""
         if not current.failure and current.membership.leave(client):
             self._note_change()
             if current.membership.arrived == 0:

@@ -1,12 +1,12 @@
-"""Workers in, ranks and topology out. Pure: no clock, no lock, no socket.
+"""Registrations in, ranks and topology out. Pure: no clock, no lock, no socket.
 
-An epoch is one generation of the job's membership. Its Membership knows which workers should come, admits those that
-do, and once all are there says which has which rank. There are two ways:
+An epoch is one generation of the job's membership. Its Membership knows which workers are expected, admits them, and
+assigns the ranks once all have registered:
 
-* **with a launcher** the slots are known: ``hosts`` says how many workers each host has, and each worker brings its
+* **with a launcher** the slots are known: ``hosts`` has the number of workers of each host, and each worker brings its
   rank.
-* **without one** only the number is known. Workers of one host identity form a host. Hosts are in order of their first
-  worker's arrival, and so are the workers of a host; if workers bring an index, the lower index goes first instead.
+* **without one** only the number is known. Workers with the same host identity form a host. Hosts are in order of their
+  first worker's arrival, and so are a host's workers; if workers bring an index, the lower index goes first instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdgloo.topology import Host, Topology, Worker, abbreviated, fill, ranges
 
 
 class NotAcceptedError(Exception):
-    """A worker cannot be admitted; the text is the reason. ``taken``: its place is another worker's."""
+    """A worker cannot be admitted; the text is the reason. ``taken``: another worker has its place."""
 
     def __init__(self, reason: str, *, taken: bool = False) -> None:
         super().__init__(reason)
@@ -31,7 +31,7 @@ class NotAcceptedError(Exception):
 
 @dataclass(frozen=True)
 class Registration:
-    """A worker that has been admitted: its client id, what it says about itself, and which arrival it was."""
+    """An admitted worker: its client id, its description of itself, and the number of its arrival."""
 
     client: str
     info: WorkerInfo
@@ -39,11 +39,11 @@ class Registration:
 
 
 class Membership:
-    """Who belongs to one epoch.
+    """The workers of one epoch.
 
     Args:
-        epoch: its number.
-        size: how many workers should come, without a launcher.
+        epoch: number of the epoch.
+        size: number of expected workers, without a launcher.
         hosts: (name, slots) in order, with a launcher. Exactly one of ``size`` and ``hosts`` is given.
 
     Raises:
@@ -77,20 +77,20 @@ class Membership:
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
-        """All workers that are in, in order of arrival."""
+        """All admitted workers, in order of arrival."""
         return tuple(self._registrations.values())
 
     def join(self, client: str, info: WorkerInfo) -> None:
         """Admit a worker. The same client may repeat the call.
 
         Raises:
-            NotAcceptedError: it brings no rank where ranks are known, a rank out of range, one that another client
-                has, or the epoch is full.
+            NotAcceptedError: it brings no rank although ranks are known, a rank out of range, or another client's rank,
+                or the epoch is full.
         """
         registration = self._registrations.get(client)
         if registration is not None:
             if registration.info != info:
-                raise NotAcceptedError("this client has registered before, and as another worker", taken=True)
+                raise NotAcceptedError("this client has already registered as another worker", taken=True)
             return
         slot = self._slot(info)
         if slot is not None and slot in self._slots:
@@ -99,7 +99,7 @@ class Membership:
             raise NotAcceptedError(
                 started_by(other, info, f"{what} {slot}")
                 or f"{what} {slot} of epoch {self.epoch} is taken by pid {other.pid} on host {other.host_name}; "
-                "two workers were started for one place, or this one was started again",
+                f"two workers were started with the same {what}, or this one was started again",
                 taken=True,
             )
         if self.complete:
@@ -113,7 +113,7 @@ class Membership:
             self._slots[slot] = client
 
     def leave(self, client: str) -> bool:
-        """Forget a worker that left before all were there; False if it had not come, or it is too late."""
+        """Forget a worker that left before all had registered; return False if it had not, or if it is too late."""
         if self.complete or client not in self._registrations:
             return False
         del self._registrations[client]
@@ -121,16 +121,16 @@ class Membership:
         return True
 
     def clear(self) -> None:
-        """Forget all workers, to gather anew."""
+        """Forget all workers, to start again."""
         self._registrations.clear()
         self._slots.clear()
 
     def missing_ranks(self) -> list[int]:
-        """The ranks that have not come; empty without a launcher, as nobody can tell then."""
+        """Return the ranks that have not registered; empty without a launcher, since they are not known then."""
         return [] if self.hosts is None else [rank for rank in range(self.size) if rank not in self._slots]
 
     def arrived_by_host(self) -> dict[str, int]:
-        """Host name to number of its workers that are in, hosts in order; hosts from which none came have 0.
+        """Return the number of admitted workers by host name, hosts in order; a host without any has 0.
 
         Without a launcher, hosts of one name but several identities are distinguished by the start of the identity.
         """
@@ -148,7 +148,7 @@ class Membership:
         }
 
     def summary(self) -> str:
-        """How many workers are in, from which hosts, and which ranks are missing: for errors and for people."""
+        """Describe the number of admitted workers, their hosts, and the missing ranks, for errors and for people."""
         expected = _summed(self.hosts) if self.hosts is not None else {}
         parts = [
             f"{name} {arrived} of {expected[name]}" if name in expected else f"{name} {arrived}"
@@ -163,7 +163,7 @@ class Membership:
         return text
 
     def topology(self) -> tuple[Topology, dict[str, int]]:
-        """The answer, once ``complete``.
+        """Build the topology, once ``complete``.
 
         Returns:
             the topology, and the rank of each client.
@@ -202,7 +202,7 @@ class Membership:
         return fill(names, slots, self.size)
 
     def _slot(self, info: WorkerInfo) -> int | None:
-        """The worker's own claim to a place: a rank, an index, or none."""
+        """Return the worker's own claim to a place: a rank, an index, or None."""
         if self.hosts is not None and info.rank is None:
             raise NotAcceptedError(
                 f"a launcher knows the ranks of epoch {self.epoch}, but this worker brings none (HVDGLOO_RANK)"
@@ -216,11 +216,11 @@ class Membership:
                     f"this worker brings {kind}, but others bring {_claim(registration.info)}: set HVDGLOO_RANK, or "
                     "HVDGLOO_INDEX, for all workers or for none"
                 )
-            break  # all present workers agree, so one of them speaks for all
+            break  # all admitted workers agree, so one of them is enough
         return info.rank if info.rank is not None else info.index
 
     def _groups(self) -> list[tuple[str, list[Registration]]]:
-        """Hosts in order: name, and its workers in order."""
+        """Return the hosts in order: name, and workers in order."""
         if self.hosts is not None:
             by_host: list[tuple[str, list[Registration]]] = [(name, []) for name, _ in self.hosts]
             for rank, (host, _) in enumerate(self._places):

@@ -20,7 +20,7 @@ _BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, math
 
 
 class _Count:
-    """How often something has happened, and when it was first counted."""
+    """A counter, and the time of its first count."""
 
     def __init__(self) -> None:
         self.created = time.time()
@@ -28,7 +28,7 @@ class _Count:
 
 
 class _Distribution:
-    """How many times took how long."""
+    """A histogram of durations."""
 
     def __init__(self) -> None:
         self.created = time.time()
@@ -44,8 +44,8 @@ class Metrics:
     """Counts requests; everything else is read from the service on request.
 
     Args:
-        workers: for each epoch, how many workers are in and how many should come.
-        counts: of what the service holds, by name.
+        workers: for each epoch, the number of workers that registered, and the number expected.
+        counts: numbers of the service's contents, by name.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Metrics:
             self._refused.setdefault(str(status), _Count()).value += 1
 
     def text(self) -> tuple[bytes, str]:
-        """All metrics in Prometheus' text format, and that format's content type."""
+        """Return all metrics in Prometheus' text format, and that format's content type."""
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
         registry = CollectorRegistry()  # of its own: a process may hold several servers
@@ -76,7 +76,7 @@ class Metrics:
         return generate_latest(registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterator[Metric]:
-        """What Prometheus' registry asks a collector for."""
+        """Yield all metrics, for Prometheus' registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         requests = CounterMetricFamily(

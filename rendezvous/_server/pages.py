@@ -1,4 +1,4 @@
-"""The Flask application: the way to the job's page, and answers to methods and paths that no worker uses."""
+"""The Flask application: the redirect to the job's page, and answers to methods and paths that no worker uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdgloo.rendezvous._server.service import Service
 
 
 def create_pages(service: Service) -> WSGIApplication:
-    """A WSGI application, to be put behind the gate."""
+    """Create the WSGI application, to be put behind the gate."""
     flask = Flask("hvdgloo.rendezvous", static_folder=None, template_folder=None)
     flask.url_map.merge_slashes = False
     flask.url_map.redirect_defaults = False
@@ -23,7 +23,7 @@ def create_pages(service: Service) -> WSGIApplication:
     def page() -> Response:
         if service.page is None:
             return _response(
-                refused(404, "this server has no page; /v1/status says who has come, and --page serves one")
+                refused(404, "this server has no page; /v1/status lists its workers, and --page serves one")
             )
         response = Response(status=303, headers={"Location": service.page()})
         response.headers["Cache-Control"] = "no-store"  # the link works once
@@ -45,7 +45,7 @@ def _response(answer: Reply) -> Response:
 
 
 def reason_of(error: HTTPException) -> str:
-    """What Flask refuses a request for, in a sentence."""
+    """Return Flask's reason for refusing a request, in a sentence."""
     if error.code == 404:
         return f"there is no such route: {request.method} {request.environ['PATH_INFO'][:200]}"
     return error.description or error.name

@@ -1,8 +1,8 @@
-"""Requests that wait for somebody else, as generators: whoever runs one decides what waiting means.
+"""Requests that wait for other clients, as generators whose caller decides how to wait.
 
-A thread of the pool waits itself. The front's thread, which must never wait, puts the generator aside and goes on with
-it when its pause is over. So the long polls of a thousand workers need neither a thousand threads nor a hand-over
-between threads for each of them.
+A thread of the pool waits itself. The front's thread, which must never wait, puts the generator aside and resumes it
+when its pause is over. So the long polls of a thousand workers need neither a thousand threads nor a hand-over between
+threads for each of them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ HangUpWatch = Callable[[Callable[[], None]], AbstractContextManager[None]]
 
 @dataclass(frozen=True, eq=False)
 class Pause:
-    """What a request waits for; the generator is then sent whether it has happened.
+    """A request's wait for an event; the generator is then sent whether the event happened.
 
     Attributes:
-        latch: released when it has.
-        seconds: how long to wait for it at most.
-        hang_up: to be called if the client goes away meanwhile; it releases the latch.
+        latch: released by the event.
+        seconds: longest time to wait.
+        hang_up: to be called if the client disconnects meanwhile; it releases the latch.
     """
 
     latch: Latch
@@ -40,11 +40,11 @@ Steps = Generator[Pause, bool, T]
 
 
 def waited(steps: Steps[T], watch: HangUpWatch) -> T:
-    """What the request returns, after all its pauses on this thread.
+    """Run a request with all its pauses on this thread, and return its result.
 
     Args:
         steps: the request; its exceptions are passed on.
-        watch: for the pauses.
+        watch: watches the client during the pauses.
     """
     try:
         pause = next(steps)

@@ -7,12 +7,12 @@
                                       epoch failed
 ``POST /v1/elastic/next``             a worker of an elastic job asks for its next epoch (``_elastic.messages``),
                                       ``?timeout=s``; 200 the answer, 202 not yet, 404 the job is not elastic
-``POST /v1/elastic/reports``          it says how far it is; 204
-``POST /v1/elastic/news``             it asks what would change, ``?timeout=s``; 200 as soon as that is news to it
-``POST /v1/observe``                  what a rank says of itself (``hvdgloo._observe.samples``); 204, 404 nobody looks
-                                      at the job, 413 too long
+``POST /v1/elastic/reports``          it reports its progress; 204
+``POST /v1/elastic/news``             it asks for changes, ``?timeout=s``; 200 as soon as there is news for it
+``POST /v1/observe``                  a rank's observation (``hvdgloo._observe.samples``); 204, 404 the job has no
+                                      observer, 413 too long
 ``PUT /v1/kv/<scope>/<key>``          set a value; 204
-``GET /v1/kv/<scope>/<key>``          ``?timeout=s`` waits; 200 the value, 404 not there
+``GET /v1/kv/<scope>/<key>``          ``?timeout=s`` waits; 200 the value, 404 no such key
 ``DELETE /v1/kv/<scope>/<key>``       200 ``{"deleted": true or false}``
 ``POST /v1/kv/<scope>?op=set``        several items (as above); 204
 ``POST /v1/kv/<scope>?op=get``        several keys, ``&timeout=s`` waits for all; 200 their values, 404 ``missing``
@@ -23,7 +23,7 @@
 After the gate, answers are signed. Keys may contain slashes, and percent signs are unambiguous: routes match the
 request target as it was sent, undecoded, and only the scope and key are decoded, once.
 
-What a job asks for is answered here without importing a web framework, which would keep a launcher's workers waiting.
+A job's own requests are answered here without importing a web framework, which would keep a launcher's workers waiting.
 Everything else (the way to the page, and methods and paths that no worker uses) is left to Flask, which is imported
 only then (``hvdgloo.rendezvous._server.pages``), over the same table.
 """
@@ -71,7 +71,7 @@ _JSON, _BYTES = "application/json", "application/octet-stream"
 
 @dataclass(frozen=True)
 class Reply:
-    """What is sent back, before it is signed."""
+    """A response before it is signed."""
 
     body: bytes = b""
     status: int = 200
@@ -82,9 +82,9 @@ class Call:
     """A request that the gate has admitted.
 
     Attributes:
-        body: all of it.
-        connection: its client's, for waits.
-        client: the id under which it was signed; empty if it carries the status token.
+        body: the whole body.
+        connection: its client's connection, for waits.
+        client: client id under which it was signed; empty if it carries the status token.
     """
 
     def __init__(self, environ: Environ) -> None:
@@ -96,12 +96,12 @@ class Call:
         self._query: str = environ["QUERY_STRING"]
 
     def argument(self, name: str, default: str) -> str:
-        """The first value of this name in the query."""
+        """Return the first value of this name in the query."""
         arguments = parse_qsl(self._query, keep_blank_values=True)
         return next((value for key, value in arguments if key == name), default)
 
     def timeout(self) -> float:
-        """Seconds that it may wait.
+        """Return the seconds that the request may wait.
 
         Raises:
             Refusal: the query's ``timeout`` cannot be used.
@@ -124,11 +124,11 @@ class Route:
     handler: Callable[..., Reply | Steps[Reply]]
 
     def answer(self, service: Service, call: Call, arguments: Mapping[str, str]) -> Reply:
-        """What ``steps`` comes to, after all pauses on this thread."""
+        """Run ``steps`` with all pauses on this thread, and return its reply."""
         return waited(self.steps(service, call, arguments), partial(service.watch, call.connection))
 
     def steps(self, service: Service, call: Call, arguments: Mapping[str, str]) -> Steps[Reply]:
-        """The handler's answer, or the one that its exception stands for."""
+        """Run the handler; return its reply, or the one for its exception."""
         try:
             answer = self.handler(service, call, **arguments)
             return (yield from answer) if isinstance(answer, Generator) else answer
@@ -147,12 +147,12 @@ class Route:
 
 
 def refused(status: int, reason: object) -> Reply:
-    """An answer that says why a request is refused."""
+    """Return a reply that says why a request is refused."""
     return Reply(Refusal(status, str(reason)).body(), status, _JSON)
 
 
 def signature_headers(service: Service, environ: Environ, rule: str, status: int, body: bytes) -> dict[str, str]:
-    """The headers that every answer carries, its signature above all; counts the answer."""
+    """Return the headers of every answer, with its signature, and count the answer."""
     headers = {"Cache-Control": "no-store"}
     credentials = environ.get("hvdgloo.credentials")
     if credentials is not None:
@@ -289,7 +289,7 @@ WSGIApplication = Callable[[Environ, StartResponse], Any]
 
 
 def create_app(service: Service, create_rest: Callable[[Service], WSGIApplication]) -> Gate:
-    """The WSGI application: the gate, and the routes behind it.
+    """Create the WSGI application: the gate, and the routes behind it.
 
     Args:
         create_rest: creates the application for everything that is not in the table, when it is first needed.
@@ -306,7 +306,7 @@ class Router:
         self._rest = Later(lambda: create_rest(service))
 
     def steps(self, environ: Environ, start_response: StartResponse) -> Steps[Any]:
-        """Reply a request that the gate has admitted."""
+        """Answer a request that the gate has admitted."""
         for pattern, route in self._patterns:
             found = pattern.fullmatch(environ["PATH_INFO"])
             if found is not None and environ["REQUEST_METHOD"] in route.methods:
@@ -344,14 +344,14 @@ class Later:
 
 
 def _pattern(rule: str) -> str:
-    """A rule as a regular expression that accepts what werkzeug's converters do."""
+    """Return a rule as a regular expression that accepts the same as werkzeug's converters."""
     pattern = re.sub(r"<int:(\w+)>", r"(?P<\1>[0-9]+)", rule)
     pattern = re.sub(r"<path:(\w+)>", r"(?P<\1>[^/].*)", pattern)
     return re.sub(r"(?<!P)<(\w+)>", r"(?P<\1>[^/]+)", pattern)
 
 
 def _wait(service: Service, call: Call, store: MemoryStore, keys: Sequence[str]) -> Steps[list[bytes]]:
-    """The values of all keys, after waiting as long as the query allows; ValueError if one can be no key."""
+    """Return the values of all keys, after waiting as long as the query allows; ValueError for an invalid key."""
     deadline = time.monotonic() + call.timeout()
     while True:
         values = store.peek_many(keys)

@@ -1,7 +1,7 @@
 """RendezvousServer: the service with its sockets and threads, as a context manager.
 
 Listening comes before serving: a launcher tells its workers the port and starts them, then imports the web server
-(which takes longer than everything else that a launcher does) while they import their frameworks. Workers that come
+(which takes longer than everything else that a launcher does) while they import their frameworks. Workers that connect
 earlier wait in the listener's queue.
 """
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BODY = 256 * 1024 * 1024
-_ELASTIC_WORKERS = 1024  # that an elastic job may have where there is no --max-np
-_CUT_OFF = 5.0  # seconds after which an elastic job's worker counts as lost whose host has vanished; no agent sees that
+_ELASTIC_WORKERS = 1024  # of an elastic job without --max-np
+_CUT_OFF = 5.0  # seconds after which a worker of an elastic job without agents counts as lost if its host has vanished
 _SPARE_THREADS = 32  # for requests that do not wait
 
 
@@ -45,22 +45,21 @@ class RendezvousServer:
     Epoch 0 is open from the start.
 
     Args:
-        secret: of the job; knowing it is what admits a client.
-        size: number of workers, when it is not known where they will be: ranks then go by host in order of first
-            arrival, or by ``WorkerInfo.index`` if workers bring one.
-        hosts: (name, slots) in order, when a launcher knows: ranks fill hosts in this order, and workers bring their
+        secret: the job's secret, which admits clients.
+        size: number of workers, if their hosts are not known: ranks then follow hosts in order of first arrival, or
+            ``WorkerInfo.index`` if workers have one.
+        hosts: (name, slots) in order, if a launcher knows them: ranks fill hosts in this order, and workers bring their
             ranks.
-        elastic: the workers of an elastic job instead. Exactly one of ``size``, ``hosts`` and ``elastic`` is given.
+        elastic: epochs of an elastic job. Exactly one of ``size``, ``hosts`` and ``elastic`` is given.
         bind: IP addresses to listen on, all on one port.
-        port: 0 takes any free one.
-        port_range: (first, last): the first free one of these, instead of ``port``.
-        start_timeout: seconds without a further worker after which all that wait are told which are missing.
-        request_timeout: seconds that a client has for a request's head, and again for its body, apart from what a large
-            body takes.
-        limits: of the memory that clients may take.
+        port: port to listen on; 0 takes any free one.
+        port_range: (first, last): the first free port of these, instead of ``port``.
+        start_timeout: seconds without a further worker after which all waiting workers are told which are missing.
+        request_timeout: seconds for a request's head, and again for its body, plus the time that a large body takes.
+        limits: limits on the memory that clients may take.
         tls: encrypts all connections, if given.
-        observed: receives what ranks report of themselves, on any thread; None if nobody looks at the job.
-        page: makes a link to the page that shows the job, on any thread; None if there is none.
+        observed: receives ranks' observations, on any thread; None if the job has no observer.
+        page: makes a link to the job's page, on any thread; None if there is none.
 
     Raises:
         ConfigError: no such address here, the port is taken, or no worker is expected.
@@ -116,7 +115,7 @@ class RendezvousServer:
         ``endpoint`` is known from now on, and clients that connect wait for ``start``.
 
         Raises:
-            RuntimeError: it has been called before.
+            RuntimeError: it was called before.
             ConfigError: there is no such address here, the port is taken, or this process may not have as many open
                 files as there will be workers.
         """
@@ -128,7 +127,7 @@ class RendezvousServer:
         return self
 
     def descriptors(self) -> tuple[int, ...]:
-        """Those of the listening sockets: readable while a client has connected and waits for ``start``."""
+        """Return the listening sockets' descriptors: readable while a connected client waits for ``start``."""
         return tuple(listener.fileno() for listener in self._listeners)
 
     def start(self) -> RendezvousServer:
@@ -197,7 +196,7 @@ class RendezvousServer:
 
     @property
     def endpoint(self) -> str:
-        """The first of ``endpoints``; raises as that does."""
+        """The first of ``endpoints``; raises as it does."""
         return self.endpoints[0]
 
     @property
@@ -206,7 +205,7 @@ class RendezvousServer:
         return auth.status_token(self._secret)
 
     def status(self) -> dict[str, Any]:
-        """The same as ``GET /v1/status``.
+        """Return the same as ``GET /v1/status``.
 
         Raises:
             RuntimeError: the server has not been started.
@@ -215,7 +214,7 @@ class RendezvousServer:
 
     @property
     def requests_served(self) -> int:
-        """How many requests were admitted since the start, including the clients' hellos."""
+        """Number of requests admitted since the start, including the clients' hellos."""
         return self._serving.requests_served
 
     @property
@@ -224,7 +223,7 @@ class RendezvousServer:
         return self._serving.refused
 
     def wait_for_change(self, seen: int = -1, *, timeout: float) -> int:
-        """Wait up to ``timeout`` seconds until workers have come or gone, or something else has become of an epoch.
+        """Wait up to ``timeout`` seconds until workers arrive or leave, or an epoch changes in another way.
 
         See ``Epochs.wait_for_change``.
         """
@@ -232,7 +231,7 @@ class RendezvousServer:
 
     @property
     def last_failure(self) -> str:
-        """Why the last failed start did not succeed, as its workers were told; empty if none has failed."""
+        """Reason of the last failed start, as its workers were told; empty if none has failed."""
         return self._epochs.last_failure()
 
     def __enter__(self) -> RendezvousServer:
@@ -259,13 +258,13 @@ class RendezvousServer:
         self._threads = 2 * self._workers + _SPARE_THREADS
 
     def _most_polls(self) -> int:
-        """How many requests may wait, so that others find a thread."""
+        """Return the number of requests that may wait, so that others find a thread."""
         assert self._front is not None, "no request is served before the server was started"
         return self._front.pool.limit - _SPARE_THREADS // 2
 
     def _room(self) -> int:
-        """How many connections there may be; raises ConfigError if not even all workers can have one."""
-        # One is enough for a worker of a job of fixed size. An elastic one has another, to hear what is new.
+        """Return the number of allowed connections; raise ConfigError if not even all workers can have one."""
+        # A worker of a job of fixed size needs one. A worker of an elastic job has another one, for news.
         least = self._workers if self._elastic is None else 2 * self._workers
         return reserve_descriptors(
             least, "the rendezvous server", "its workers' connections", wanted=2 * self._threads + 256

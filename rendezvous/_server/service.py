@@ -1,8 +1,8 @@
-"""What the rendezvous server knows, and the gate in front of it, which knows the job's secret.
+"""The state of the rendezvous server, and the gate in front of it, which knows the job's secret.
 
 The gate is plain WSGI and comes first: it verifies a request's signature from its head alone, takes the counter, reads
-the body within a deadline and a size limit, and checks the digest. The routes see only what has passed. Whatever is
-refused gets a 4xx and a JSON object ``{"error": ..., "reason": ...}``.
+the body within a deadline and a size limit, and checks the digest. The routes see only admitted requests. A refused
+request gets a 4xx and a JSON object ``{"error": ..., "reason": ...}``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ StartResponse = Callable[..., Any]
 
 
 class Refusal(Exception):  # noqa: N818 - an answer rather than an error
-    """A request gets this status and reason."""
+    """The status and reason with which a request is refused."""
 
     def __init__(self, status: int, reason: str, **facts: Any) -> None:
         super().__init__(reason)
@@ -55,11 +55,11 @@ class Refusal(Exception):  # noqa: N818 - an answer rather than an error
 
 @dataclass(frozen=True)
 class Refused:
-    """Requests that were turned away because no member of the job had signed them.
+    """Requests that were refused because no member of the job had signed them.
 
     Attributes:
-        count: how many.
-        address, reason: the last one's.
+        count: number of such requests.
+        address, reason: address and reason of the last one.
     """
 
     count: int = 0
@@ -68,18 +68,18 @@ class Refused:
 
 
 class Service:
-    """What the routes work on: one server's stores, epochs and clients.
+    """One server's stores, epochs and clients, on which the routes work.
 
     Args:
-        secret: of the job.
-        epochs: where workers gather.
-        elastic: where those of an elastic job do instead, if it is one.
-        observed: receives what ranks report of themselves, on any thread; None if nobody looks at the job.
-        page: makes a link to the page that shows the job, on any thread; None if there is none.
-        max_polls: how many requests may wait at a time; further ones are told to try again.
+        secret: the job's secret.
+        epochs: epochs in which workers register.
+        elastic: epochs of an elastic job, if it is one.
+        observed: receives ranks' observations, on any thread; None if the job has no observer.
+        page: makes a link to the job's page, on any thread; None if there is none.
+        max_polls: returns the number of requests that may wait at a time; further ones are told to try again.
         watch: makes a context manager for waiting on this thread, that calls back when a connection's client hangs up.
-        body_timeout: seconds that a request's body may take, beyond what it takes at the slowest rate that is borne.
-        limits: of memory.
+        body_timeout: seconds that a request's body may take, beyond its time at the slowest acceptable rate.
+        limits: limits on memory.
         channel: SHA-256 of the server's certificate; empty without TLS.
     """
 
@@ -127,7 +127,7 @@ class Service:
             elastic.on_formed = self._forget_epochs
 
     def store(self, scope: str) -> MemoryStore:
-        """The store of a scope; scopes are created when they are first used."""
+        """Return the store of a scope; scopes are created when they are first used."""
         with self._lock:
             if self._stopping:
                 raise StoppingError(self._stopping)
@@ -137,7 +137,7 @@ class Service:
             return store
 
     def _forget_epochs(self, formed: int) -> None:
-        """Drop what the members of epochs before the last one have stored; see ``epoch_scope``."""
+        """Drop the stores of epochs before the last one; see ``epoch_scope``."""
         with self._lock:
             old = [scope for scope in self._stores if 0 <= epoch_of(scope) < formed - 1]
             stores = [self._stores.pop(scope) for scope in old]
@@ -168,9 +168,9 @@ class Service:
 
     @contextmanager
     def receiving(self) -> Iterator[Callable[[int], None]]:
-        """To be entered while a request's body is read and answered; yields what takes note of arrived bytes.
+        """Account for a request's bytes while it is read and answered; yield a function that counts arrived bytes.
 
-        That raises Refusal if more would be kept for all requests together than there is room for.
+        The function raises Refusal if all requests together would exceed the limit.
         """
         mine = 0
 
@@ -195,10 +195,10 @@ class Service:
 
     @contextmanager
     def polling(self) -> Iterator[None]:
-        """To be entered around a wait.
+        """Count a waiting request.
 
         Raises:
-            Refusal: so many requests wait already that others might find no thread.
+            Refusal: so many requests already wait that others might find no thread.
         """
         with self._lock:
             if self._polls >= self._max_polls():
@@ -223,7 +223,7 @@ class Service:
         self.epochs.wake()
 
     def note_client(self, connection: Any, client: str) -> None:
-        """A connection has proved to be a client's: the client is present until its last connection ends."""
+        """Bind a connection to its client, which is present until its last connection ends."""
         if connection.on_close is None:
             with self._lock:
                 self._connected[client] += 1
@@ -257,7 +257,7 @@ class Service:
         return self._stopping
 
     def counts(self) -> dict[str, int]:
-        """Scopes, keys, bytes, clients and waiting requests, at this moment."""
+        """Return the present numbers of scopes, keys, bytes, clients and waiting requests."""
         with self._lock:
             sizes = [store.size() for store in self._stores.values()]
             return {
@@ -270,7 +270,7 @@ class Service:
             }
 
     def status(self) -> dict[str, Any]:
-        """The job as JSON values: what ``/v1/status`` answers."""
+        """Return the job as JSON values, as ``/v1/status`` shows it."""
         return {
             "version": __version__,
             "run": self.run,
@@ -283,10 +283,10 @@ class Service:
 
 
 def body_length(environ: Environ) -> int:
-    """A request's body's length in bytes. The front has already refused what is not a number or exceeds the limit.
+    """Return the length of a request's body. The front has already refused lengths that are invalid or too large.
 
     Raises:
-        Refusal: it is sent in chunks.
+        Refusal: the body is sent in chunks.
     """
     if environ["wsgi.input_terminated"]:
         raise Refusal(411, "chunked bodies are not accepted: send a Content-Length")
@@ -294,15 +294,15 @@ def body_length(environ: Environ) -> int:
 
 
 def read_body(environ: Environ, length: int, timeout: float, arrived: Callable[[int], object]) -> bytes:
-    """A request's body, which is waited for.
+    """Wait for a request's body, and return it.
 
     Args:
-        length: in bytes.
-        timeout: seconds that it may take, beyond what it takes at the slowest rate that is borne.
+        length: length in bytes.
+        timeout: seconds that the body may take, beyond its time at the slowest acceptable rate.
         arrived: called with the number of bytes of each piece before it is kept; may raise.
 
     Raises:
-        Refusal: it did not come, or not all of it.
+        Refusal: the body did not arrive, or not all of it.
     """
     if not length:
         return b""
@@ -321,14 +321,14 @@ class Application(Protocol):
     """A WSGI application whose requests pause."""
 
     def steps(self, environ: Environ, start_response: StartResponse) -> Steps[Any]:
-        """The request's answer, as WSGI has it."""
+        """Answer a request, as WSGI has it."""
 
 
 class Entrance(Application, Protocol):
-    """One that can answer a request on this thread, too, with all its pauses."""
+    """An application that can also answer a request on this thread, with all its pauses."""
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Any:
-        """The request's answer, as WSGI has it."""
+        """Answer a request, as WSGI has it."""
 
 
 class Gate:
@@ -379,12 +379,12 @@ class Gate:
         if hello and length:
             raise Refusal(400, "a hello has no body")
         self._service.take_counter(credentials.client, credentials.counter, hello=hello)
-        if not hello:  # which may have been recorded in an earlier run, and says nothing about who is here now
+        if not hello:  # which may have been recorded in an earlier run
             self._service.note_client(environ["hvdgloo.connection"], credentials.client)
         environ["hvdgloo.credentials"] = credentials
         body = self._body(environ, length, arrived)
         if auth.digest(body) != credentials.digest:
-            raise Refusal(401, "the body is not the one that was signed")
+            raise Refusal(401, "the body is not the signed one")
         environ["hvdgloo.body"] = body
 
     def _body(self, environ: Environ, length: int, arrived: Callable[[int], None]) -> bytes:
@@ -399,7 +399,7 @@ class Gate:
             if not browser or environ.get("HTTP_AUTHORIZATION"):  # a browser first asks what credentials to send
                 self._service.note_refused(environ.get("REMOTE_ADDR", ""), refusal.reason)
             headers.append(("WWW-Authenticate", _BROWSER_CHALLENGE if browser else auth.SCHEME))
-        # A stranger gets one request per connection, so many requests at once cost it as many connections.
+        # A stranger gets one request per connection, so that many requests cost it as many connections.
         environ["hvdgloo.connection"].end_after_answer()
         start_response(f"{refusal.status} {HTTPStatus(refusal.status).phrase}", headers)
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]

@@ -1,10 +1,10 @@
-"""The rendezvous server in a process of its own beside an agent (``-m hvdgloo.rendezvous._server.sidecar``).
+"""The rendezvous server as an agent's sidecar, in a process of its own (``-m hvdgloo.rendezvous._server.sidecar``).
 
-Where workers cannot reach the launcher (kubectl from a laptop), the server has to run where they can. The agent starts
-this process and speaks with it in messages (``hvdgloo.rendezvous._sidecar``): the first one on standard input says
-everything, secret included; those on standard output say where it listens, and then, whenever that changes, who has
-come. A further message on standard input is a question for the same, and its number comes back with the answer: it
-tells what is true after the question was asked. The end of standard input is the order to end.
+Where workers cannot reach the launcher (kubectl from a laptop), the server must run where they can. The agent starts
+this process and exchanges messages with it (``hvdgloo.rendezvous._sidecar``): the first one on standard input has
+everything, including the secret; those on standard output tell where it listens and then, whenever that changes, which
+workers have registered. A further message on standard input asks for the latter; the answer has its number, and is true
+after the question. The end of standard input is the order to end.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from hvdgloo.rendezvous._sidecar import (
     ServerRequest,
 )
 
-_LOCK = threading.Lock()  # so that what is said later was true later
-_BETWEEN = 0.1  # seconds; a thousand workers that come together make a few messages, not a thousand
+_LOCK = threading.Lock()  # so that a later message was true later
+_BETWEEN = 0.1  # seconds; a thousand workers that register together make a few messages, not a thousand
 _READ = 64 * 1024
 
 
 def arrivals(server: RendezvousServer) -> Arrived:
-    """What a launcher wants to know about a start: how many have come, which ranks have not, and why it failed."""
+    """Return the state of a start, for a launcher."""
     epoch = server.status()["epochs"][-1]
     return Arrived(epoch["arrived"], epoch["missing_ranks"], server.last_failure)
 
@@ -94,7 +94,7 @@ def _tell(server: RendezvousServer) -> None:
 
 
 def _say(message: FromServer) -> None:
-    # One write, so that lines of two threads stay whole. If they have lost their reader, standard input ends as well.
+    # One write, so that messages of two threads stay whole. If their reader is gone, standard input ends as well.
     try:
         os.write(1, FROM_SERVER.frame(message))
     except OSError:

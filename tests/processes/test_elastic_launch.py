@@ -296,7 +296,7 @@ def test_below_min_np_the_job_waits_and_then_ends_with_the_failure_s_status(job:
     job.start("-np", "2", "--min-np", "2", "--elastic-timeout", "5", *flags, program=fails)
     assert job.end() == 5
     assert "host 127.0.0.1 is left out: rank 1 on host 127.0.0.1" in job.error
-    assert "1 of 2 workers are there (localhost: 1; 127.0.0.1: left out" in job.error
+    assert "1 of 2 workers are ready (localhost: 1; 127.0.0.1: left out" in job.error
     assert "after 5 s" in job.error
 
 

@@ -87,7 +87,7 @@ def test_later_the_job_goes_on_with_the_hosts_that_it_has(launcher: Launcher) ->
 def test_a_script_that_prints_nothing_is_waited_for(launcher: Launcher) -> None:
     done = launcher.run("-np", "1", *script(launcher, "exit 0"), "--elastic-timeout", "0.5", "touch", "started")
     assert done.returncode == 1
-    assert "0 of 1 slots are there (no host is listed) after 0.5 s" in done.stderr
+    assert "0 of 1 slots are available (no host is listed) after 0.5 s" in done.stderr
     assert not (launcher.folder / "started").exists()
 
 

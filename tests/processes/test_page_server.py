@@ -107,7 +107,7 @@ def test_a_link_that_was_used_opens_nothing_for_others(server: PageServer) -> No
     assert "Set-Cookie" in stranger.get(f"/?{query}").headers
     again = stranger.get(f"/?{query}")
     assert "Set-Cookie" not in again.headers
-    assert b"<h1>This link was used already.</h1>" in again.body
+    assert b"<h1>This link was already used.</h1>" in again.body
     assert b"hvdgloo-run top --link" in again.body
     assert b"http-equiv" not in again.body  # or others would not have the time to read it
     place = re.search(rb"href=\"(/.+?)\"", again.body)

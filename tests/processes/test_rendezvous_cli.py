@@ -228,17 +228,17 @@ def test_without_once_it_goes_on_after_a_failed_start(start: Callable[..., Comma
 def test_an_elastic_job_says_who_comes_and_who_is_lost(start: Callable[..., Command]) -> None:
     command = start("-np", "2", "--min-np", "1", "--max-np", "3", "--once")
     assert "waits for 2 workers, then goes on with 1 to 3 on" in command.text
-    command.wait_for("waiting for workers: 0 of 2 workers are there")
+    command.wait_for("waiting for workers: 0 of 2 workers are ready")
     with ExitStack() as stack:
         workers = Workers(command.endpoint, stack, read_secret_file(command.secret_file))
         first = workers.ask("a")
-        command.wait_for("waiting for workers: 1 of 2 workers are there (pod-a 1)")
+        command.wait_for("waiting for workers: 1 of 2 workers are ready (pod-a 1)")
         placed(workers.ask("b"))
         placed(first)
         workers.train("a", "b", epoch=0)
         command.wait_for("epoch 0: 2 workers are in training (pod-")
         waiting = workers.ask("c")
-        command.wait_for("a new worker on host pod-c (process 2) has come")
+        command.wait_for("a new worker on host pod-c (process 2) has arrived")
         back = [workers.ask(id, 0, serial=1) for id in ("a", "b")]
         for task in (*back, waiting):
             placed(task)
@@ -265,14 +265,14 @@ def test_an_elastic_job_says_who_comes_and_who_is_lost(start: Callable[..., Comm
 def test_an_elastic_job_that_fails(start: Callable[..., Command]) -> None:
     """The time starts with the first worker; without --once another job may follow."""
     command = start("-np", "2", "--min-np", "2", "--elastic-timeout", "0.5")
-    command.wait_for("0 of 2 workers are there")
+    command.wait_for("0 of 2 workers are ready")
     for id in ("a", "b"):
         with ExitStack() as stack:
             workers = Workers(command.endpoint, stack, read_secret_file(command.secret_file))
             error = workers.ask(id).failure()
             assert isinstance(error, DismissedError)
             assert error.fate == "failed"
-            text = f"the job has failed: 1 of 2 workers are there (pod-{id} 1) after 0.5 s"
+            text = f"the job has failed: 1 of 2 workers are ready (pod-{id} 1) after 0.5 s"
             command.wait_for(text)
     assert command.end() == 0
 

@@ -47,7 +47,7 @@ def changed(old: str, new: str = "", why: str = "") -> Changed:
         ("aab", changed("ab"), "the slots of the hosts have changed; 2 of 3 workers went on after 0.4 s"),
         ("ab", changed("ab", why="a link was cut"), "a link was cut; all workers went on after 0.4 s"),
         ("a", changed("a", why="its poll failed"), "its poll failed; the worker went on after 0.4 s"),
-        ("ab", changed("", "c", KILLED), f"{KILLED}; 1 worker began anew after 0.4 s"),
+        ("ab", changed("", "c", KILLED), f"{KILLED}; 1 worker started again after 0.4 s"),
         (
             "abcdefghijkl",
             changed("a"),

@@ -408,7 +408,7 @@ class TestOrder:
 
 
 def a_lost_it(actor: Actor) -> str:
-    return f"rank {actor.rank} on host {actor.host} has lost it, and it has not come back within 2 s"
+    return f"rank {actor.rank} on host {actor.host} has lost it, and it has not returned within 2 s"
 
 
 def topology_workers(assignment: Assignment) -> tuple[Worker, ...]:
@@ -680,7 +680,7 @@ class TestHosts:
         assert bed.now - begin == 60.0
         assert bed.ended is not None
         assert bed.ended.text == (
-            "2 of 3 workers are there (h1: 2; h2: left out, as rank 2 on host h2 was killed by signal 9 (SIGKILL)) "
+            "2 of 3 workers are ready (h1: 2; h2: left out, as rank 2 on host h2 was killed by signal 9 (SIGKILL)) "
             "after 60 s (--elastic-timeout)"
         )
         assert bed.ended.failure is not None
@@ -790,12 +790,12 @@ class TestTheStart:
         assert bed.wait()
         assert bed.now - begin == 2.0
         assert bed.told == [
-            "waiting for workers: 2 of 3 slots are there (h1: 2). The job ends if they do not come within 18 s; "
+            "waiting for workers: 2 of 3 slots are available (h1: 2). The job ends if they do not arrive within 18 s; "
             "--elastic-timeout and -np set that"
         ]
         assert bed.time_alone() is Phase.FAILED
         assert bed.ended is not None
-        assert bed.ended.text == "2 of 3 slots are there (h1: 2) after 20 s (--elastic-timeout)"
+        assert bed.ended.text == "2 of 3 slots are available (h1: 2) after 20 s (--elastic-timeout)"
 
     def test_hosts_that_are_not_known_yet_are_not_complained_about(self) -> None:
         """Where no host is listed yet, an agent is still asked for its slots: that is shown in another way."""
@@ -813,7 +813,7 @@ class TestTheStart:
         begin = bed.now
         assert bed.wait()
         assert bed.now - begin == 2.0
-        assert bed.told[-1].startswith("waiting for workers: 2 of 3 workers are there (h1: 2; h2: left out, as ")
+        assert bed.told[-1].startswith("waiting for workers: 2 of 3 workers are ready (h1: 2; h2: left out, as ")
         assert bed.told[-1].endswith("within 58 s; --elastic-timeout and --min-np set that")
 
     @pytest.mark.parametrize("first", ["lost", "done"])
@@ -1178,7 +1178,7 @@ class TestWithoutALauncher:
         bed.come_back(a, accused=(b.rank or 0,))
         while bed.assignments[-1].size != 1:
             assert bed.wait()
-        assert bed.told[-1] == f"rank 1 on host pod-2 is not waited for any more: {a_lost_it(a)}"
+        assert bed.told[-1] == f"rank 1 on host pod-2 is no longer waited for: {a_lost_it(a)}"
         bed.say_up(a)
         b.asked, b.rank, b.serial = Registered("b", 0, True, 99, host="pod-2", rank=1), None, NO_STATE
         bed.feed(b.asked)
@@ -1196,7 +1196,7 @@ class TestWithoutALauncher:
         bed.feed(Leaving(worker="id-1"))
         return_all(bed)
         assert bed.told == [
-            "a new worker on host h3 (process 7) has come",
+            "a new worker on host h3 (process 7) has arrived",
             "rank 1 on host h2 has ended",
             "rank 0 on host h1 leaves, as it was asked to end",
         ]
