@@ -1,19 +1,12 @@
-"""What an elastic job says of its changes, and the names by which Horovod's integrations know parts of it."""
+"""What an elastic job says of its changes."""
 
 from __future__ import annotations
 
-import importlib
-from types import SimpleNamespace
-
 import pytest
 
-from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous._elastic.assignment import Assignment, Candidate, choose
-from hvdgloo.rendezvous._elastic.events import Changed, Update
+from hvdgloo.rendezvous._elastic.events import Changed
 from hvdgloo.rendezvous._elastic.history import MOST, describe_change, summarize
-from hvdgloo.runner.elastic.discovery import FixedHosts, HostState
-from hvdgloo.runner.elastic.settings import ElasticSettings
-from hvdgloo.runner.elastic.worker import HostUpdateResult
 
 KILLED = "rank 1 on host h1 (process 77) was killed by signal 9 (SIGKILL)"
 
@@ -76,67 +69,3 @@ def test_the_summary_of_a_job_that_always_changes_is_short() -> None:
     assert len(lines) == MOST + 1
     assert lines[0] == f"the workers changed 199 times, in 81.6 s altogether; the last {MOST} were:"
     assert lines[-1].startswith("  at 198.6 s: ")
-
-
-class TestNamesOfHorovods:
-    def test_what_an_update_means(self) -> None:
-        assert dict(HostUpdateResult.__members__) == {"no_update": 0, "removed": 1, "added": 2, "mixed": 3}
-        assert HostUpdateResult.added | HostUpdateResult.removed is HostUpdateResult.mixed
-        assert HostUpdateResult.mixed == Update.MIXED == 3, "what the rendezvous announces"
-
-    def test_settings_become_a_job(self) -> None:
-        hosts = FixedHosts({"h1": 2})
-        settings = ElasticSettings(hosts, 2, 8, 300, 5, (10, 100), num_proc=4, verbose=2)
-        spec = settings.spec()
-        assert (spec.discovery, spec.rules.size, spec.rules.smallest, spec.rules.largest) == (hosts, 4, 2, 8)
-        assert (spec.rules.elastic_timeout, spec.rules.reset_limit, spec.rules.cooldown) == (300, 5, (10, 100))
-        assert settings.verbose == 2  # type: ignore[attr-defined]
-        assert ElasticSettings(hosts, 2, None, 300, None).spec().rules.size == 2
-        with pytest.raises(ConfigError, match="--max-np 1 is below"):
-            ElasticSettings(hosts, 2, 1, 300, None).spec()
-
-    def test_they_are_found_under_horovods_name(self) -> None:
-        names = {
-            "constants": ["RESET_LIMIT_EXCEEDED_MESSAGE"],
-            "discovery": ["FixedHosts", "HostDiscovery", "HostDiscoveryScript", "HostManager", "HostState"],
-            "settings": ["ElasticSettings"],
-            "worker": ["HostUpdateResult"],
-        }
-        for module, wanted in names.items():
-            found = importlib.import_module(f"hvdgloo.runner.elastic.{module}")
-            assert [name for name in wanted if not hasattr(found, name)] == []
-
-
-class TestHostState:
-    @pytest.fixture
-    def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-        now = [1000.0]
-        monkeypatch.setattr("hvdgloo.runner.elastic.discovery.time", SimpleNamespace(monotonic=lambda: now[0]))
-        monkeypatch.setattr("hvdgloo.runner.elastic.discovery.random", SimpleNamespace(random=lambda: 0.0))
-        return now
-
-    def test_for_ever(self, clock: list[float]) -> None:
-        state = HostState()
-        event = state.get_event()
-        assert not state.is_blacklisted()
-        assert not state.is_resurrected()
-        state.blacklist()
-        assert event.is_set()
-        clock[0] += 1e9
-        assert state.is_blacklisted()
-        state.whitelist()
-        assert not state.is_blacklisted()
-        assert not state.get_event().is_set()
-
-    def test_for_longer_each_time(self, clock: list[float]) -> None:
-        state = HostState((10, 30))
-        for seconds in (20, 30):
-            state.blacklist()
-            state.blacklist()  # changes nothing: it is out already
-            clock[0] += seconds - 0.1
-            assert state.is_blacklisted()
-            clock[0] += 0.2
-            assert not state.is_blacklisted()
-            assert state.is_resurrected()
-            state.whitelist()
-            assert not state.is_resurrected()

@@ -1,4 +1,4 @@
-"""Templates, and which variables travel: values in, values out. Pains 17 and 19."""
+"""Which variables travel to other hosts, and what the working directory is called there. Pain 19."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.agent.preflight import lacking
-from hvdgloo.runner.job.command import needs, resolve_elsewhere
 from hvdgloo.runner.job.environment import (
     for_other_hosts,
     is_host_specific,
@@ -16,104 +14,7 @@ from hvdgloo.runner.job.environment import (
     read_env_file,
     working_directory,
 )
-from hvdgloo.runner.job.spec import HostEntry, Reach
-from hvdgloo.runner.processes.bootstrap import agent_argv
-from hvdgloo.runner.protocol.frames import Lacking, Require
-from hvdgloo.runner.transport.failures import Cause, Ending, Retry, preflight_failure
-from hvdgloo.runner.transport.template import diagnose, fill_in, parse_template
 from tests.support.launching import of_a_service
-
-AGENT = agent_argv("/opt/py")
-
-
-class TestTemplates:
-    def filled(self, template: str, host: HostEntry | None = None, port: int | None = None) -> tuple[str, ...]:
-        reach = Reach(python="/opt/py", ssh_port=port, agent_command=parse_template(template))
-        return fill_in(reach.agent_command, host or HostEntry("w0", 1), reach)
-
-    def test_the_agent_s_command_line_comes_last(self) -> None:
-        assert self.filled("kubectl exec -i {host} --") == ("kubectl", "exec", "-i", "w0", "--", *AGENT)
-
-    def test_or_where_it_is_wanted(self) -> None:
-        assert self.filled("env A=1 {command} ") == ("env", "A=1", *AGENT)
-        words = self.filled("sh -c 'cd /x; {command}'")
-        assert words[:2] == ("sh", "-c")
-        assert words[2].startswith("cd /x; /opt/py -c '")
-        assert self.filled("cloud ssh {host} --command {shell}")[:4] == ("cloud", "ssh", "w0", "--command")
-        assert len(self.filled("cloud ssh {host} --command {shell}")) == 5
-
-    def test_a_shell_s_rules_for_words(self) -> None:
-        assert self.filled("a 'b c' d\\ e \"f\"")[:4] == ("a", "b c", "d e", "f")
-
-    def test_fields(self) -> None:
-        ann = HostEntry("w0", 1, "ann")
-        assert self.filled("x {user} {host} {destination} {port}", ann, 22)[1:5] == ("ann", "w0", "ann@w0", "22")
-        assert self.filled("x {destination}")[1] == "w0"
-        assert self.filled("x '{{host}}'")[1] == "{host}"
-
-    @pytest.mark.parametrize(
-        ("template", "message"),
-        [
-            ("", "it is empty"),
-            ("'", "No closing quotation"),
-            ("x {pod}", r"there is no \{pod\}, only \{host\}"),
-            ("x {", "--agent-command x"),
-            ("x {}", "there is no"),
-            ("x {host.name}", "there is no"),
-        ],
-    )
-    def test_mistakes(self, template: str, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            parse_template(template)
-
-    @pytest.mark.parametrize(("field", "hint"), [("user", "user@w0"), ("port", "--ssh-port")])
-    def test_what_a_host_does_not_have(self, field: str, hint: str) -> None:
-        with pytest.raises(ConfigError, match=f"host w0 does not have: give {hint}"):
-            self.filled(f"x {{{field}}}")
-
-    @pytest.mark.parametrize(
-        "words",
-        [
-            'Error from server (NotFound): pods "w0" not found',
-            'error: unable to upgrade connection: container not found ("main")',
-            "Error from server (BadRequest): pod w0 does not have a host assigned",
-            "Error: No such container: w0",
-            "Error response from daemon: container 0a1b is not running",
-            "The connection to the server localhost:8080 was refused - did you specify the right host or port?",
-            "something that nobody has foreseen",
-            "",
-        ],
-    )
-    def test_pain_17_what_is_not_known_to_last_is_tried_again(self, words: str) -> None:
-        reach = Reach(agent_command=("/usr/bin/kubectl",))
-        found = diagnose(Ending(1, tuple(words.splitlines())), reach)
-        assert (found.cause, found.retry) == (Cause.NOT_THERE, Retry.UNTIL_THE_DEADLINE)
-        assert found.text.startswith("kubectl ended with status 1")
-        impatient = Reach(agent_command=("kubectl",), wait_for_hosts=False)
-        assert diagnose(Ending(1, tuple(words.splitlines())), impatient).retry is Retry.NEVER
-
-    @pytest.mark.parametrize(
-        ("words", "status", "cause"),
-        [
-            ("error: unknown shorthand flag: 'y' in -y", 1, Cause.CONFIGURATION),
-            ('Error from server (Forbidden): pods "w0" is forbidden', 1, Cause.AUTHENTICATION),
-            ("error: You must be logged in to the server (Unauthorized)", 1, Cause.AUTHENTICATION),
-            ("permission denied while trying to connect to the Docker daemon socket", 1, Cause.AUTHENTICATION),
-            ("nsenter: failed to execute /opt/py: No such file or directory", 127, Cause.PYTHON),
-            ('exec of "/opt/py" failed: No such file or directory', 255, Cause.PYTHON),
-            (
-                'OCI runtime exec failed: unable to start container process: exec: "/opt/py": stat /opt/py: '
-                "no such file or directory: unknown\ncommand terminated with exit code 126",
-                126,
-                Cause.PYTHON,
-            ),
-            ("ModuleNotFoundError: No module named 'hvdgloo'\ncommand terminated with exit code 1", 1, Cause.HVDGLOO),
-        ],
-    )
-    def test_what_will_not_pass_is_told_at_once(self, words: str, status: int, cause: Cause) -> None:
-        reach = Reach(python="/opt/py", agent_command=("kubectl",))
-        found = diagnose(Ending(status, tuple(words.splitlines())), reach)
-        assert (found.cause, found.retry) == (cause, Retry.NEVER)
 
 
 class TestVariables:
@@ -220,45 +121,3 @@ class TestTheWorkingDirectory:
         gone.rmdir()
         with pytest.raises(ConfigError, match="the current folder no longer exists"):
             working_directory({"PWD": str(gone)})
-
-
-class TestRequirements:
-    def test_what_is_there(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").touch()
-        (tmp_path / "tool").touch(mode=0o755)
-        required = Require(str(tmp_path), ["train.py"], ["./tool", "sh"], "")
-        assert lacking(required, {"PATH": "/bin"}) == Lacking()
-        assert preflight_failure(lacking(required, {"PATH": "/bin"}), str(tmp_path)) is None
-
-    def test_what_is_not(self, tmp_path: Path) -> None:
-        (tmp_path / "plain").touch(mode=0o644)
-        found = lacking(Require(str(tmp_path), ["train.py"], ["./plain", "no-such-tool"], "/bin"), {})
-        assert found.things == ("file train.py", "program ./plain", "program no-such-tool")
-        diagnosis = preflight_failure(found, "/data")
-        assert diagnosis is not None
-        assert diagnosis.cause is Cause.PROGRAM
-        assert diagnosis.text.startswith("there is no file train.py and no program ./plain and no program no-such-tool")
-
-    def test_pain_19_no_working_directory(self, tmp_path: Path) -> None:
-        gone = str(tmp_path / "gone")
-        diagnosis = preflight_failure(lacking(Require(gone, ["train.py"]), {}), gone)
-        assert diagnosis is not None
-        assert (diagnosis.cause, diagnosis.retry) == (Cause.DIRECTORY, Retry.NEVER)
-        assert f"there is no working directory {gone}; hvdgloo-run copies no files" in diagnosis.text
-
-    @pytest.mark.parametrize(
-        ("command", "argv", "files", "programs"),
-        [
-            (["train.py", "-v"], ("/opt/py", "train.py", "-v"), ["train.py"], ()),
-            (["-m", "a.b"], ("/opt/py", "-m", "a.b"), [], ()),
-            (["python", "-c", "1"], ("/opt/py", "-c", "1"), [], ()),
-            (["python3", "x.py"], ("/opt/py", "x.py"), ["x.py"], ()),
-            (["nvidia-smi"], ("nvidia-smi",), (), ["nvidia-smi"]),
-            (["./run.sh", "a"], ("./run.sh", "a"), (), ["./run.sh"]),
-        ],
-    )
-    def test_a_command_s_meaning_elsewhere(
-        self, command: list[str], argv: tuple[str, ...], files: list[str], programs: list[str]
-    ) -> None:
-        assert resolve_elsewhere(command, python="/opt/py") == argv
-        assert needs(argv, "/opt/py") == (files, programs)
