@@ -35,10 +35,10 @@ from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
 from hvdgloo._engine.engine import Engine
 from hvdgloo._engine.messages import Execute, Gathered, Message, Part, Request, Response, Submit, frame
 from hvdgloo._engine.readiness import masks_of
-from hvdgloo._engine.runs import runs_of_mask, runs_of_masks
-from hvdgloo._engine.seat import Seat, seat
-from hvdgloo._engine.tree import PATIENCE_SECONDS, Gatherer
-from hvdgloo._job.control_plane import ControlPlane, World, seat_of
+from hvdgloo._engine.run_lengths import runs_of_mask, runs_of_masks
+from hvdgloo._engine.tree import PATIENCE_SECONDS, Aggregator
+from hvdgloo._engine.tree_position import TreePosition, position_of
+from hvdgloo._job.control_plane import ControlPlane, World, tree_position_of
 from hvdgloo._job.settings import engine_settings
 from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo._net.handshake import Link, listen
@@ -93,7 +93,7 @@ class Idle:
 class Others:
     """All with whom the node is connected, in a process of their own."""
 
-    def __init__(self, place: Seat, socks: dict[int, socket.socket], orders: Connection) -> None:
+    def __init__(self, place: TreePosition, socks: dict[int, socket.socket], orders: Connection) -> None:
         self._place = place
         self._orders = orders
         links = {rank: Link(sock, FrameMac(_KEYS[1]), FrameMac(_KEYS[0])) for rank, sock in socks.items()}
@@ -167,7 +167,7 @@ class Node:
     """One rank's control thread."""
 
     def __init__(self, rank: int, slots: Sequence[int], fanin: int) -> None:
-        self.place = seat(rank, slots, fanin)
+        self.place = position_of(rank, slots, fanin)
         size = sum(slots)
         everyone = {0: tuple(range(size))}
         ends: dict[int, tuple[socket.socket, socket.socket]] = {}
@@ -188,7 +188,7 @@ class Node:
             idle,
             Coordinator(size, everyone, rules, str, self.place) if rank == 0 else None,
             parent=self.place.parent,
-            gatherer=Gatherer(self.place, everyone, PATIENCE_SECONDS, _TIMEOUT),
+            aggregator=Aggregator(self.place, everyone, PATIENCE_SECONDS, _TIMEOUT),
             operation_timeout=_TIMEOUT,
             spin_time=0.0,
             describe=str,
@@ -248,13 +248,13 @@ def be_rank(rank: int, slots: Sequence[int], fanin: int, endpoint: str, seconds:
         control_tree_ranks=2,
     )
     config = Config(secret=_SECRET, connect_timeout=60, start_timeout=60)
-    place = seat_of(rank, topology)
+    place = tree_position_of(rank, topology)
     assert place is not None
     with RendezvousClient(endpoint, _SECRET) as client, listen("127.0.0.1", None) as listener:
         control_plane = ControlPlane(config, _SECRET, None, client, World(rank, topology, "soak"), "127.0.0.1")
         links, decided = control_plane.connect(place, listener if rank == 0 else None, [])
     # No tensor is large enough for a data plane.
-    engine = Engine(rank, topology, links, LocalGroup(1).backend(0), engine_settings(config, decided), seat=place)
+    engine = Engine(rank, topology, links, LocalGroup(1).backend(0), engine_settings(config, decided), position=place)
     engine.start()
     drawn = random.Random(0)
     done, goes_on = 0, True

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdgloo._backends.cube import Cube, Exchange
-from hvdgloo._backends.shm.fold import Folder, Reduction
+from hvdgloo._backends.shm.reduction import Reducer, Reduction
 from hvdgloo.types import Buffer, DType, ReduceOp
 
 Bytes = npt.NDArray[np.uint8]
@@ -57,7 +57,7 @@ class Butterfly:
 
     def __init__(self, cube: Cube, wire: Wire) -> None:
         self._cube, self._wire = cube, wire
-        self._leading, self._following = Folder(0, 2, PIECE), Folder(1, 2, PIECE)
+        self._leading, self._following = Reducer(0, 2, PIECE), Reducer(1, 2, PIECE)
         self._rooms = np.empty((0, 0), np.uint8)
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> None:
@@ -170,7 +170,7 @@ class Butterfly:
                 been sent.
             leads: own values come first.
         """
-        wire, folder = self._wire, self._leading if leads else self._following
+        wire, reducer = self._wire, self._leading if leads else self._following
         rooms = self._rooms_for(kept.size)
         incoming = deque[tuple[Any, Bytes]]()
         pieces = _pieces(kept)
@@ -184,7 +184,7 @@ class Butterfly:
             begun, room = incoming.popleft()
             wire.wait(begun)
             own = _elements(piece, reduction.dtype)
-            folder.fold(partial(_the_other, [_elements(room, reduction.dtype)]), [own], [own], reduction)
+            reducer.fold(partial(_the_other, [_elements(room, reduction.dtype)]), [own], [own], reduction)
             if number + AHEAD < len(pieces):
                 room = rooms[number % AHEAD, : pieces[number + AHEAD].size]
                 incoming.append((wire.receive(room, peer), room))
@@ -218,7 +218,7 @@ def _elements(data: Bytes, dtype: DType) -> npt.NDArray[Any]:
 
 
 def _the_other(theirs: Sequence[npt.NDArray[Any]], rank: int) -> Sequence[npt.NDArray[Any]]:
-    """What ``Folder`` fetches of the other one of two."""
+    """What ``Reducer`` fetches of the other one of two."""
     return theirs
 
 

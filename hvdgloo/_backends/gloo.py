@@ -48,8 +48,8 @@ from hvdgloo._backends.base import (
 )
 from hvdgloo._backends.butterfly import Butterfly, Bytes
 from hvdgloo._backends.cube import Cube
-from hvdgloo._backends.driver import Driver
 from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
+from hvdgloo._backends.progress_thread import ProgressThread
 from hvdgloo._backends.sockets import Connections
 from hvdgloo._net.cancelling import LONGEST_TURN, TURN
 from hvdgloo._net.descriptors import close_keeping_numbers, reserve_descriptors
@@ -319,7 +319,7 @@ class GlooBackend(ProcessGroupBackend):
         self._key = derive(secret, "Gloo connection")
         super().__init__(rank, size)
         self._cube = Cube(rank, size) if size > FEW_RANKS else None
-        self._driver: Driver | None = None
+        self._progress: ProgressThread | None = None
         self._wire: _GlooWire | None = None
         self._butterfly: Butterfly | None = None
         self._all_connected = False
@@ -362,7 +362,7 @@ class GlooBackend(ProcessGroupBackend):
         self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
         self._wire = wire = _GlooWire(self._group, lambda: self._aborted, self.abort)
         self._butterfly = Butterfly(self._cube, wire) if self._cube is not None else None
-        self._driver = Driver(f"hvdgloo-gloo-{self._rank}", wire.settle)
+        self._progress = ProgressThread(f"hvdgloo-gloo-{self._rank}", wire.settle)
         self._prefix = prefix.encode()
         connections = self._connections = Connections(self._store.published)
         self._met = {self._rank}
@@ -431,8 +431,8 @@ class GlooBackend(ProcessGroupBackend):
         Raises:
             BackendError, RuntimeError: it failed.
         """
-        assert self._driver is not None
-        work, deadline = self._driver.begin("connect", lambda: self._check(peers)), time.monotonic() + timeout
+        assert self._progress is not None
+        work, deadline = self._progress.begin("connect", lambda: self._check(peers)), time.monotonic() + timeout
         look_at = time.monotonic() + min(LONGEST_TURN, timeout)
         while not work.completes_within(min(TURN, timeout)):
             if self._gives_up():
@@ -452,11 +452,11 @@ class GlooBackend(ProcessGroupBackend):
             if time.monotonic() >= deadline:
                 raise BackendError(f"not connected within {max(timeout, 0.0):.0f} s")
         if self._cube is None:
-            self._driver.close()
-            self._driver = None
+            self._progress.close()
+            self._progress = None
 
     def _check(self, peers: Sequence[int]) -> None:
-        """Exchange proofs with others, on the driver's thread. The first bytes between two ranks connect them."""
+        """Exchange proofs with others, on the progress thread. The first bytes between two ranks connect them."""
         wire, new = self._wire, sorted(set(peers) - self._met)
         assert wire is not None
         sent = {peer: np.frombuffer(bytearray(self._proof(self._rank, peer)), np.uint8) for peer in new}
@@ -537,11 +537,11 @@ class GlooBackend(ProcessGroupBackend):
         return self._through_cube("alltoall", body, source, target)
 
     def _through_cube(self, what: str, body: Callable[[Butterfly], None], *keep: Buffer) -> Work:
-        """Let the driver do something with the cube."""
-        driver, cube = self._driver, self._butterfly
-        if driver is None or cube is None:
+        """Have the progress thread do something with the cube."""
+        progress, cube = self._progress, self._butterfly
+        if progress is None or cube is None:
             raise BackendError(f"Gloo {what}: the process group has been closed")
-        return driver.begin(what, lambda: body(cube), keep)
+        return progress.begin(what, lambda: body(cube), keep)
 
     def _connect_everybody(self, cube: Butterfly) -> None:
         """Connect this rank with those that are no neighbours; all ranks do so in their first alltoall."""
@@ -587,10 +587,10 @@ class GlooBackend(ProcessGroupBackend):
             connections.end()
 
     def close(self) -> None:
-        if self._driver is not None:
-            self._driver.close()
+        if self._progress is not None:
+            self._progress.close()
         group, connections = self._group, self._connections
-        self._driver = self._butterfly = self._wire = self._group = self._connections = None
+        self._progress = self._butterfly = self._wire = self._group = self._connections = None
         if group is None or self._is_abandoned:
             return
         held = [group]

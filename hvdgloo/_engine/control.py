@@ -2,7 +2,7 @@
 decide.
 
 An idle job sends nothing and uses no CPU time. On rank 0 the thread also runs the Coordinator, whose messages to rank 0
-itself bypass the socket. In a tree, the thread of a leader also runs a Gatherer, for the ranks that report to it.
+itself bypass the socket. In a tree, the thread of a leader also runs an Aggregator, for the ranks that report to it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hvdgloo._engine.connection import ControlConnection
 from hvdgloo._engine.conventions import COORDINATOR, EVERYONE
 from hvdgloo._engine.executor import Executor
 from hvdgloo._engine.handle import Handle
+from hvdgloo._engine.liveness import Liveness
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import (
     FOR_EVERYONE,
@@ -41,7 +42,6 @@ from hvdgloo._engine.messages import (
 )
 from hvdgloo._engine.planes import DEPTH
 from hvdgloo._engine.stacks import THREAD_PREFIX, python_stacks
-from hvdgloo._engine.watch import Watch
 from hvdgloo._net import framing
 from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.handshake import Link
@@ -58,7 +58,7 @@ from hvdgloo.errors import (
 if TYPE_CHECKING:
     from hvdgloo._engine.coordinator import Coordinator
     from hvdgloo._engine.negotiation import Waiting
-    from hvdgloo._engine.tree import Gatherer
+    from hvdgloo._engine.tree import Aggregator
     from hvdgloo._observe.counters import Counters
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Control:
         links: connections with those that this rank reports to, or that report to it.
         coordinator: on rank 0, else None.
         parent: whom this rank reports to, unless it is rank 0.
-        gatherer: in a tree, on rank 0 and on leaders, else None.
+        aggregator: in a tree, on rank 0 and on leaders, else None.
         operation_timeout: seconds after which a silent rank counts as lost.
         spin_time: seconds that a waiting caller polls for the answer before it goes to sleep; 0 for not at all.
         on_end: called once, on the thread, with the error that later submissions get.
@@ -96,7 +96,7 @@ class Control:
         coordinator: Coordinator | None,
         *,
         parent: int = COORDINATOR,
-        gatherer: Gatherer | None = None,
+        aggregator: Aggregator | None = None,
         operation_timeout: float,
         spin_time: float,
         describe: Callable[[int], str],
@@ -107,7 +107,7 @@ class Control:
         self._member = member
         self._executor = executor
         self._coordinator = coordinator
-        self._gatherer = gatherer
+        self._aggregator = aggregator
         self._parent = parent
         self._operation_timeout = operation_timeout
         self._spin_time = spin_time
@@ -117,10 +117,10 @@ class Control:
         # Ranks say the same to whom they report to, who says something new each time.
         read = Decoder().decode
         if coordinator is None:
-            self._parent_watch: Watch | None = Watch(
-                (parent,), operation_timeout, at_once=gatherer is not None or parent != COORDINATOR
+            self._parent_watch: Liveness | None = Liveness(
+                (parent,), operation_timeout, at_once=aggregator is not None or parent != COORDINATOR
             )
-            read_orders = decode if gatherer is None else self._read_order
+            read_orders = decode if aggregator is None else self._read_order
         else:
             self._parent_watch, read_orders = None, read
         self._connections = {
@@ -335,12 +335,12 @@ class Control:
 
     def _attend(self, now: float) -> None:
         """Do what follows from what was said, and send it."""
-        if self._gatherer is not None:
-            self._gather(self._gatherer, now)
+        if self._aggregator is not None:
+            self._gather(self._aggregator, now)
         if self._coordinator is not None:
             self._conduct(self._coordinator, now)
-            while self._gatherer is not None and self._gatherer.is_due(now):
-                self._gather(self._gatherer, now)
+            while self._aggregator is not None and self._aggregator.is_due(now):
+                self._gather(self._aggregator, now)
                 self._conduct(self._coordinator, now)
 
     def _sleep(self) -> list[tuple[selectors.SelectorKey, int]]:
@@ -365,8 +365,8 @@ class Control:
                 self._to_coordinator(message, now)
 
     def _to_coordinator(self, message: Message, now: float) -> None:
-        if self._gatherer is not None:
-            self._gatherer.receive(self._rank, message, now)
+        if self._aggregator is not None:
+            self._aggregator.receive(self._rank, message, now)
         elif self._coordinator is not None:
             self._coordinator.receive(self._rank, message, now)
         else:
@@ -384,18 +384,18 @@ class Control:
         if connection.pending:
             self._unsent.add(peer)
 
-    def _gather(self, gatherer: Gatherer, now: float) -> None:
+    def _gather(self, aggregator: Aggregator, now: float) -> None:
         """Leaders: send up what has been gathered, and down what is for some of those below."""
         while True:
-            for message in gatherer.take(now):
+            for message in aggregator.take(now):
                 if self._coordinator is None:
                     self._send(self._parent, frame(message))
                     continue
                 for ranks, numbers in self._coordinator.hear(message, now):
-                    gatherer.ask_back(ranks, numbers)
-            if not gatherer.down:
+                    aggregator.ask_back(ranks, numbers)
+            if not aggregator.down:
                 return
-            down, gatherer.down = gatherer.down, []
+            down, aggregator.down = aggregator.down, []
             for child, message in down:
                 if child == self._rank:
                     self._receive_verdict(message, now)
@@ -408,8 +408,8 @@ class Control:
             coordinator.release(now)
         self._deliver(coordinator, now)
         coordinator.busy = self._executor.backlog > 0
-        gatherer = self._gatherer
-        coordinator.gathering = gatherer is not None and (gatherer.holds or gatherer.asked_from_below(now))
+        aggregator = self._aggregator
+        coordinator.gathering = aggregator is not None and (aggregator.holds or aggregator.asked_from_below(now))
 
     def _deliver(self, coordinator: Coordinator, now: float) -> None:
         """Rank 0: send the coordinator's messages, and log its warnings."""
@@ -420,8 +420,8 @@ class Control:
                     self._order(message, None, now)
                 elif destination == self._rank:
                     self._receive_verdict(message, now)
-                elif self._gatherer is not None and isinstance(message, AskStacks):
-                    self._gatherer.send(1 << destination, message)
+                elif self._aggregator is not None and isinstance(message, AskStacks):
+                    self._aggregator.send(1 << destination, message)
                 else:
                     self._send(destination, frame(message))
         if coordinator.warnings or coordinator.recoveries or coordinator.news:
@@ -459,8 +459,8 @@ class Control:
             framed: the message as it came, on all ranks but rank 0.
         """
         self._send_below(message, framed)
-        if self._gatherer is not None:
-            self._gatherer.pass_down(message, now)
+        if self._aggregator is not None:
+            self._aggregator.pass_down(message, now)
         self._receive_verdict(message, now)
 
     def _send_below(self, message: Message, framed: bytes | bytearray | None = None) -> None:
@@ -480,16 +480,16 @@ class Control:
     def _receive(self, peer: int, message: Message, now: float) -> None:
         if self._parent_watch is not None and peer == self._parent:
             self._parent_watch.heard(peer, now)
-            if self._gatherer is None:
+            if self._aggregator is None:
                 self._receive_verdict(message, now)
             elif isinstance(message, FOR_EVERYONE):
                 self._order(message, self._orders.popleft(), now)
             else:
-                self._gatherer.pass_down(message, now)
-        elif self._gatherer is not None:
+                self._aggregator.pass_down(message, now)
+        elif self._aggregator is not None:
             if self._coordinator is not None:
                 self._coordinator.heard(peer, now)
-            self._gatherer.receive(peer, message, now)
+            self._aggregator.receive(peer, message, now)
         elif self._coordinator is not None:
             self._coordinator.receive(peer, message, now)
 
@@ -534,8 +534,8 @@ class Control:
         if self._parent_watch is not None and peer == self._parent:
             if not self._finished:
                 self._parent_lost(reason)
-        elif self._gatherer is not None:
-            self._gatherer.lost(peer, reason, now)
+        elif self._aggregator is not None:
+            self._aggregator.lost(peer, reason, now)
         elif self._coordinator is not None:
             self._coordinator.lost(peer, reason, now)
 
@@ -580,9 +580,9 @@ class Control:
             self._end_by_order(self._ordered_end)
         if self._failure is not None and now >= self._failure_deadline and not self._finished:
             self._give_up(BackendError(f"{type(self._failure).__name__}: {self._failure}"))
-        if self._gatherer is not None:
-            self._gatherer.busy = self._waits
-            self._gatherer.tick(now)
+        if self._aggregator is not None:
+            self._aggregator.busy = self._waits
+            self._aggregator.tick(now)
         if self._coordinator is not None:
             self._coordinator.tick(now)
         elif self._parent_watch is not None and not self._finished:
@@ -593,13 +593,13 @@ class Control:
         """Whether this rank itself waits for others."""
         return bool(self._member.has_pending or self._executor.backlog or self._ended)
 
-    def _watch_parent(self, watch: Watch, now: float) -> None:
+    def _watch_parent(self, watch: Liveness, now: float) -> None:
         """Other ranks: check that the one above still answers, while something is pending."""
         if watch.rests(now):
             return
         active = self._waits
-        if self._gatherer is not None:
-            active = active or self._gatherer.asked_from_below(now)
+        if self._aggregator is not None:
+            active = active or self._aggregator.asked_from_below(now)
         ping, lost = watch.tick(now, active=active)
         for _, reason in lost:
             self._parent_lost(reason)
@@ -608,7 +608,7 @@ class Control:
 
     def _deadline(self) -> float | None:
         times = [] if self._failure is None else [self._failure_deadline]
-        for part in (self._coordinator, self._gatherer):
+        for part in (self._coordinator, self._aggregator):
             deadline = None if part is None else part.deadline()
             if deadline is not None:
                 times.append(deadline)

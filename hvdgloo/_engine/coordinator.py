@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from hvdgloo._engine import stall
 from hvdgloo._engine.conventions import COORDINATOR, EVERYONE, INQUEST_SECONDS
+from hvdgloo._engine.liveness import Liveness
 from hvdgloo._engine.messages import (
     Abort,
     AskStacks,
@@ -42,12 +43,11 @@ from hvdgloo._engine.messages import (
 )
 from hvdgloo._engine.negotiation import Negotiator, Waiting, format_ranks
 from hvdgloo._engine.readiness import bits_of
-from hvdgloo._engine.runs import mask_of_runs, masks_of_runs
-from hvdgloo._engine.watch import Watch
+from hvdgloo._engine.run_lengths import mask_of_runs, masks_of_runs
 
 if TYPE_CHECKING:
-    from hvdgloo._engine.seat import Seat
     from hvdgloo._engine.timeline import Timeline, Timelines
+    from hvdgloo._engine.tree_position import TreePosition
     from hvdgloo._engine.tuning import Tuner
     from hvdgloo._observe.lateness import LatenessBook
 
@@ -88,7 +88,7 @@ class Coordinator:
     Args:
         members: the ranks of each process set by id.
         describe: a rank with its host and pid, for messages.
-        seat: rank 0's place in the tree, if there is one; otherwise every rank speaks to rank 0.
+        position: rank 0's place in the tree, if there is one; otherwise every rank speaks to rank 0.
         lateness: where it is counted which ranks come last, if anywhere.
         tuner: what tries other settings, if that was asked for.
 
@@ -107,7 +107,7 @@ class Coordinator:
         members: Mapping[int, Sequence[int]],
         rules: CoordinatorSettings,
         describe: Callable[[int], str],
-        seat: Seat | None = None,
+        position: TreePosition | None = None,
         lateness: LatenessBook | None = None,
         tuner: Tuner | None = None,
     ) -> None:
@@ -124,11 +124,11 @@ class Coordinator:
         self._describe = describe
         self._negotiator = Negotiator(members, rules.cache_capacity)
         self._negotiator.lateness = lateness
-        self._in_tree = seat is not None
-        self._neighbours = tuple(range(1, size)) if seat is None else seat.children
-        self._leaders: Collection[int] = () if seat is None else seat.leaders
-        self._inquest_seconds = INQUEST_SECONDS if seat is None else seat.inquest_seconds
-        self._neighbours_watch = Watch(self._neighbours, rules.operation_timeout, at_once=self._in_tree)
+        self._in_tree = position is not None
+        self._neighbours = tuple(range(1, size)) if position is None else position.children
+        self._leaders: Collection[int] = () if position is None else position.leaders
+        self._inquest_seconds = INQUEST_SECONDS if position is None else position.inquest_seconds
+        self._neighbours_watch = Liveness(self._neighbours, rules.operation_timeout, at_once=self._in_tree)
         self._last_release = float("-inf")
         self._ticked = float("-inf")
         self._timeline: Timeline | Timelines | None = None

@@ -36,8 +36,8 @@ from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
 if TYPE_CHECKING:
     from hvdgloo._engine.negotiation import Waiting
-    from hvdgloo._engine.seat import Seat
     from hvdgloo._engine.timeline import Timeline, Timelines
+    from hvdgloo._engine.tree_position import TreePosition
     from hvdgloo._engine.tuning import AutotuneSettings
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Engine:
             called on the data thread of every member. Without it, no sets can be added.
         open_device: makes the data planes of a process set's CUDA tensors, see ``planes.OpenDevice``, given that number
             and those ranks (0 for the set of all). Without it, there are none.
-        seat: this rank's place in the tree, if the job's control plane is one.
+        position: this rank's place in the tree, if the job's control plane is one.
         counters: what this process counts, for one engine at a time; None if nothing is to be counted.
     """
 
@@ -117,7 +117,7 @@ class Engine:
         settings: EngineSettings,
         open_backend: OpenBackend | None = None,
         open_device: OpenDevice | None = None,
-        seat: Seat | None = None,
+        position: TreePosition | None = None,
         counters: Counters | None = None,
     ) -> None:
         self.rank = rank
@@ -170,15 +170,15 @@ class Engine:
                 from hvdgloo._engine.tuning import Tuner
 
                 tuner = Tuner(self._start_settings, settings.autotune, deterministic=settings.deterministic)
-            coordinator = Coordinator(topology.size, {0: everyone}, rules, topology.describe, seat, lateness, tuner)
-        gatherer = None
-        if seat is not None and seat.below:
-            from hvdgloo._engine.tree import PATIENCE_SECONDS, Gatherer
+            coordinator = Coordinator(topology.size, {0: everyone}, rules, topology.describe, position, lateness, tuner)
+        aggregator = None
+        if position is not None and position.below:
+            from hvdgloo._engine.tree import PATIENCE_SECONDS, Aggregator
 
             patience = min(PATIENCE_SECONDS, settings.stall_warning_time / 2)
-            gatherer = Gatherer(seat, {0: everyone}, patience, settings.operation_timeout)
+            aggregator = Aggregator(position, {0: everyone}, patience, settings.operation_timeout)
         self._coordinator = coordinator
-        self._in_tree = seat is not None
+        self._in_tree = position is not None
         self._timelines: dict[bool, Timeline] = {}  # the program's own (False), and one that somebody else asked for
         self._control = Control(
             rank,
@@ -186,8 +186,8 @@ class Engine:
             self._member,
             self._executor,
             coordinator,
-            parent=COORDINATOR if seat is None else seat.parent,
-            gatherer=gatherer,
+            parent=COORDINATOR if position is None else position.parent,
+            aggregator=aggregator,
             operation_timeout=settings.operation_timeout,
             spin_time=settings.spin_time,
             describe=topology.describe,

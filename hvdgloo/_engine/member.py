@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hvdgloo._engine import inline, joined
+from hvdgloo._engine import inline, neutral_tensors
 from hvdgloo._engine.messages import Execute, Request, Response, Submit, Tune
 from hvdgloo._engine.submission import Signature, Submission
 from hvdgloo._observe.counters import AGREEMENT, Counters, Traffic
@@ -253,7 +253,7 @@ class Member:
         if request.collective is Collective.JOIN:
             self._joined = False
         elif operation is None and self._joined and request.process_set in self._own_sets:
-            operation = joined.stand_in(request)
+            operation = neutral_tensors.stand_in(request)
         return response, operation
 
     def _remember(self, response: Response, operation: Submission | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from hvdgloo._engine.readiness import Masks, masks_of
-from hvdgloo._engine.runs import items_of_runs, runs_of_items
+from hvdgloo._engine.run_lengths import items_of_runs, runs_of_items
 from hvdgloo._net import codec
 from hvdgloo._net.codec import Count
 from hvdgloo.types import Collective, ReduceOp, TensorSpec

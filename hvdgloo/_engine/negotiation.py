@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from hvdgloo._engine import inline
 from hvdgloo._engine.conventions import COORDINATOR
 from hvdgloo._engine.messages import Execute, Request, Response, Submit
-from hvdgloo._engine.partial import PartialSubmission, Requests
+from hvdgloo._engine.partial_submissions import PartialSubmission, Requests
 from hvdgloo._engine.readiness import BLOCK_BITS, Block, Ledger, Masks, bits_of, mask_of, numbers_of
 from hvdgloo.types import Collective, ReduceOp
 

@@ -33,6 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hvdgloo._engine import inline
 from hvdgloo._engine.conventions import ping_interval
+from hvdgloo._engine.liveness import Liveness, RollCall
 from hvdgloo._engine.messages import (
     Abort,
     AskStacks,
@@ -59,11 +60,10 @@ from hvdgloo._engine.messages import (
     To,
     Tune,
 )
-from hvdgloo._engine.partial import Held
+from hvdgloo._engine.partial_submissions import Held
 from hvdgloo._engine.readiness import Block, Ledger, bits_of, mask_of, numbers_of
-from hvdgloo._engine.runs import mask_of_runs, masks_of_runs, runs_of_mask, runs_of_masks
-from hvdgloo._engine.seat import Seat
-from hvdgloo._engine.watch import RollCall, Watch
+from hvdgloo._engine.run_lengths import mask_of_runs, masks_of_runs, runs_of_mask, runs_of_masks
+from hvdgloo._engine.tree_position import TreePosition
 from hvdgloo.types import Collective
 
 PATIENCE_SECONDS = 1.0
@@ -76,11 +76,11 @@ _WORTH_SAYING = 0.1
 """Seconds; what was submitted less long ago counts as submitted now."""
 
 
-class Gatherer:
+class Aggregator:
     """What a leader, or the root, knows of the ranks below.
 
     Args:
-        seat: its place.
+        position: its place.
         members: the global ranks of each process set by id, at the beginning; 0 is all ranks.
         patience: seconds after which an operation that not all have submitted goes up.
         operation_timeout: seconds after which a silent child counts as lost.
@@ -91,13 +91,13 @@ class Gatherer:
     """
 
     def __init__(
-        self, seat: Seat, members: Mapping[int, Sequence[int]], patience: float, operation_timeout: float
+        self, position: TreePosition, members: Mapping[int, Sequence[int]], patience: float, operation_timeout: float
     ) -> None:
         self.down: list[tuple[int, Message]] = []
         self.busy = False
-        self._seat = seat
+        self._position = position
         self._everyone = 0
-        for ranks in seat.below.values():
+        for ranks in position.below.values():
             self._everyone |= ranks
         self._patience = patience
         # Of each process set, the ranks below that are in it, and the children that speak for some of them.
@@ -122,7 +122,7 @@ class Gatherer:
         self._parts: list[Part] = []
         self._last, self._waited = -1, 0.0  # of these: who made the others wait longest
         # Whose message is being read: who was the last of those it speaks for, and how long the first had waited.
-        self._comer, self._comers_waited = seat.rank, 0.0
+        self._comer, self._comers_waited = position.rank, 0.0
         self._up: list[Message] = []
         self._unanswered_until = float("-inf")
         # The rest.
@@ -133,7 +133,7 @@ class Gatherer:
         self._roll_call: RollCall | None = None
         self._asked_from_above = self._asked_from_below = float("-inf")
         self._ping_seconds = 2 * ping_interval(operation_timeout)
-        self._watch = Watch(seat.children, operation_timeout, at_once=True)
+        self._watch = Liveness(position.children, operation_timeout, at_once=True)
 
     # What comes from below.
 
@@ -143,12 +143,12 @@ class Gatherer:
         Raises:
             ValueError: the child has no right to say this.
         """
-        if child != self._seat.rank:
+        if child != self._position.rank:
             self._check(child, message)
         self._now = now
         self._comer, self._comers_waited = child, 0.0
         self._watch.heard(child, now)
-        if self._roll_call is not None and child not in self._seat.leaders:
+        if self._roll_call is not None and child not in self._position.leaders:
             self._answered_the_roll(self._roll_call, child, 0)
         if isinstance(message, Submit):
             self._submitted(child, message)
@@ -164,7 +164,7 @@ class Gatherer:
         elif isinstance(message, (Said, Lost, Observe, Tune, Abort)):
             self._say(message)
         elif isinstance(message, Silent):
-            if self._seat.parent < 0:
+            if self._position.parent < 0:
                 self._say(message)
             elif self._roll_call is not None:
                 self._answered_the_roll(self._roll_call, child, mask_of_runs(message.ranks))
@@ -175,7 +175,7 @@ class Gatherer:
         Raises:
             ValueError: this one does otherwise.
         """
-        is_leader = child in self._seat.leaders
+        is_leader = child in self._position.leaders
         if isinstance(message, Submit):
             allowed = not is_leader
         elif isinstance(message, Gathered):  # the ranks of its parts are looked at where they are read
@@ -195,7 +195,7 @@ class Gatherer:
             raise ValueError(f"rank {child} has sent a {type(message).__name__} that is not for it to send")
 
     def _speaks_for(self, child: int, ranks: int) -> bool:
-        return not ranks & ~self._seat.below[child]
+        return not ranks & ~self._position.below[child]
 
     def lost(self, child: int, reason: str, now: float) -> None:
         """A child's connection has ended."""
@@ -217,7 +217,7 @@ class Gatherer:
         elif isinstance(message, To):
             self.send(mask_of_runs(message.ranks), message.message)
         elif isinstance(message, (Resend, AskStacks)):
-            self.send(1 << self._seat.rank, message)
+            self.send(1 << self._position.rank, message)
         elif isinstance(message, Ping):
             self._asked_from_above = now
             self._up.append(Pong())
@@ -237,7 +237,7 @@ class Gatherer:
         self._deliver(ranks, Resend(tuple(numbers)), asked_here=True)
 
     def _deliver(self, ranks: int, message: Resend | AskStacks, *, asked_here: bool) -> None:
-        for child, below in self._seat.below.items():
+        for child, below in self._position.below.items():
             meant = ranks & below
             if not meant:
                 continue
@@ -261,7 +261,7 @@ class Gatherer:
             self._close()
         elif (self._whole or self._parts) and now >= self._unanswered_until:
             self._close()
-            if self._seat.parent >= 0:
+            if self._position.parent >= 0:
                 self._unanswered_until = now + BATCH_SECONDS
         up, self._up = self._up, []
         return up
@@ -295,7 +295,7 @@ class Gatherer:
             self._look_at_what_waits()
         if self._roll_call is not None and now >= self._roll_call.deadline:
             self._close_the_roll(self._roll_call)
-        if self._seat.parent >= 0:
+        if self._position.parent >= 0:
             self._watch_children(now)
 
     def deadline(self) -> float | None:
@@ -318,7 +318,7 @@ class Gatherer:
         for child, reason in lost:
             self.lost(child, reason, now)
         if ping:
-            self.down.extend((child, Ping()) for child in self._seat.children)
+            self.down.extend((child, Ping()) for child in self._position.children)
 
     # Submissions.
 
@@ -348,7 +348,7 @@ class Gatherer:
         for at, mask in masks_of_runs(message.whole):
             unknown += self._announced(leader, at, mask, b"")
         if unknown:
-            self.ask_back(self._seat.below[leader], unknown)
+            self.ask_back(self._position.below[leader], unknown)
         for part in message.parts:
             ranks = mask_of_runs(part.ranks)
             if not self._speaks_for(leader, ranks):
@@ -382,7 +382,7 @@ class Gatherer:
             else:
                 self._look_by(self._now + self._patience)
         if counted != mask:
-            ranks = self._seat.below[child] & self._members[block.process_set]
+            ranks = self._position.below[child] & self._members[block.process_set]
             for number in numbers_of(at, mask ^ counted):
                 request = self._known[number]
                 self._file(ranks, request, number, self._prescaled(request, payload), self._now)
@@ -393,7 +393,7 @@ class Gatherer:
         been opened there and must not be held here."""
         members = self._members.get(request.process_set, 0)
         if request.collective is not Collective.JOIN and (
-            self._seat.below[leader] & members & ~ranks & ~self._excused(request)
+            self._position.below[leader] & members & ~ranks & ~self._excused(request)
         ):
             self._open(request.key)
         self._file(ranks, request, number, payload, since)
@@ -449,7 +449,7 @@ class Gatherer:
         for number, since, children in block.withdraw(mask):
             held = self._held[self._known[number].key] = Held(since)
             for child in children:
-                held.numbered |= self._seat.below[child] & members
+                held.numbered |= self._position.below[child] & members
 
     def _rivals_of(self, request: Request) -> list[tuple[int, str]]:
         """Operations of other kinds under a request's name that are under way. Such numbers are no longer counted."""
@@ -629,7 +629,7 @@ class Gatherer:
         ranks = 0
         for _, _, children in block.withdraw(bit):
             for child in children:
-                ranks |= self._seat.below[child] & members
+                ranks |= self._position.below[child] & members
         held = self._held.get(key)
         if held is not None and held.numbered:
             ranks |= held.forget_numbered()
@@ -640,7 +640,7 @@ class Gatherer:
 
     def _add_set(self, number: int, ranks: Iterable[int]) -> None:
         members = self._members[number] = mask_of(ranks) & self._everyone
-        self._sources[number] = frozenset(child for child, below in self._seat.below.items() if below & members)
+        self._sources[number] = frozenset(child for child, below in self._position.below.items() if below & members)
 
     def _drop_set(self, number: int) -> None:
         """Its operations under way are ended by the ranks themselves."""
@@ -668,10 +668,10 @@ class Gatherer:
             self._drained = 0
 
     def _call_the_roll(self) -> None:
-        self._roll_call = RollCall(self._seat.children, self._now + self._seat.inquest_seconds)
-        for child in self._seat.children:
-            self.down.append((child, Inquest() if child in self._seat.leaders else Ping()))
-        if not self._seat.children:
+        self._roll_call = RollCall(self._position.children, self._now + self._position.inquest_seconds)
+        for child in self._position.children:
+            self.down.append((child, Inquest() if child in self._position.leaders else Ping()))
+        if not self._position.children:
             self._close_the_roll(self._roll_call)
 
     def _answered_the_roll(self, roll_call: RollCall, child: int, silent: int) -> None:
@@ -680,7 +680,7 @@ class Gatherer:
 
     def _close_the_roll(self, roll_call: RollCall) -> None:
         self._roll_call = None
-        self._say(Silent(self._seat.rank, runs_of_mask(roll_call.silent)))
+        self._say(Silent(self._position.rank, runs_of_mask(roll_call.silent)))
 
     def _observe(self, on: bool) -> None:
         self._observed = on

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdgloo._backends.base import get_all
-from hvdgloo._engine.seat import Seat, seat
+from hvdgloo._engine.tree_position import TreePosition, position_of
 from hvdgloo._job.settings import plan_settings
 from hvdgloo._net import abstract
 from hvdgloo._net.handshake import Cancelled, Handshake, Link, listen
@@ -24,7 +24,7 @@ _FEWEST_HOSTS = 3
 """With two hosts, one connection between them would be all that a tree saves rank 0."""
 
 
-def seat_of(rank: int, topology: Topology) -> Seat | None:
+def tree_position_of(rank: int, topology: Topology) -> TreePosition | None:
     """A rank's place in the tree; None if every rank is connected with rank 0.
 
     It depends on nothing but what all ranks are told alike, or they would wait for each other in different places.
@@ -33,7 +33,7 @@ def seat_of(rank: int, topology: Topology) -> Seat | None:
         return None
     if any(count > 1 and not host.identity for host, count in zip(topology.hosts, topology.slots, strict=True)):
         return None  # ranks in several containers, or on machines of one name: they cannot meet at an abstract socket
-    return seat(rank, topology.slots, topology.control_fanin)
+    return position_of(rank, topology.slots, topology.control_fanin)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ControlPlane:
         self.address, self.told, self.cancelled = address, told or {}, cancelled
 
     def connect(
-        self, place: Seat | None, listener: socket.socket | None, process_sets: list[list[int]]
+        self, place: TreePosition | None, listener: socket.socket | None, process_sets: list[list[int]]
     ) -> tuple[dict[int, Link], dict[str, Any]]:
         """Connect with all whom this rank reports to, or who report to it.
 
@@ -125,7 +125,7 @@ class ControlPlane:
 
     def _take_seat(
         self,
-        place: Seat,
+        place: TreePosition,
         listener: socket.socket | None,
         first: tuple[str, int] | None,
         shared: dict[str, Any],

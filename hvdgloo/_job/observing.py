@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hvdgloo._backends.reasons import why
+from hvdgloo._backends.plane_reason import why
 from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._observe import samples
 from hvdgloo._observe.counters import Counters

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdgloo._backends.select import Planes, idle_provider
 from hvdgloo._engine.engine import Engine
-from hvdgloo._job.control_plane import ControlPlane, World, seat_of
+from hvdgloo._job.control_plane import ControlPlane, World, tree_position_of
 from hvdgloo._job.reporting import Reporting
 from hvdgloo._job.settings import engine_settings
 from hvdgloo._net.event_loop import WakeUp
@@ -160,7 +160,7 @@ class Participant:
             MissingDependencyError: Gloo is needed, and the package that carries it is not installed.
         """
         config, client, rank, topology = self.config, self.client, world.rank, world.topology
-        place = seat_of(rank, topology)
+        place = tree_position_of(rank, topology)
         process_sets = [list(members) for members in sets]
         control_plane = ControlPlane(
             config, self.secret, self.tls, client, world, self.address, told() if rank == 0 else None, cancelled

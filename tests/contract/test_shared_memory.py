@@ -21,9 +21,9 @@ import pytest
 
 from hvdgloo._backends import kernels
 from hvdgloo._backends.base import Work
-from hvdgloo._backends.shm import limits, rounds, system
+from hvdgloo._backends.shm import limits, segment_collectives, system
 from hvdgloo._backends.shm.backend import ShmBackend, Unsupported
-from hvdgloo._backends.shm.exchange import common_ancestor
+from hvdgloo._backends.shm.segment_setup import common_ancestor
 from hvdgloo._net import abstract
 from hvdgloo.errors import BackendError, ConnectError
 from hvdgloo.rendezvous import MemoryStore
@@ -204,7 +204,7 @@ def test_every_type_and_operation(
             pytest.skip("torch computes half types only")
         pytest.importorskip("torch")
     else:
-        monkeypatch.setattr("hvdgloo._backends.shm.fold._torch_halves", None)
+        monkeypatch.setattr("hvdgloo._backends.shm.reduction._torch_halves", None)
         monkeypatch.setitem(sys.modules, "torch", None)
     group = ranks(3)
     counts = [1, 40_000, 3]
@@ -261,9 +261,9 @@ def test_no_more_rounds_are_kept_prepared_than_the_limit(
     make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many small tensors have come, and then a large one takes their places."""
-    monkeypatch.setattr(rounds, "_MOST_ROUNDS", 8)
+    monkeypatch.setattr(segment_collectives, "_MOST_ROUNDS", 8)
     group = make_ranks(2, kind="shm-segment")
-    slot = 64 * KIB // rounds.SLOTS
+    slot = 64 * KIB // segment_collectives.SLOTS
     sizes = [2 * slot // 8, 2 * slot // 8, 2 * slot // 8, 5 * slot // 8, 2 * slot // 8, 20 * slot // 8]
 
     def kept(rank: int) -> list[int]:

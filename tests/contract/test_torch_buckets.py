@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 
-from hvdgloo._backends.shm.resident import Resident  # noqa: E402
+from hvdgloo._backends.shm.zero_copy import ZeroCopy  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import MismatchError  # noqa: E402
@@ -484,15 +484,15 @@ def test_a_plan_fills_buckets_in_order_by_type_the_first_one_small() -> None:
 def test_a_gradient_stays_as_it_is_while_a_slow_peer_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 takes its time over what it reads of rank 0's memory; rank 0 must not believe to have it back."""
     reading, go_on = threading.Event(), threading.Event()
-    original = Resident._end
+    original = ZeroCopy._end
 
-    def slow_end(self: Resident, step: int) -> Any:
+    def slow_end(self: ZeroCopy, step: int) -> Any:
         if self._rank == 1:
             reading.set()
             assert go_on.wait(10)
         yield from original(self, step)
 
-    monkeypatch.setattr(Resident, "_end", slow_end)
+    monkeypatch.setattr(ZeroCopy, "_end", slow_end)
     world = World(2, "shm-segment")
 
     def rank_body(context: Context) -> None:

@@ -77,12 +77,12 @@ hvd.init()
 rank = hvd.rank()
 hvd.allreduce(np.ones(1_000_000), op=hvd.Sum, name="x")
 if rank == 1:
-    from hvdgloo._backends.shm import fold
+    from hvdgloo._backends.shm import reduction
     def stop(*_):
         mark("stopped")
         # With kill(), this thread may get to the end of the operation before the main thread has stopped them all.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-    fold.Folder.fold = stop
+    reduction.Reducer.fold = stop
 mark(f"ready.{rank}")
 try:
     hvd.allreduce(np.ones(1_000_000), op=hvd.Sum, name="x")
@@ -199,7 +199,7 @@ FAULTS = {
     "no room for the mapping": "if hvd_rank == 1: limit(resource.RLIMIT_AS, used() + (8 << 20))",
     "no descriptors": "if hvd_rank == 1: fault('map_memory', OSError(24, 'Too many open files'))",
     "no room in the files' limit": "limit(resource.RLIMIT_FSIZE, 1 << 20)",
-    "no way to rank 0": "if hvd_rank == 1: exchange.abstract.connect = refuse",
+    "no way to rank 0": "if hvd_rank == 1: segment_setup.abstract.connect = refuse",
 }
 
 
@@ -213,10 +213,10 @@ def test_what_cannot_share_memory_uses_gloo_and_says_so_once(tmp_path: Path, fau
 import resource
 import torch
 import hvdgloo._backends.gloo
-from hvdgloo._backends.shm import backend as shm, exchange, system
+from hvdgloo._backends.shm import backend as shm, segment_setup, system
 
 def limit(which, value):
-    real = exchange.SegmentExchange.meet
+    real = segment_setup.SegmentSetup.meet
     def meet(self):
         before = resource.getrlimit(which)
         resource.setrlimit(which, (value, before[1]))
@@ -224,7 +224,7 @@ def limit(which, value):
             return real(self)
         finally:
             resource.setrlimit(which, before)
-    exchange.SegmentExchange.meet = meet
+    segment_setup.SegmentSetup.meet = meet
 
 def used():
     return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -128,8 +128,8 @@ except hvd.HorovodInternalError as error:
     [
         ("torch", "hvdgloo._backends.gloo.GlooStore.set"),
         ("pygloo", "hvdgloo._backends.pygloo.PyglooBackend._connect"),
-        ("shm", "hvdgloo._backends.shm.exchange.SegmentExchange._join"),
-        ("shm", "hvdgloo._backends.shm.exchange.SegmentExchange._map"),
+        ("shm", "hvdgloo._backends.shm.segment_setup.SegmentSetup._join"),
+        ("shm", "hvdgloo._backends.shm.segment_setup.SegmentSetup._map"),
     ],
 )
 def test_a_rank_that_dies_while_a_set_is_connected_keeps_nobody_waiting(

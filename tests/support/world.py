@@ -20,7 +20,7 @@ from hvdgloo._backends.local import LocalGroup
 from hvdgloo._backends.select import Planes, gloo_backend, gloo_provider, plane_settings
 from hvdgloo._backends.shm.backend import ShmBackend
 from hvdgloo._engine.engine import Engine
-from hvdgloo._engine.seat import seat
+from hvdgloo._engine.tree_position import position_of
 from hvdgloo._job.context import Context
 from hvdgloo._job.settings import engine_settings
 from hvdgloo._net.handshake import Handshake, Link, listen
@@ -86,7 +86,7 @@ class World:
         self._store = MemoryStore()
         self._planes = [] if backend != "hierarchical" else [self._on_hosts(rank, config) for rank in range(size)]
         hosts = tuple(slots or _hosts_of(size)) if backend == "tree" else None
-        self.seats = None if hosts is None else [seat(rank, hosts, config.control_fanin) for rank in range(size)]
+        self.seats = None if hosts is None else [position_of(rank, hosts, config.control_fanin) for rank in range(size)]
         links, backends = (self._local if backend in IN_PROCESS else self._met)(topology, config)
         if self._planes:
             assert {each.name for each in backends} == {"hierarchical" if size > 2 else "shm" if size > 1 else "local"}

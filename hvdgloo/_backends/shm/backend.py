@@ -19,14 +19,14 @@ from hvdgloo._backends.shm import system
 from hvdgloo._backends.shm.arena import Arena, arena_bytes
 from hvdgloo._backends.shm.calls import Calls
 from hvdgloo._backends.shm.direct import CHUNK, MOST_RANKS, Direct
-from hvdgloo._backends.shm.exchange import SegmentExchange
-from hvdgloo._backends.shm.fold import Folder, Reduction, scale
-from hvdgloo._backends.shm.resident import RESIDENT_FROM, Resident
-from hvdgloo._backends.shm.rounds import Course, Rounds, Steps, Wait
+from hvdgloo._backends.shm.reduction import Reducer, Reduction, scale
 from hvdgloo._backends.shm.segment import PAGE, smallest
+from hvdgloo._backends.shm.segment_collectives import Course, SegmentCollectives, Steps, Wait
+from hvdgloo._backends.shm.segment_setup import SegmentSetup
 from hvdgloo._backends.shm.small import SmallCollectives
 from hvdgloo._backends.shm.system import Unsupported
 from hvdgloo._backends.shm.tensors import MAX_TENSORS, Tensors
+from hvdgloo._backends.shm.zero_copy import RESIDENT_FROM, ZeroCopy
 from hvdgloo._net.descriptors import close_keeping_numbers
 from hvdgloo._net.handshake import Handshake
 from hvdgloo.errors import BackendError
@@ -107,7 +107,7 @@ class ShmBackend:
         cancelled: Callable[[], bool] | None = None,
     ) -> None:
         self._rank = rank
-        met = SegmentExchange(
+        met = SegmentSetup(
             store,
             prefix,
             rank,
@@ -124,13 +124,13 @@ class ShmBackend:
         self._segment, self._signals = met.segment, met.signals
         self.is_direct = met.pids is not None
         self._direct_from = met.direct_from
-        folder, course = Folder(rank, size, max(CHUNK, self._segment.limit)), Course()
-        self._rounds = Rounds(self._segment, self._signals, folder, course)
-        self._direct = Direct(self._segment, self._signals, folder, course, met.pids) if met.pids is not None else None
+        reducer, course = Reducer(rank, size, max(CHUNK, self._segment.limit)), Course()
+        self._rounds = SegmentCollectives(self._segment, self._signals, reducer, course)
+        self._direct = Direct(self._segment, self._signals, reducer, course, met.pids) if met.pids is not None else None
         self._arena = Arena(self._segment)
         self._resident = None
         if self._segment.arena:
-            self._resident = Resident(self._segment, self._signals, folder, course, self._arena)
+            self._resident = ZeroCopy(self._segment, self._signals, reducer, course, self._arena)
         self._known: dict[tuple[object, ...], Tensors] = {}
         self._under_way: deque[_ShmWork] = deque()
         self._failure: BackendError | None = None
@@ -287,6 +287,6 @@ class ShmBackend:
                 if time.monotonic() >= deadline:
                     return False
 
-    def _way(self, nbytes: int) -> Direct | Rounds:
+    def _way(self, nbytes: int) -> Direct | SegmentCollectives:
         """How tensors travel whose average size is this on all ranks."""
         return self._direct if self._direct is not None and nbytes >= self._direct_from else self._rounds

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from hvdgloo._backends.shm import system
-from hvdgloo._backends.shm.fold import Array, Folder, Reduction, divided, scale
-from hvdgloo._backends.shm.rounds import Course, Steps
+from hvdgloo._backends.shm.reduction import Array, Reducer, Reduction, divided, scale
 from hvdgloo._backends.shm.segment import TABLE_ENTRIES, Segment
+from hvdgloo._backends.shm.segment_collectives import Course, Steps
 from hvdgloo._backends.shm.signals import PROGRESS, Signals
 from hvdgloo._backends.shm.system import Run
 from hvdgloo._backends.shm.tensors import Tensors, cut
@@ -35,9 +35,9 @@ MOST_RANKS = TABLE_ENTRIES - 1
 class InPlace:
     """Work on tensors that every rank has shown to the others, wherever they are."""
 
-    def __init__(self, segment: Segment, signals: Signals, folder: Folder, course: Course) -> None:
+    def __init__(self, segment: Segment, signals: Signals, reducer: Reducer, course: Course) -> None:
         self._rank, self._size = segment.rank, segment.size
-        self._segment, self._signals, self._folder, self._course = segment, signals, folder, course
+        self._segment, self._signals, self._reducer, self._course = segment, signals, reducer, course
         self._peers = [(self._rank + n) % self._size for n in range(1, self._size)]
 
     def _in_slices(self, nbytes: int, fold: Callable[[int, int], None], take: Callable[[int, int, int], None]) -> Steps:
@@ -102,8 +102,10 @@ class Direct(InPlace):
         pids: of all ranks of the set.
     """
 
-    def __init__(self, segment: Segment, signals: Signals, folder: Folder, course: Course, pids: Sequence[int]) -> None:
-        super().__init__(segment, signals, folder, course)
+    def __init__(
+        self, segment: Segment, signals: Signals, reducer: Reducer, course: Course, pids: Sequence[int]
+    ) -> None:
+        super().__init__(segment, signals, reducer, course)
         self._pids = pids
 
     def allreduce(self, source: Tensors, target: Tensors, reduction: Reduction) -> Steps:
@@ -139,14 +141,14 @@ class Direct(InPlace):
         own, out = source.arrays(low, high), target.arrays(at, at + high - low)
 
         def fetch(rank: int) -> Sequence[Array]:
-            scratch = self._folder.scratch(0 if rank == 0 else 1, high - low)
+            scratch = self._reducer.scratch(0 if rank == 0 else 1, high - low)
             self._read(rank, [(scratch.ctypes.data, high - low)], theirs.runs(low, high, tables[rank]), high - low)
             elements = scratch.view(reduction.dtype.numpy_dtype)
             if reduction.prescale != 1.0:
                 scale(elements, reduction.dtype, reduction.prescale)
             return divided(elements, own)
 
-        self._folder.fold(fetch, own, out, reduction)
+        self._reducer.fold(fetch, own, out, reduction)
 
     def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], reduction: Reduction) -> Steps:
         """Combine all ranks' ``source``; each gets its block of the result."""

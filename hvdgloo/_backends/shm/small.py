@@ -1,8 +1,8 @@
 """Collectives of a few KiB through the segment in straight lines, for callers that wait for each at once.
 
-They use the slots and counters of ``Rounds``, and count rounds and steps as it does, so the two may take turns. What
-they leave out is everything that lets an operation be interrupted and resumed: for 4 bytes that costs ten times as much
-as the exchange itself.
+They use the slots and counters of ``SegmentCollectives``, and count rounds and steps as it does, so the two may take
+turns. What they leave out is everything that lets an operation be interrupted and resumed: for 4 bytes that costs ten
+times as much as the exchange itself.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from hvdgloo._backends.shm import segment as layout
-from hvdgloo._backends.shm.fold import Array, scale
-from hvdgloo._backends.shm.rounds import SLOTS, Rounds
+from hvdgloo._backends.shm.reduction import Array, scale
 from hvdgloo._backends.shm.segment import Segment
+from hvdgloo._backends.shm.segment_collectives import SLOTS, SegmentCollectives
 from hvdgloo._backends.shm.signals import PROGRESS, RELEASED, FutexSignals, Signals
 from hvdgloo.types import DType
 
@@ -40,7 +40,7 @@ class SmallCollectives:
         may_spin: True if each rank of the host has a core of its own.
     """
 
-    def __init__(self, segment: Segment, signals: Signals, rounds: Rounds, *, may_spin: bool) -> None:
+    def __init__(self, segment: Segment, signals: Signals, rounds: SegmentCollectives, *, may_spin: bool) -> None:
         self._segment, self._signals, self._rounds = segment, signals, rounds
         self._rank, self._size = segment.rank, segment.size
         # Words can be read only where numbers are in shared memory; elsewhere they arrive by system calls.

@@ -29,10 +29,10 @@ from hvdgloo._engine.messages import (
 )
 from hvdgloo._engine.negotiation import Negotiator
 from hvdgloo._engine.readiness import bits_of, masks_of
-from hvdgloo._engine.runs import runs_of_mask, runs_of_masks
-from hvdgloo._engine.seat import seat
+from hvdgloo._engine.run_lengths import runs_of_mask, runs_of_masks
 from hvdgloo._engine.submission import PersistentRequest, Submission
-from hvdgloo._engine.tree import Gatherer
+from hvdgloo._engine.tree import Aggregator
+from hvdgloo._engine.tree_position import position_of
 from hvdgloo._net.handshake import Link
 from hvdgloo.errors import BackendError, HorovodInternalError
 from hvdgloo.types import Collective, DType, TensorSpec
@@ -170,34 +170,34 @@ def test_the_agreement_costs_what_ranks_cost(case: Callable[[int], Callable[[], 
 
 
 class Below:
-    """A leader's Gatherer, or the root's, which knows a step's operations by number; eight ranks on each host."""
+    """A leader's Aggregator, or the root's, which knows a step's operations by number; eight ranks on each host."""
 
     def __init__(self, place: int, ranks: int) -> None:
-        self.seat = seat(place, [8] * (ranks // 8), 4)
-        self.gatherer = Gatherer(self.seat, {0: range(ranks)}, 1.0, 60.0)
+        self.position = position_of(place, [8] * (ranks // 8), 4)
+        self.aggregator = Aggregator(self.position, {0: range(ranks)}, 1.0, 60.0)
         items = tuple(Response(each, signature=at) for at, each in enumerate(requests()))
-        self.gatherer.pass_down(Execute(items), 0.0)
+        self.aggregator.pass_down(Execute(items), 0.0)
 
     def say(self, whole: Sequence[int] = (), spelled: Sequence[Request] = (), *, children: slice = slice(None)) -> None:
         """The same, by these children and for all ranks for which they speak."""
-        for child, ranks in list(self.seat.below.items())[children]:
-            if child in self.seat.leaders:
+        for child, ranks in list(self.position.below.items())[children]:
+            if child in self.position.leaders:
                 parts = tuple(Part(runs_of_mask(ranks), each) for each in spelled)
                 message: Message = Gathered(runs_of_masks(masks_of(tuple(whole))), parts)
             else:
                 message = Submit(tuple(whole), tuple(spelled))
-            self.gatherer.receive(child, message, 0.0)
+            self.aggregator.receive(child, message, 0.0)
 
     def join(self) -> None:
         """Every second rank does, one by one."""
-        for child, ranks in self.seat.below.items():
+        for child, ranks in self.position.below.items():
             for rank in bits_of(ranks)[::2]:
                 parts = (Part((rank, 1), JOIN),)
-                joins = Gathered((), parts) if child in self.seat.leaders else Submit((), (JOIN,))
-                self.gatherer.receive(child, joins, 0.0)
+                joins = Gathered((), parts) if child in self.position.leaders else Submit((), (JOIN,))
+                self.aggregator.receive(child, joins, 0.0)
 
     def sent(self) -> int:
-        return len(self.gatherer.take(0.0)) + len(self.gatherer.down)
+        return len(self.aggregator.take(0.0)) + len(self.aggregator.down)
 
 
 NUMBERS = range(TENSORS)
@@ -213,18 +213,18 @@ def gathers_what_is_spelled_out(below: Below) -> None:
 
 
 def gathers_for_a_timeline(below: Below) -> None:
-    below.gatherer.pass_down(Observe(True), 0.0)
+    below.aggregator.pass_down(Observe(True), 0.0)
     below.say(NUMBERS)
 
 
 def passes_up_what_has_waited(below: Below) -> None:
     below.say(NUMBERS, children=ALL_BUT_ONE)
-    below.gatherer.tick(1.0)
+    below.aggregator.tick(1.0)
 
 
 def asks_back(below: Below) -> None:
     below.say(NUMBERS, children=ALL_BUT_ONE)
-    below.gatherer.pass_down(Execute((), tuple(NUMBERS)), 0.0)
+    below.aggregator.pass_down(Execute((), tuple(NUMBERS)), 0.0)
 
 
 def passes_joins_up(below: Below) -> None:

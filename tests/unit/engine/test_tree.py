@@ -1,6 +1,6 @@
 """The tree between rank 0 and all others: a model of whole jobs, and the same programs with and without it.
 
-The programs and their checks are those of ``test_engine_model``. Here, every leader has the real Gatherer and rank 0
+The programs and their checks are those of ``test_engine_model``. Here, every leader has the real Aggregator and rank 0
 the real Coordinator, and every message travels as its bytes, link by link.
 """
 
@@ -50,9 +50,9 @@ from hvdgloo._engine.messages import (
     encode,
 )
 from hvdgloo._engine.readiness import masks_of
-from hvdgloo._engine.runs import mask_of_runs, masks_of_runs, runs_of_mask, runs_of_masks
-from hvdgloo._engine.seat import seat
-from hvdgloo._engine.tree import BATCH_SECONDS, Gatherer
+from hvdgloo._engine.run_lengths import mask_of_runs, masks_of_runs, runs_of_mask, runs_of_masks
+from hvdgloo._engine.tree import BATCH_SECONDS, Aggregator
+from hvdgloo._engine.tree_position import position_of
 from hvdgloo.errors import PeerLostError
 from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
 from tests.support.effort import effort
@@ -85,9 +85,11 @@ class Network:
         self.size = sum(slots)
         everyone = {0: tuple(range(self.size)), **(sets or {})}
         self.now = 0.0
-        self.seats = [seat(rank, slots, fanin) for rank in range(self.size)]
-        self.gatherers = {
-            each.rank: Gatherer(each, everyone, patience, rules.operation_timeout) for each in self.seats if each.below
+        self.seats = [position_of(rank, slots, fanin) for rank in range(self.size)]
+        self.aggregators = {
+            each.rank: Aggregator(each, everyone, patience, rules.operation_timeout)
+            for each in self.seats
+            if each.below
         }
         self.coordinator = Coordinator(
             self.size, everyone, rules, lambda rank: f"rank {rank} (h{rank}, pid {100 + rank})", self.seats[0]
@@ -100,8 +102,8 @@ class Network:
 
     def say(self, rank: int, message: Message) -> None:
         """A rank's own part speaks to its leader, which may be itself."""
-        if rank in self.gatherers:
-            self.gatherers[rank].receive(rank, message, self.now)
+        if rank in self.aggregators:
+            self.aggregators[rank].receive(rank, message, self.now)
         else:
             self.up[rank].append(encode(message))
 
@@ -115,8 +117,8 @@ class Network:
                 found.append(lambda rank=rank: self.deliver(rank))
         found += [
             lambda leader=leader: self.climb(leader)
-            for leader, gatherer in self.gatherers.items()
-            if gatherer.is_due(self.now) and leader not in self.mute
+            for leader, aggregator in self.aggregators.items()
+            if aggregator.is_due(self.now) and leader not in self.mute
         ]
         is_over = self.coordinator.over or 0 in self.mute
         if self.coordinator.outbox or (self.coordinator.has_ready and not is_over):
@@ -130,17 +132,17 @@ class Network:
         parent = self.seats[rank].parent
         if parent == 0:
             self.coordinator.heard(rank, self.now)
-        self.gatherers[parent].receive(rank, message, self.now)
+        self.aggregators[parent].receive(rank, message, self.now)
 
     def climb(self, leader: int) -> None:
-        gatherer = self.gatherers[leader]
-        for message in gatherer.take(self.now):
+        aggregator = self.aggregators[leader]
+        for message in aggregator.take(self.now):
             if leader:
                 self.up[leader].append(encode(message))
                 continue
             for ranks, numbers in self.coordinator.hear(message, self.now):
-                gatherer.ask_back(ranks, numbers)
-        down, gatherer.down = gatherer.down, []
+                aggregator.ask_back(ranks, numbers)
+        down, aggregator.down = aggregator.down, []
         for child, message in down:
             if child == leader:
                 self._heard(leader, message)
@@ -159,35 +161,35 @@ class Network:
             elif destination == 0:
                 self._heard(0, message)
             elif isinstance(message, AskStacks):
-                self.gatherers[0].send(1 << destination, message)
+                self.aggregators[0].send(1 << destination, message)
             else:
                 self.down[destination].append(encode(message))
 
     def spread(self, leader: int, message: Message) -> None:
         for child in self.seats[leader].children:
             self.down[child].append(encode(message))
-        self.gatherers[leader].pass_down(message, self.now)
+        self.aggregators[leader].pass_down(message, self.now)
         self._heard(leader, message)
 
     def deliver(self, rank: int) -> None:
         message = decode(self.down[rank].popleft())
-        if rank not in self.gatherers:
+        if rank not in self.aggregators:
             self._heard(rank, message)
         elif isinstance(message, FOR_EVERYONE):
             self.spread(rank, message)
         else:
-            self.gatherers[rank].pass_down(message, self.now)
+            self.aggregators[rank].pass_down(message, self.now)
 
     def tick(self) -> None:
-        for leader, gatherer in self.gatherers.items():
+        for leader, aggregator in self.aggregators.items():
             if leader not in self.mute:
-                gatherer.tick(self.now)
-        root = self.gatherers[0]
+                aggregator.tick(self.now)
+        root = self.aggregators[0]
         self.coordinator.gathering = root.holds or root.asked_from_below(self.now)
         self.coordinator.tick(self.now)
 
     def deadline(self) -> float:
-        times = [gatherer.deadline() for leader, gatherer in self.gatherers.items() if leader not in self.mute]
+        times = [aggregator.deadline() for leader, aggregator in self.aggregators.items() if leader not in self.mute]
         return min([time for time in [*times, self.coordinator.deadline()] if time is not None], default=NEVER)
 
     def lose(self, victim: int) -> None:
@@ -197,7 +199,7 @@ class Network:
         for child in self.seats[victim].children:
             while self.down[child] and child not in self.mute:
                 self.deliver(child)
-            if child in self.gatherers:
+            if child in self.aggregators:
                 self.spread(child, Abort("peer", text, victim))
             else:
                 self._heard(child, Abort("peer", text, victim))
@@ -207,7 +209,7 @@ class Network:
             while queue:
                 self.absorb(victim)
             self.mute.add(victim)
-            self.gatherers[parent].lost(victim, "its connection ended", self.now)
+            self.aggregators[parent].lost(victim, "its connection ended", self.now)
 
     def settle(self) -> bool:
         """Let everything arrive that is on its way, in the order of ranks; whether there was anything."""
@@ -215,7 +217,7 @@ class Network:
             actions = self.actions()
             if actions:
                 actions[0]()
-            elif any(g._whole or g._parts for leader, g in self.gatherers.items() if leader not in self.mute):
+            elif any(g._whole or g._parts for leader, g in self.aggregators.items() if leader not in self.mute):
                 self.now += BATCH_SECONDS
             else:
                 return turn > 0
@@ -224,8 +226,8 @@ class Network:
     @property
     def at_rest(self) -> bool:
         return not any(
-            gatherer.holds or gatherer._asked or gatherer._joined or gatherer._late_joins
-            for gatherer in self.gatherers.values()
+            aggregator.holds or aggregator._asked or aggregator._joined or aggregator._late_joins
+            for aggregator in self.aggregators.values()
         )
 
 
@@ -447,7 +449,7 @@ class Tree:
         self.network = Network(slots, fanin, rules, self._heard, sets={1: ()})
         self.network.now = 1000.0
         self.answering = set(range(sum(slots)) if answering is None else answering)
-        self.network.mute |= set(self.network.gatherers) - self.answering
+        self.network.mute |= set(self.network.aggregators) - self.answering
         self.stacks = stacks
         self.told: list[tuple[float, int, Message]] = []
 
@@ -626,34 +628,34 @@ def test_the_same_is_said_word_for_word(
 
 
 class Leader:
-    """One Gatherer, of the leader of ranks 2 and 3, to which that of ranks 4 and 5 reports; it reports to rank 0."""
+    """One Aggregator, of the leader of ranks 2 and 3, to which that of ranks 4 and 5 reports; it reports to rank 0."""
 
     def __init__(self, patience: float = 1.0) -> None:
-        self.gatherer = Gatherer(seat(2, (2, 2, 2), 1), {0: range(6), 1: (0, 3)}, patience, TIMEOUT)
+        self.aggregator = Aggregator(position_of(2, (2, 2, 2), 1), {0: range(6), 1: (0, 3)}, patience, TIMEOUT)
         self.now = 1000.0
 
     def hears(self, child: int, *messages: Message) -> None:
         for message in messages:
-            self.gatherer.receive(child, decode(encode(message)), self.now)
+            self.aggregator.receive(child, decode(encode(message)), self.now)
 
     def is_told(self, *messages: Message) -> None:
         for message in messages:
-            self.gatherer.pass_down(decode(encode(message)), self.now)
+            self.aggregator.pass_down(decode(encode(message)), self.now)
 
     def knows(self, *names: str) -> None:
         """These have been agreed upon, under the numbers from 0 on."""
         self.is_told(Execute(tuple(Response(request(name), signature=at) for at, name in enumerate(names))))
 
     def sends_up(self) -> list[Message]:
-        return self.gatherer.take(self.now)
+        return self.aggregator.take(self.now)
 
     def sends_down(self) -> list[tuple[int, Message]]:
-        down, self.gatherer.down = self.gatherer.down, []
+        down, self.aggregator.down = self.aggregator.down, []
         return down
 
     def waits(self, seconds: float) -> None:
         self.now += seconds
-        self.gatherer.tick(self.now)
+        self.aggregator.tick(self.now)
 
 
 BELOW = (2, 4)  # ranks 2 to 5, as runs
@@ -664,7 +666,7 @@ class TestSeats:
     @pytest.mark.parametrize("fanin", [1, 2, 16])
     def test_every_rank_is_below_the_root_once(self, fanin: int) -> None:
         slots = [3, 1, 8, 2, 5] * 5
-        seats = [seat(rank, slots, fanin) for rank in range(sum(slots))]
+        seats = [position_of(rank, slots, fanin) for rank in range(sum(slots))]
         for each in seats:
             assert sum(each.below.values()) == sum(1 << rank for below in each.below.values() for rank in _ranks(below))
             for child in each.children:
@@ -674,13 +676,17 @@ class TestSeats:
 
     def test_the_effort_grows_as_the_number_of_hosts_does(self) -> None:
         few, many = ([8] * hosts for hosts in (64, 256))
-        assert effort(lambda: seat(8, many, 16)) <= 4.2 * effort(lambda: seat(8, few, 16))
+        assert effort(lambda: position_of(8, many, 16)) <= 4.2 * effort(lambda: position_of(8, few, 16))
         # What sum() does inside itself is not counted, so its arguments are.
-        assert _Slices([8] * 64).by(lambda slots: seat(8, slots, 16)) == 0
+        assert _Slices([8] * 64).by(lambda slots: position_of(8, slots, 16)) == 0
 
     def test_128_hosts_of_8_by_the_default_fan_in(self) -> None:
         slots = [8] * 128
-        root, leader, member = seat(0, slots, 16), seat(8 * 20, slots, 16), seat(8 * 20 + 3, slots, 16)
+        root, leader, member = (
+            position_of(0, slots, 16),
+            position_of(8 * 20, slots, 16),
+            position_of(8 * 20 + 3, slots, 16),
+        )
         assert len(root.children) == 7 + 16
         assert root.height == root.levels == 2
         assert (leader.parent, leader.height, len(leader.children)) == (8, 0, 7)
@@ -689,8 +695,8 @@ class TestSeats:
     def test_whoever_asks_waits_longer_than_those_below_and_a_rank_does_not_wait_for_ever(self) -> None:
         for hosts, fanin in ((128, 16), (40, 1)):
             slots = [1] * hosts
-            seconds = [seat(rank, slots, fanin).inquest_seconds for rank in range(hosts)]
-            assert all(seconds[seat(rank, slots, fanin).parent] > seconds[rank] for rank in range(1, hosts))
+            seconds = [position_of(rank, slots, fanin).inquest_seconds for rank in range(hosts)]
+            assert all(seconds[position_of(rank, slots, fanin).parent] > seconds[rank] for rank in range(1, hosts))
             assert INQUEST_SECONDS == min(seconds) < max(seconds) < VERDICT_SECONDS - 0.5
 
 
@@ -791,7 +797,7 @@ class TestGathering:
                 assert leader.sends_up() == [Gathered((0, 1))]
             else:
                 assert leader.sends_up() == []
-        assert leader.gatherer.deadline() == leader.now + BATCH_SECONDS
+        assert leader.aggregator.deadline() == leader.now + BATCH_SECONDS
         leader.is_told(Execute((0,)))
         assert leader.sends_up() == [Gathered((1, 2))]
         for child, said in ((2, Submit((3,))), (3, Submit((3,))), (4, Gathered((3, 1)))):
@@ -804,7 +810,7 @@ class TestGathering:
         leader = Leader()
         leader.knows("a", "b")
         leader.hears(2, Submit((0,), (request("c"),)))
-        assert leader.gatherer.deadline() == leader.now + 1.0
+        assert leader.aggregator.deadline() == leader.now + 1.0
         leader.waits(0.5)
         leader.hears(4, Gathered((1, 1)))
         leader.waits(0.5)
@@ -957,7 +963,7 @@ class TestForgotten:
 
     def test_only_the_members_of_the_set_are_asked_for_what_is_unknown_altogether(self) -> None:
         coordinator = Coordinator(
-            6, {0: range(6), 1: (1, 4)}, replace(CALM, cache_capacity=1), str, seat(0, [2] * 3, 1)
+            6, {0: range(6), 1: (1, 4)}, replace(CALM, cache_capacity=1), str, position_of(0, [2] * 3, 1)
         )
         for name in ("a", "b"):
             coordinator.hear(Gathered((), (Part((1, 1, 4, 1), request(name, 1)),)), 0.0)
@@ -979,7 +985,7 @@ class TestForgotten:
         both = Part((2, 1, 4, 2), 0), Part((3, 1), request("a"))
         assert leader.sends_up() == [Gathered((), both)]
         leader.now += BATCH_SECONDS
-        leader.gatherer.ask_back(0b110100, [0])  # as the root does, which has just forgotten it
+        leader.aggregator.ask_back(0b110100, [0])  # as the root does, which has just forgotten it
         leader.hears(2, Submit((), (request("a"),), resent=True))
         assert leader.sends_up() == [Gathered((), (Part((2, 1), request("a")),))]
 
@@ -996,9 +1002,9 @@ class TestForgotten:
         leader.is_told(Execute((Response(replace_ranks("add", (0, 2, 3)), value=2),)))
         leader.is_told(Execute((Response(request("a", 2), signature=5),)))
         leader.hears(3, Submit((5,), (request("b", 2),)))
-        assert leader.gatherer.holds
+        assert leader.aggregator.holds
         leader.is_told(Execute((Response(change, value=2),), (5,)))
-        assert not leader.gatherer.holds
+        assert not leader.aggregator.holds
         assert leader.sends_down() == []
         leader.hears(2, Submit((), (request("b", 2),)))
         assert leader.sends_up() == []
@@ -1055,7 +1061,7 @@ class TestSignsOfLife:
         begun = leader.now
         lost: list[Message] = []
         while not lost:
-            deadline = leader.gatherer.deadline()
+            deadline = leader.aggregator.deadline()
             assert deadline is not None
             leader.waits(deadline - leader.now)
             leader.hears(7 - silent, Pong())
@@ -1078,20 +1084,20 @@ class TestSignsOfLife:
 
     def test_a_leader_that_waits_itself_has_its_children_watched(self) -> None:
         leader = Leader()
-        leader.gatherer.busy = True
+        leader.aggregator.busy = True
         leader.waits(0.0)
         assert leader.sends_down() == [(3, Ping()), (4, Ping())]
-        leader.gatherer.busy = False
+        leader.aggregator.busy = False
         leader.waits(ping_interval(TIMEOUT))
         assert leader.sends_down() == []
-        assert leader.gatherer.deadline() is None
+        assert leader.aggregator.deadline() is None
 
     def test_a_rank_that_asks_whether_those_above_are_alive_has_the_other_branch_watched(self) -> None:
         """A process set of ranks 2 and 3, whose data plane is at work; the others hold nothing."""
         tree = Tree((1, 1, 1, 1), 2, answering=(0, 1, 2))
         for second in range(int(TIMEOUT) + 1):
             tree.run_until(1000.0 + second)
-            tree.network.gatherers[0].receive(2, Ping(), tree.now)
+            tree.network.aggregators[0].receive(2, Ping(), tree.now)
         tree.run_until(1000.0 + TIMEOUT + 1.0)
         assert {message.rank for _, _, message in tree.of(Abort)} == {3}  # type: ignore[attr-defined]
 
@@ -1102,7 +1108,7 @@ class TestSignsOfLife:
         for seconds in (0.0, ping_interval(TIMEOUT)):
             leader.waits(seconds)
             assert leader.sends_down() == [(3, Ping()), (4, Ping())]
-        assert not leader.gatherer.asked_from_below(leader.now)
+        assert not leader.aggregator.asked_from_below(leader.now)
         leader.waits(3 * ping_interval(TIMEOUT))
         assert leader.sends_down() == []
 
@@ -1110,8 +1116,8 @@ class TestSignsOfLife:
         leader = Leader()
         leader.hears(3, Ping())
         assert leader.sends_down() == [(3, Pong())]
-        assert leader.gatherer.asked_from_below(leader.now)
-        assert not leader.gatherer.asked_from_below(leader.now + 2 * ping_interval(TIMEOUT))
+        assert leader.aggregator.asked_from_below(leader.now)
+        assert not leader.aggregator.asked_from_below(leader.now + 2 * ping_interval(TIMEOUT))
 
     def test_an_inquest_is_answered_when_all_below_have_or_when_it_is_time(self) -> None:
         leader = Leader()
@@ -1157,7 +1163,7 @@ class TestTheEnd:
         leader = Leader()
         leader.is_told(End(5))
         leader.hears(3, Drained())
-        leader.gatherer.lost(3, "its connection ended", leader.now)
+        leader.aggregator.lost(3, "its connection ended", leader.now)
         assert leader.sends_up() == [Drained((3, 1)), Lost(3, "its connection ended")]
 
     def test_a_leader_that_is_lost_ends_the_ranks_below_it_that_have_not_drained(self) -> None:
@@ -1175,7 +1181,7 @@ class TestTheEnd:
         leader = Leader()
         leader.hears(2, Submit((), (request("a"),)))
         leader.is_told(End(5))
-        assert not leader.gatherer.holds
+        assert not leader.aggregator.holds
         leader.hears(3, Submit((), (request("a"),)))
         leader.hears(4, Gathered((), (Part((4, 2), request("a")),)))
         assert leader.sends_up() == []

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from hvdgloo._engine.seat import seat
-from hvdgloo._job.control_plane import ControlPlane, World, seat_of
+from hvdgloo._engine.tree_position import position_of
+from hvdgloo._job.control_plane import ControlPlane, World, tree_position_of
 from hvdgloo._net.handshake import Handshake, Link, listen
 from hvdgloo.config import Config
 from hvdgloo.errors import ConnectError
@@ -63,7 +63,7 @@ def met(
             control_plane = ControlPlane(config, SECRET, None, client, World(rank, there, key, 0, first), "127.0.0.1")
             if rank in absent:
                 raise _AbsentError
-            place = seat_of(rank, there)
+            place = tree_position_of(rank, there)
             return control_plane.connect(place, listener if rank == 0 else None, [[0, 1]])
 
         pool = stack.enter_context(ThreadPoolExecutor(there.size))
@@ -91,7 +91,7 @@ def test_each_rank_meets_its_neighbours_and_knows_what_rank_0_has_decided(
     for rank, found in enumerate(results):
         assert isinstance(found, tuple), found
         links, decided = found
-        place = seat(rank, slots, fanin)
+        place = position_of(rank, slots, fanin)
         assert set(links) == {*place.children, *([place.parent] if rank else [])}
         assert decided["fusion_threshold"] == 100
         assert decided["process_sets"] == [[0, 1]]
@@ -118,7 +118,7 @@ def test_a_tree_is_for_many_ranks_on_three_hosts_or_more(
     slots: Sequence[int], settings: dict[str, Any], expected: bool
 ) -> None:
     """All ranks of a host with one identity can meet at an abstract socket; a rank that is alone need not."""
-    assert (seat_of(0, topology(slots, **settings)) is not None) == expected
+    assert (tree_position_of(0, topology(slots, **settings)) is not None) == expected
 
 
 @pytest.mark.parametrize("fanin", [0, 1, 2])
@@ -128,7 +128,7 @@ def test_ranks_with_other_settings_take_the_tree_of_rank_0(fanin: int) -> None:
     for rank, found in enumerate(met(topology(slots, fanin), configs)):
         assert isinstance(found, tuple), found
         if fanin:
-            place = seat(rank, slots, fanin)
+            place = position_of(rank, slots, fanin)
             assert set(found[0]) == {*place.children, *([place.parent] if rank else [])}
         else:
             assert set(found[0]) == ({0} if rank else set(range(1, 8)))
@@ -165,7 +165,7 @@ def test_a_leader_that_does_not_come_is_named_by_its_host_s_other_ranks() -> Non
     with pytest.raises(
         ConnectError, match=r"rank 2 \(host h1, .* not connect to rank 1 \(host h1.* same host"
     ) as error:
-        control_plane.connect(seat_of(2, there), None, [])
+        control_plane.connect(tree_position_of(2, there), None, [])
     assert error.value.rank == 1
 
 

@@ -16,8 +16,8 @@ from typing import cast
 
 import pytest
 
-from hvdgloo._backends.shm.exchange import SegmentExchange
-from hvdgloo._job.control_plane import ControlPlane, World, seat_of
+from hvdgloo._backends.shm.segment_setup import SegmentSetup
+from hvdgloo._job.control_plane import ControlPlane, World, tree_position_of
 from hvdgloo._net.abstract import OwnListener
 from hvdgloo._net.handshake import Handshake, listen
 from hvdgloo._net.tls import Tls
@@ -128,12 +128,12 @@ def for_an_endpoint(stack: ExitStack, event: Event) -> object:
 def for_ranks_below_in_a_tree(stack: ExitStack, event: Event) -> object:
     there = topology(3, 2)
     world = World(1, there, f"b{os.getpid()}")
-    return control_plane(world, event).connect(seat_of(1, there), None, [])
+    return control_plane(world, event).connect(tree_position_of(1, there), None, [])
 
 
 def for_shared_memory(rank: int) -> Callable[[ExitStack, Event], object]:
     def wait(stack: ExitStack, event: Event) -> object:
-        return SegmentExchange(
+        return SegmentSetup(
             MemoryStore(),
             "",
             rank,

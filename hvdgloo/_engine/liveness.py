@@ -8,7 +8,7 @@ from hvdgloo._engine.conventions import ping_interval
 from hvdgloo._engine.readiness import mask_of
 
 
-class Watch:
+class Liveness:
     """Watches some peers.
 
     Args:

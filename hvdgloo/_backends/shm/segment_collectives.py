@@ -17,7 +17,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from hvdgloo._backends.shm.fold import Array, Folder, Reduction, divided, scale
+from hvdgloo._backends.shm.reduction import Array, Reducer, Reduction, divided, scale
 from hvdgloo._backends.shm.segment import Segment, array_at
 from hvdgloo._backends.shm.signals import PROGRESS, RELEASED, Signals
 from hvdgloo._backends.shm.tensors import Tensors, cut
@@ -72,12 +72,12 @@ class Course:
         self.rounds = 0
 
 
-class Rounds:
+class SegmentCollectives:
     """One rank's part in collectives through the segment."""
 
-    def __init__(self, segment: Segment, signals: Signals, folder: Folder, course: Course) -> None:
+    def __init__(self, segment: Segment, signals: Signals, reducer: Reducer, course: Course) -> None:
         self._rank, self._size = segment.rank, segment.size
-        self._segment, self._signals, self._folder, self.course = segment, signals, folder, course
+        self._segment, self._signals, self._reducer, self.course = segment, signals, reducer, course
         # Beginning with the next rank: all of them reading from the same one would be slower.
         self._peers = [(self._rank + n) % self._size for n in range(1, self._size)]
         self._capacity = segment.smallest
@@ -116,7 +116,7 @@ class Rounds:
                 self._signals.post(PROGRESS, base + 2 * k + 2)
             yield from self._all(PROGRESS, base + max(1, 2 * k))
             if this.own:
-                self._folder.fold(this.slices.__getitem__, this.own, this.out, reduction)
+                self._reducer.fold(this.slices.__getitem__, this.own, this.out, reduction)
                 _join(this.out, this.combined)
             self._signals.post(PROGRESS, base + 2 * k + 3)
             for peer, places, parts in this.taken:
@@ -196,7 +196,7 @@ class Rounds:
         def fetch(rank: int) -> Sequence[Array]:
             return divided(self._segment.data(rank, at, nbytes).view(source.dtype), own)
 
-        self._folder.fold(fetch, own, out, reduction)
+        self._reducer.fold(fetch, own, out, reduction)
         course.rounds += 1
         self._signals.post(RELEASED, course.rounds)
 
@@ -225,7 +225,7 @@ class Rounds:
                 def fetch(rank: int) -> Sequence[Array]:
                     return [self._segment.data(rank, place, high - low).view(whole.dtype)]
 
-                self._folder.fold(fetch, own, out, reduction)
+                self._reducer.fold(fetch, own, out, reduction)
 
         base = self.course.steps
         yield from self._rounds(-(-max(nbytes) // piece), copy_in, take)

@@ -13,9 +13,9 @@ import numpy as np
 
 from hvdgloo._backends.shm.arena import Arena
 from hvdgloo._backends.shm.direct import InPlace
-from hvdgloo._backends.shm.fold import Array, Folder, Reduction, scale
-from hvdgloo._backends.shm.rounds import Course, Steps
+from hvdgloo._backends.shm.reduction import Array, Reducer, Reduction, scale
 from hvdgloo._backends.shm.segment import PLACE, Segment
+from hvdgloo._backends.shm.segment_collectives import Course, Steps
 from hvdgloo._backends.shm.signals import PROGRESS, Signals
 from hvdgloo._backends.shm.tensors import Tensors
 
@@ -25,11 +25,11 @@ RESIDENT_FROM = 1 << 20
 """Bytes of a tensor from which it is worth a step to find out where it is."""
 
 
-class Resident(InPlace):
+class ZeroCopy(InPlace):
     """One rank's part."""
 
-    def __init__(self, segment: Segment, signals: Signals, folder: Folder, course: Course, arena: Arena) -> None:
-        super().__init__(segment, signals, folder, course)
+    def __init__(self, segment: Segment, signals: Signals, reducer: Reducer, course: Course, arena: Arena) -> None:
+        super().__init__(segment, signals, reducer, course)
         self._arena = arena
 
     def allreduce(self, tensor: Tensors, reduction: Reduction, otherwise: Steps) -> Steps:
@@ -61,13 +61,13 @@ class Resident(InPlace):
                 piece = theirs(rank, low, high).view(reduction.dtype.numpy_dtype)
                 if reduction.prescale == 1.0:
                     return [piece]
-                scratch = self._folder.scratch(0 if rank == 0 else 1, high - low).view(piece.dtype)
+                scratch = self._reducer.scratch(0 if rank == 0 else 1, high - low).view(piece.dtype)
                 np.copyto(scratch, piece)
                 scale(scratch, reduction.dtype, reduction.prescale)
                 return [scratch]
 
             elements = tensor.arrays(low, high)
-            self._folder.fold(fetch, elements, elements, reduction)
+            self._reducer.fold(fetch, elements, elements, reduction)
 
         def take(peer: int, low: int, high: int) -> None:
             tensor.copy_from(theirs(peer, low, high), low, high)

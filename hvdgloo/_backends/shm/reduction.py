@@ -33,7 +33,7 @@ class Reduction:
     postscale: float = 1.0
 
 
-class Folder:
+class Reducer:
     """One rank's arithmetic, with its memory for temporaries.
 
     Args:

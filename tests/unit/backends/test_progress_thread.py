@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hvdgloo._backends.driver import Driver
+from hvdgloo._backends.progress_thread import ProgressThread
 from hvdgloo.errors import BackendError, ConnectError
 
 
 class Scene:
-    """A driver, and a gate at which it stands when it settles after a failure."""
+    """A progress thread, and a gate at which it stands when it settles after a failure."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.settling = threading.Event()
-        self.driver = Driver("hvdgloo-test-driver", self._settle)
+        self.progress = ProgressThread("hvdgloo-test-progress", self._settle)
 
     def _settle(self) -> None:
         self.settling.set()
@@ -29,7 +29,7 @@ def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
     made.gate.set()
-    made.driver.close()
+    made.progress.close()
 
 
 def nothing() -> None:
@@ -46,7 +46,7 @@ def failing(error: Exception) -> Callable[[], None]:
 def test_operations_are_carried_out_one_after_another_on_one_thread(scene: Scene) -> None:
     seen: list[tuple[int, int]] = []
     works = [
-        scene.driver.begin("x", lambda number=number: seen.append((number, threading.get_ident())))  # type: ignore[misc]
+        scene.progress.begin("x", lambda number=number: seen.append((number, threading.get_ident())))  # type: ignore[misc]
         for number in range(20)
     ]
     assert works[-1].completes_within(5)
@@ -58,7 +58,7 @@ def test_operations_are_carried_out_one_after_another_on_one_thread(scene: Scene
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 0.01])
 def test_who_waits_too_short_may_ask_again(scene: Scene, seconds: float) -> None:
     gate = threading.Event()
-    work = scene.driver.begin("x", lambda: gate.wait(10) and None)
+    work = scene.progress.begin("x", lambda: gate.wait(10) and None)
     assert not work.completes_within(seconds)
     assert not work.completes_within(seconds)
     gate.set()
@@ -68,7 +68,7 @@ def test_who_waits_too_short_may_ask_again(scene: Scene, seconds: float) -> None
 
 def test_a_failure_is_raised_at_once_and_again_when_no_memory_is_touched_any_more(scene: Scene) -> None:
     cause = RuntimeError("[pair.cc:1] Connection closed by peer. This is typically caused by something")
-    work = scene.driver.begin("allreduce of 4 bytes", failing(cause))
+    work = scene.progress.begin("allreduce of 4 bytes", failing(cause))
     with pytest.raises(BackendError, match=r"^Gloo allreduce of 4 bytes: Connection closed by peer$") as raised:
         work.completes_within(5)
     assert raised.value.__cause__ is cause
@@ -85,13 +85,13 @@ def test_a_failure_is_raised_at_once_and_again_when_no_memory_is_touched_any_mor
 
 def test_what_follows_a_failure_is_not_begun_and_fails_alike(scene: Scene) -> None:
     begun = threading.Event()
-    first = scene.driver.begin("x", failing(ConnectError("nobody answers")))
-    second = scene.driver.begin("y", begun.set)
+    first = scene.progress.begin("x", failing(ConnectError("nobody answers")))
+    second = scene.progress.begin("y", begun.set)
     with pytest.raises(ConnectError, match="nobody answers"):
         first.completes_within(5)
     assert not second.completes_within(0)  # the thread still settles what the first one began
     scene.gate.set()
-    third = scene.driver.begin("z", begun.set)
+    third = scene.progress.begin("z", begun.set)
     for work in (second, third):
         for _ in range(2):
             with pytest.raises(ConnectError, match="nobody answers"):
@@ -101,18 +101,18 @@ def test_what_follows_a_failure_is_not_begun_and_fails_alike(scene: Scene) -> No
 
 def test_an_idle_thread_ends_with_its_owner_and_one_that_is_stuck_is_left_alone(scene: Scene) -> None:
     def running() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "hvdgloo-test-driver"]
+        return [thread for thread in threading.enumerate() if thread.name == "hvdgloo-test-progress"]
 
-    idle = Driver("hvdgloo-test-driver", nothing)
+    idle = ProgressThread("hvdgloo-test-progress", nothing)
     idle.close()  # it never had a thread
     assert idle.begin("x", nothing).completes_within(5)
     assert running()
     idle.close()
     assert not running()
     gate = threading.Event()
-    stuck = scene.driver.begin("y", lambda: gate.wait(10) and None)
+    stuck = scene.progress.begin("y", lambda: gate.wait(10) and None)
     assert not stuck.completes_within(0)
-    scene.driver.close()
+    scene.progress.close()
     assert len(running()) == 1
     gate.set()
     running()[0].join(5)

@@ -14,7 +14,7 @@ from hvdgloo._backends.base import first_line
 from hvdgloo.errors import BackendError, HvdglooError
 
 
-class Driver:
+class ProgressThread:
     """Owns the thread, which starts with the first operation.
 
     Args:
@@ -25,12 +25,12 @@ class Driver:
 
     def __init__(self, name: str, settle: Callable[[], None]) -> None:
         self._name, self._settle = name, settle
-        self._queue: queue.SimpleQueue[Driven | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ProgressWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Driven | None = None
+        self._last: ProgressWork | None = None
         self._failure: Exception | None = None
 
-    def begin(self, what: str, body: Callable[[], None], keep: object = None) -> Driven:
+    def begin(self, what: str, body: Callable[[], None], keep: object = None) -> ProgressWork:
         """Let the thread call ``body`` when everything before it has ended.
 
         After one has failed, all others fail with the same error: ranks would be out of step.
@@ -39,12 +39,12 @@ class Driver:
             what: it is, for messages.
             keep: what must live until it has ended.
         """
-        driven = self._last = Driven(what, body, keep)
-        self._queue.put(driven)
+        work = self._last = ProgressWork(what, body, keep)
+        self._queue.put(work)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        return driven
+        return work
 
     def close(self) -> None:
         """End the thread, unless it is stuck in an operation that never ends."""
@@ -55,18 +55,18 @@ class Driver:
             self._thread = None
 
     def _run(self) -> None:
-        while (driven := self._queue.get()) is not None:
+        while (work := self._queue.get()) is not None:
             if self._failure is None:
                 try:
-                    driven.body()
+                    work.body()
                 except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits raises it
-                    self._failure = driven.fail(error)
+                    self._failure = work.fail(error)
                     self._settle()
-            driven.end(self._failure)
+            work.end(self._failure)
 
 
-class Driven:
-    """The Work of an operation of a driver's."""
+class ProgressWork:
+    """The Work of an operation of a progress thread."""
 
     def __init__(self, what: str, body: Callable[[], None], keep: object) -> None:
         self.body = body

@@ -7,7 +7,7 @@ all members say whether they can, and rank 0 says what holds for all::
 
     rank 0 -> store    the socket's name, or why there is none
     member -> store    only if it cannot connect: why
-    member -> rank 0   handshake (``engine.connect``), then settings back
+    member -> rank 0   handshake (``_net.handshake``), then settings back
     rank 0 -> member   descriptors (SCM_RIGHTS): the memory, and pipes where numbers travel through them
     member -> rank 0   "it is mapped"                         rank 0 -> member   go on
     member -> rank 0   "who must may read my memory"          rank 0 -> member   go on
@@ -68,7 +68,7 @@ class Met:
         self.direct_from = direct_from
 
 
-class SegmentExchange:
+class SegmentSetup:
     """One rank's part in it.
 
     Args:

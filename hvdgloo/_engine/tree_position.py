@@ -17,7 +17,7 @@ _INQUEST_STEPS = 1.5
 
 
 @dataclass(frozen=True)
-class Seat:
+class TreePosition:
     """One rank's place in the tree.
 
     Attributes:
@@ -52,7 +52,7 @@ class Seat:
         return INQUEST_SECONDS + self.height * min(_INQUEST_STEP, _INQUEST_STEPS / max(1, self.levels))
 
 
-def seat(rank: int, slots: Sequence[int], fanin: int) -> Seat:
+def position_of(rank: int, slots: Sequence[int], fanin: int) -> TreePosition:
     """A rank's place.
 
     Args:
@@ -69,9 +69,9 @@ def seat(rank: int, slots: Sequence[int], fanin: int) -> Seat:
     host = bisect_right(firsts, rank) - 1
     leader = firsts[host]
     if rank != leader:
-        return Seat(rank, leader, {}, frozenset(), 0, heights[0])
+        return TreePosition(rank, leader, {}, frozenset(), 0, heights[0])
     hosts = range(host * fanin + 1, min(len(slots), host * fanin + fanin + 1))
     below = {member: 1 << member for member in range(leader, leader + slots[host])}
     below.update({firsts[child]: masks[child] for child in hosts})
     parent = firsts[(host - 1) // fanin] if host else -1
-    return Seat(rank, parent, below, frozenset(firsts[child] for child in hosts), heights[host], heights[0])
+    return TreePosition(rank, parent, below, frozenset(firsts[child] for child in hosts), heights[host], heights[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdgloo._backends.reasons import why
+from hvdgloo._backends.plane_reason import why
 from hvdgloo.topology import Host, Topology, Worker
 
 
