@@ -1,7 +1,7 @@
-"""How Sphinx makes a site of this folder: ``make docs``.
+"""Configuration with which Sphinx makes a site of this directory: ``make docs``.
 
-The pages are plain Markdown, to be read on a code host as well. What only the site has (its navigation, pages of the
-source files that are linked) is added while it is built, and so nothing in a page is written for Sphinx.
+The pages are plain Markdown, which is readable on a code host as well. The parts that only the site has (its
+navigation, pages of linked source files) are added while it is built, so nothing in a page is written for Sphinx.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ navigation = {
     "Reference": ("api", "api-tensorflow", "api-mxnet", "configuration", "troubleshooting", "security", "changelog"),
     "How it works": ("performance", "life-of-a-tensor", "life-of-a-host"),
 }  # fmt: skip
-"""The pages in the order of the side bar: title of a part to names of its pages. A page that is missing is an error."""
+"""The pages by title of their part, in the order of the side bar. A missing page is an error."""
 
-myst_heading_anchors = 6  # links to headings are those of code hosts
-# Indented text and blocks without a language are a terminal's or a protocol's, rarely Python.
+myst_heading_anchors = 6  # links to headings are the same as on code hosts
+# Indented text and blocks without a language show terminals or protocols, rarely Python.
 highlight_language = "none"
 copybutton_prompt_text = "$ "
 
@@ -48,5 +48,5 @@ html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 html_copy_source = False
 html_show_copyright = False
-# Summaries of what was found are fetched from the pages, which browsers refuse in a site that lies on a disk.
+# Off, since summaries of search results are fetched from the pages, which browsers refuse for a site on disk.
 html_show_search_summary = False

@@ -1,4 +1,4 @@
-"""Draws docs/images/grafana.png: what the dashboard's queries give for a simulated job, as Prometheus evaluates them.
+"""Draw docs/images/grafana.png: the results of the dashboard's queries for a simulated job, evaluated by Prometheus.
 
     python docs/draw_dashboard.py
 
@@ -39,7 +39,7 @@ _DEADLINE = 60.0
 
 
 def history(begin: float) -> Iterator[str]:
-    """What scrapes would have given, in OpenMetrics' format: a rank becomes slow, and another one stalls."""
+    """Yield simulated scrapes in OpenMetrics' format: a rank becomes slow, and another one stalls."""
     job = SimulatedJob(8, 2, slow=None, gpus=True, started=begin)
     series: dict[str, list[str]] = {}
     for second in range(0, 60 * _MINUTES, _SCRAPE):
@@ -53,7 +53,7 @@ def history(begin: float) -> Iterator[str]:
         for line in metrics.text(job.observatory)[0].decode().splitlines():
             if not line.startswith("#"):
                 series.setdefault(line.partition("{")[0].partition(" ")[0], []).append(_stamped(line, job.now))
-    for lines in series.values():  # those of a metric have to stand together
+    for lines in series.values():  # a metric's lines must be together
         yield from lines
     yield "# EOF\n"
 
@@ -67,7 +67,7 @@ def _stamped(line: str, now: float) -> str:
 
 @contextlib.contextmanager
 def prometheus(folder: str, begin: float) -> Iterator[str]:
-    """The address of a Prometheus that knows that history."""
+    """Run a Prometheus that has that history, and yield its address."""
     text = Path(folder, "metrics.txt")
     text.write_text("".join(history(begin)), encoding="utf-8")
     database = Path(folder, "data")
@@ -107,7 +107,7 @@ def prometheus(folder: str, begin: float) -> Iterator[str]:
 
 
 def curves(address: str, query: str, begin: float) -> list[dict[str, Any]]:
-    """What a query gives over the history: each with its labels (``metric``) and ``values``."""
+    """Return the curves of a query over the history, each with its labels (``metric``) and ``values``."""
     for variable, value in (("$instance", INSTANCE), ("$host", ".*"), ("$__rate_interval", "1m")):
         query = query.replace(variable, value)
     wanted = {"query": query, "start": begin + 90, "end": begin + 60 * _MINUTES, "step": _STEP}
@@ -117,7 +117,7 @@ def curves(address: str, query: str, begin: float) -> list[dict[str, Any]]:
 
 
 def draw(address: str, begin: float) -> None:
-    """All panels, placed as in Grafana."""
+    """Draw all panels, placed as in Grafana."""
     import matplotlib
 
     matplotlib.use("Agg")

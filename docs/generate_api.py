@@ -78,7 +78,7 @@ MORE = (
 
 
 def text() -> str:
-    """The whole page."""
+    """Return the whole page."""
     torch, numpy = importlib.import_module("hvdgloo.torch"), importlib.import_module("hvdgloo.numpy")
     frontend = importlib.import_module("hvdgloo._collectives.frontend").Frontend
     listed = {name for names in SECTIONS.values() for name in names}
@@ -99,7 +99,7 @@ def text() -> str:
 
 
 def page(head: str, *sections: tuple[str, str, tuple[str, ...]]) -> str:
-    """A front-end's own page.
+    """Return a front-end's own page.
 
     Args:
         head: its beginning.
@@ -145,7 +145,7 @@ def _signature(value: Any) -> str:
 
 
 def _prose(value: Any) -> str:
-    """A docstring as Markdown: sections become lists."""
+    """Convert a docstring to Markdown: sections become lists."""
     doc = inspect.getdoc(value) or ""
     out: list[str] = []
     for block in re.split(r"\n(?=(?:Args|Returns|Raises|Attributes):\n)", doc):
@@ -169,14 +169,14 @@ _TITLES = {"Args:": "Parameters", "Returns:": "Returns", "Raises:": "Raises", "A
 
 
 def _divide(text: str) -> tuple[str, str]:
-    """A section's indented lines, and what comes after them."""
+    """Return a section's indented lines, and the lines after them."""
     lines = text.splitlines()
     end = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith(" ")), len(lines))
     return textwrap.dedent("\n".join(lines[:end])), "\n".join(lines[end:]).strip()
 
 
 def _items(section: str, *, single: bool = False) -> list[str]:
-    """A section's entries, each in one line; continuation lines are indented."""
+    """Return a section's entries, each in one line; continuation lines are indented."""
     items: list[str] = []
     for line in filter(str.strip, section.splitlines()):
         if items and (single or line.startswith(" ")):

@@ -30,7 +30,7 @@ MXNET = (
 
 
 def text() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return page(HEAD, ("`hvdgloo.mxnet`", "hvdgloo.mxnet", MXNET))
 
 

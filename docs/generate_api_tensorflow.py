@@ -45,7 +45,7 @@ KERAS_ELASTIC = (
 
 
 def text() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return page(
         HEAD,
         ("`hvdgloo.tensorflow`", "hvdgloo.tensorflow", TENSORFLOW),

@@ -1,6 +1,6 @@
-"""Writes docs/configuration.md from the declarations in ``hvdgloo.config``: ``python docs/generate_configuration.py``.
+"""Write docs/configuration.md from the declarations in ``hvdgloo.config``: ``python docs/generate_configuration.py``.
 
-A test compares the file with what this would write, so a new setting cannot be forgotten here.
+A test compares the file with this script's output, so a new setting cannot be forgotten here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Flags, files and variables that concern the launcher and not the workers are in 
 
 
 def text() -> str:
-    """The whole file."""
+    """Return the content of the file."""
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
     declared = settings()
     rows = "".join(f"| [`{s.env}`](#{s.env.lower()}) | {s.help.partition(';')[0]} |\n" for s in declared.values())

@@ -1,6 +1,6 @@
-"""Writes docs/grafana.json, a Grafana dashboard of a job's metrics: ``python docs/generate_dashboard.py``.
+"""Write docs/grafana.json, a Grafana dashboard of a job's metrics: ``python docs/generate_dashboard.py``.
 
-A test compares the file with what this would write, and the names in it with the metrics that there are.
+A test compares the file with this script's output, and the names in it with the existing metrics.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _LARGE, _SMALL = 12, 6
 _WIDTH, _HEIGHT, _STAT_HEIGHT = 24, 8, 4
 
 Target = tuple[str, str]
-"""PromQL, and how its curves are named."""
+"""A query in PromQL, and the name of its curves."""
 
 
 def text() -> str:
-    """The whole file."""
+    """Return the content of the file."""
     return json.dumps(dashboard(), indent=2) + "\n"
 
 
 def dashboard() -> dict[str, Any]:
-    """What Grafana imports."""
+    """Return the dashboard that Grafana imports."""
     panels = _placed([*_stats(), *_of_steps(), *_of_waits(), *_of_hosts()])
     return {
         "__inputs": [
@@ -256,7 +256,7 @@ def _panel(
 
 
 def _placed(panels: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Numbers panels, and puts them into rows from left to right."""
+    """Number panels, and arrange them in rows from left to right."""
     x = y = 0
     for number, panel in enumerate(panels, 1):
         place = panel["gridPos"]

@@ -2,8 +2,8 @@
 
 python docs/generate_stubs.py
 
-Those of frameworks that are not installed stay as they are: run it in each environment. Also written are the stubs
-that give modules a second name, ``horovod.torch`` and the others, in the distribution that brings that name.
+Stubs for frameworks that are not installed are left unchanged: run it in each environment. It also writes the stubs
+that give modules a second name, ``horovod.torch`` and so on, in the distribution for that name.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ SUBMODULES = {
     "hvdgloo.keras": ("elastic",),
     "hvdgloo.mxnet": ("compression", "elastic", "functions", "mpi_ops"),
 }
-"""Modules that a package imports, so that programs need not; not in its ``__all__``."""
+"""Modules that a package imports, so that programs do not have to; not in its ``__all__``."""
 
 _NOT_HOROVOD_S = ("torch.distributed",)
 """Public modules that Horovod has nothing like."""
 
 _HAVE_RUN = ("", "runner")
-"""Packages from which programs import ``run``, though ours do not list it."""
+"""Packages from which programs import ``run``, although it is not listed in ours."""
 
 STAND_IN = Path(__file__).resolve().parents[1] / "packaging/horovod/horovod-stubs"
-"""Type checkers do not see what ``hvdgloo.as_horovod`` does, either."""
+"""Directory of the stubs for ``horovod``, since type checkers do not see what ``hvdgloo.as_horovod`` does, either."""
 
 HEAD = "# Written by docs/generate_stubs.py; do not edit."
 
 
 def path(name: str) -> Path:
-    """Where a module's stub is."""
+    """Return the path of a module's stub."""
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.origin is not None
@@ -63,10 +63,10 @@ def path(name: str) -> Path:
 
 
 def text(name: str) -> str:
-    """A module's stub: for each name where it comes from, which gives its type, its parameters and its docstring.
+    """Return a module's stub, which imports each name from its source, and so has its type and docstring.
 
     Args:
-        name: of a module that can be imported here.
+        name: the name of a module that can be imported here.
     """
     module = importlib.import_module(name)
     imported: dict[str, set[str]] = {}
@@ -96,10 +96,10 @@ def _names(names: set[str]) -> str:
 
 
 def _home(value: Any, name: str, beside: str) -> str:
-    """The module in which a value is defined under a name."""
+    """Return the module in which a value is defined under a name."""
     if inspect.ismodule(value):
         return value.__name__.rpartition(".")[0]
-    # A closure says where it was written, which is not where it has its name.
+    # A closure's module is the one where it was written, not the one where it has this name.
     package = beside if hasattr(sys.modules[beside], "__path__") else beside.rpartition(".")[0]
     for home in (value.__module__, *(other for other in sorted(sys.modules) if other.startswith(f"{package}._"))):
         if vars(sys.modules[home]).get(name) is value:
@@ -108,7 +108,7 @@ def _home(value: Any, name: str, beside: str) -> str:
 
 
 def stand_in() -> dict[Path, str]:
-    """The stubs of ``horovod`` and of its modules that Horovod has, by their file."""
+    """Return the stubs of ``horovod`` and of the modules that Horovod has, by file."""
     root = Path(hvdgloo.__file__).parent
     modules: dict[str, bool] = {"": True}  # its name below the library's, and whether it is a package
     for folder in ("common", "data", "keras", "mxnet", "tensorflow", "torch"):
@@ -133,7 +133,7 @@ def stand_in() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write all that can be written here."""
+    """Write all stubs that can be written in this environment."""
     for file, content in stand_in().items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content, encoding="utf-8")

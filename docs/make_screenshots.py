@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/observing.md, from a real job of four ranks, one of which is slow.
+"""Make the pictures of docs/observing.md, from a real job of four ranks, one of which is slow.
 
     python docs/make_screenshots.py
 
@@ -30,7 +30,7 @@ from tests.page.support import PATIENCE_S, Chromium, until  # noqa: E402 (it has
 from tests.support.pages import program  # noqa: E402
 
 WIDTH, MARGIN = 1240, 6
-"""In CSS pixels; the margin is above and below."""
+"""Width of the pictures, and margin above and below, in CSS pixels."""
 
 _LAUNCHER = [sys.executable, "-m", "hvdgloo.runner"]
 _LINK = re.compile(r"https?://\S+\?token=\S+")
@@ -40,8 +40,8 @@ class Job:
     """``hvdgloo-run`` with a page and a report.
 
     Args:
-        folder: where it runs; with ``slow.py``.
-        python: the interpreter of its workers; None for that of the launcher.
+        folder: its working directory, for ``slow.py``.
+        python: the interpreter of its workers; None for the launcher's.
     """
 
     def __init__(self, folder: Path, python: str | None) -> None:
@@ -66,7 +66,7 @@ class Job:
             self._said.append(line)
 
     def link(self) -> str:
-        """The address that it has printed."""
+        """Return the address of the page, once it is printed."""
         found = until(lambda: _LINK.search("".join(self._said)) or self._failed(), "the address of the page")
         assert isinstance(found, re.Match)
         return found[0]
@@ -76,7 +76,7 @@ class Job:
             raise SystemExit(f"hvdgloo-run has ended:\n{''.join(self._said)}")
 
     def top(self, *flags: str) -> str:
-        """What ``hvdgloo-run top --once`` shows."""
+        """Return the output of ``hvdgloo-run top --once``."""
         command = [*_LAUNCHER, "top", "--once", *flags]
         environ = {**os.environ, **self._environ, "COLUMNS": "110"}
         return subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -88,7 +88,7 @@ class Job:
         self._launcher.wait(PATIENCE_S)
 
     def close(self) -> None:
-        """End it, if it has not ended yet."""
+        """End the job, if it has not ended yet."""
         if self._launcher.poll() is None:
             self._launcher.terminate()
         self._launcher.wait(PATIENCE_S)
@@ -98,7 +98,7 @@ class Job:
 
 
 def shot(browser: Chromium, path: Path, first: str, last: str) -> None:
-    """A picture of a page from the top of one part of it to the end of another one."""
+    """Save a picture of a page from the top of element ``first`` to the bottom of element ``last``."""
     top, bottom = browser.run(
         "return [document.querySelector(arguments[0]).getBoundingClientRect().top + scrollY,"
         "        document.querySelector(arguments[1]).getBoundingClientRect().bottom + scrollY]",
@@ -111,7 +111,7 @@ def shot(browser: Chromium, path: Path, first: str, last: str) -> None:
 
 
 def make(folder: Path, seconds: float, python: str | None = None) -> str:
-    """All pictures, into a folder; returns what ``top`` shows."""
+    """Make all pictures in a directory, and return the output of ``top``."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="job-") as place, Chromium() as browser:
         with closing(Job(Path(place), python)) as job:

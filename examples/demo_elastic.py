@@ -1,9 +1,9 @@
-"""Watch an elastic job: one of its two processes is killed while it trains, then two more may come.
+"""An elastic job to watch: one of its two processes is killed while it trains, then two more may join.
 
     python examples/demo_elastic.py
 
-It starts torch_digits_elastic.py, or another such program, with hvdgloo-run, whose hosts a script lists: at first this
-machine with two slots, later with four.
+It starts torch_digits_elastic.py, or another such program, with hvdgloo-run. A script lists the hosts: this machine, at
+first with two slots, later with four.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kill a process of an elastic job, and let two more come.")
-    parser.add_argument("--python", default=sys.executable, help="what runs the training")
-    parser.add_argument("--training", type=Path, default=TRAINING, help="the program")
-    parser.add_argument("--epochs", default="60", help="how often each image is seen; enough for the others to come")
+    parser = argparse.ArgumentParser(description="Kill a process of an elastic job, and let two more join.")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that runs the training")
+    parser.add_argument("--training", type=Path, default=TRAINING, help="the training program")
+    parser.add_argument("--epochs", default="60", help="number of epochs; enough for the others to join")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         listed, script = Path(folder, "hosts"), Path(folder, "discover")

@@ -29,13 +29,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=15, help="how often each image is seen")
     parser.add_argument("--batch-size", type=int, default=32, help="images in a step of one process")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of one process")
-    parser.add_argument("--seed", type=int, default=42, help="of initial weights and order of images")
+    parser.add_argument("--seed", type=int, default=42, help="seed of initial weights and the order of images")
     parser.add_argument("--save", type=Path, default=None, help="where rank 0 saves the best model (.keras)")
     return parser.parse_args()
 
 
 def load_data() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Training and test images with their digits, the same in every process: every fifth image is for the test."""
+    """Return training and test images with digits, the same in every process: every fifth image is for the test."""
     pixels, labels = load_digits(return_X_y=True)
     images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     is_test = np.arange(len(images)) % 5 == 0
@@ -77,7 +77,7 @@ def main() -> None:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
 
-    # (5) All begin with rank 0's weights, report the ranks' mean, and change the learning rate alike.
+    # (5) All start with rank 0's weights, report the ranks' mean, and change the learning rate alike.
     last = max(args.epochs - 3, 3)
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),

@@ -1,10 +1,10 @@
-"""Train on handwritten digits with Keras and ``fit``, with processes that may come and go.
+"""Train on handwritten digits with Keras and ``fit``, with processes that may join and leave.
 
     hvdgloo-run -np 4 --min-np 2 --failures-per-host 99 examples/keras_digits_elastic.py
 
-The network and the data are those of keras_digits.py. Kill one of the processes while it trains: the others go on from
-the last commit, and another one takes its place. What makes this program elastic is marked (1) to (5); it is the same
-on each of Keras's backends, and without hvdgloo-run it is a job of one process.
+The network and the data are the same as in keras_digits.py. Kill one of the processes while it trains: the others
+continue from the last commit, and another one takes its place. The lines that make this program elastic are marked (1)
+to (5); they are the same on each of Keras's backends. Without hvdgloo-run it is a job of one process.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def main() -> None:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
 
-    # (1) All that training consists of. A newcomer gets it, and after a failure all return to what was committed last.
+    # (1) The whole state of the training. New processes receive it, and after a failure all return to the last commit.
     state: Any = hvd.elastic.KerasState(model, epoch=0, batch=0, sizes=[])
 
-    # (2) This is called again whenever processes have been lost or have come, and goes on where the state says.
+    # (2) This is called again whenever processes were lost or joined, and continues from the state.
     @hvd.elastic.run
-    def train(state: Any) -> None:  # a KerasState; its attributes are those that it was given
-        # (3) So what depends on the number of processes is made here: each one's part of the data, the learning rate.
+    def train(state: Any) -> None:  # a KerasState, with the attributes given above
+        # (3) So everything that depends on the number of processes is here: the part of the data, the learning rate.
         steps = len(images) // hvd.size() // args.batch_size
         mine = slice(hvd.rank(), hvd.size() * steps * args.batch_size, hvd.size())
         rate = args.lr * hvd.size()
@@ -75,13 +75,13 @@ def main() -> None:
             hvd.callbacks.LearningRateScheduleCallback(rate, 1.0, start_epoch=3, end_epoch=last),
             hvd.callbacks.LearningRateScheduleCallback(rate, lambda epoch: 0.2, start_epoch=last),
             Report(state, args.epochs),
-            # (4) What was committed is not lost; and there the job's processes may change. The commit comes last, as
-            # what stands behind it is left out when they do.
+            # (4) A commit is never lost, and the job's processes may change there. It comes last, since callbacks
+            # after it are skipped when they change.
             hvd.elastic.UpdateBatchStateCallback(state),
             hvd.elastic.UpdateEpochStateCallback(state),
             hvd.elastic.CommitStateCallback(state, args.commit_every),
         ]
-        # (5) The epoch that was under way begins anew; those before it have been trained.
+        # (5) The interrupted epoch starts again; the ones before it are done.
         model.fit(
             images[mine],
             digits[mine],

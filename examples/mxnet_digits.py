@@ -30,12 +30,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="images in a step of one process")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of one process")
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
-    parser.add_argument("--seed", type=int, default=42, help="of initial weights and order of images")
+    parser.add_argument("--seed", type=int, default=42, help="seed of initial weights and the order of images")
     return parser.parse_args()
 
 
 def load_data() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Training and test images with their digits, the same in every process: every fifth image is for the test."""
+    """Return training and test images with digits, the same in every process: every fifth image is for the test."""
     pixels, labels = load_digits(return_X_y=True)
     images = (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     digits = labels.astype(np.float32)
@@ -70,7 +70,7 @@ def main() -> None:
     order = np.random.default_rng(args.seed)
     steps = len(images) // (args.batch_size * hvd.size())
 
-    # (3) All begin with rank 0's weights. Gluon learns the layers' shapes when the first images pass, and initialises
+    # (3) All start with rank 0's weights. Gluon learns the layers' shapes when the first images pass, and initialises
     # the weights then; so they are broadcast then.
     network = build_network()
     network.initialize(mx.init.Xavier())

@@ -28,12 +28,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20, help="how often each image is seen")
     parser.add_argument("--batch-size", type=int, default=32, help="images in a step of one process")
     parser.add_argument("--lr", type=float, default=0.03, help="learning rate of one process")
-    parser.add_argument("--seed", type=int, default=42, help="of initial weights and order of images")
+    parser.add_argument("--seed", type=int, default=42, help="seed of initial weights and the order of images")
     return parser.parse_args()
 
 
 def load_data() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Training and test images with their digits, the same in every process: every fifth image is for the test."""
+    """Return training and test images with digits, the same in every process: every fifth image is for the test."""
     pixels, labels = load_digits(return_X_y=True)
     images = (pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     digits = labels.astype(np.float32)
@@ -67,7 +67,7 @@ def main() -> None:
     mine = np.random.default_rng(args.seed).permutation(len(images))[hvd.rank() * each : (hvd.rank() + 1) * each]
     data = mx.io.NDArrayIter(images[mine], digits[mine], args.batch_size, shuffle=True, last_batch_handle="discard")
 
-    # (3) All begin with rank 0's weights.
+    # (3) All start with rank 0's weights.
     module = mx.mod.Module(build_symbol())
     module.bind(data_shapes=data.provide_data, label_shapes=data.provide_label)
     module.init_params(mx.init.Xavier())

@@ -1,10 +1,10 @@
 """Train a small network on handwritten digits on a Ray cluster, with workers that stay between calls.
 
     python examples/ray_torch_digits.py                          # a cluster of its own, on this machine
-    python examples/ray_torch_digits.py --address auto           # one that runs already
+    python examples/ray_torch_digits.py --address auto           # a running cluster
 
 The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships. Each worker keeps a ``Training``: the driver has
-them all train an epoch, looks at the accuracy, and goes on until it is good enough.
+them all train an epoch, looks at the accuracy, and continues until it is good enough.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def parse_arguments() -> argparse.Namespace:
         description="Train a small network on scikit-learn's handwritten digits, on a Ray cluster.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--address", help="of the cluster; without it, one is started for this program")
-    parser.add_argument("--workers", type=int, default=2, help="how many")
-    parser.add_argument("--use-gpu", action="store_true", help="a GPU for each worker")
-    parser.add_argument("--epochs", type=int, default=30, help="at most so many")
-    parser.add_argument("--accuracy", type=float, default=0.96, help="of the test images, which ends the training")
+    parser.add_argument("--address", help="address of the cluster; without it, one is started for this program")
+    parser.add_argument("--workers", type=int, default=2, help="number of workers")
+    parser.add_argument("--use-gpu", action="store_true", help="reserve a GPU for each worker")
+    parser.add_argument("--epochs", type=int, default=30, help="the most epochs")
+    parser.add_argument("--accuracy", type=float, default=0.96, help="accuracy on test images that ends the training")
     return parser.parse_args()
 
 
 class Training:
-    """What each worker keeps: its part of the data, the network and the optimizer."""
+    """Each worker's state between calls: its part of the data, the network and the optimizer."""
 
     def __init__(self, lr: float, batch_size: int = 32) -> None:
         hvd.init()

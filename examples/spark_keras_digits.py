@@ -1,11 +1,11 @@
-"""Train a network on handwritten digits that are in a Spark DataFrame with Keras, on as many processes as you like.
+"""Train a network on handwritten digits in a Spark DataFrame with Keras, on as many processes as you like.
 
     python examples/spark_keras_digits.py --num-proc 2
     KERAS_BACKEND=torch python examples/spark_keras_digits.py --num-proc 2
 
 The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded. Here Spark runs in this
-process (``local[2]``); on a cluster the same program is started with ``spark-submit``, and ``--work-dir`` is a folder
-that all machines see, such as ``hdfs:///tmp/digits``.
+process (``local[2]``); on a cluster the same program is started with ``spark-submit``, and ``--work-dir`` is a
+directory that all machines see, such as ``hdfs:///tmp/digits``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import keras
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from sklearn.datasets import load_digits
 
 from hvdgloo.spark.common.backend import Backend, LocalBackend, SparkBackend
@@ -35,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--master", default=None, help="URL of the cluster; by default spark-submit's, or local[2]")
     parser.add_argument("--num-proc", type=int, default=2, help="number of ranks")
-    parser.add_argument("--local", action="store_true", help="train beside the driver, and not in Spark's tasks")
+    parser.add_argument("--local", action="store_true", help="train on the driver's host, not in Spark's tasks")
     parser.add_argument("--epochs", type=int, default=15, help="how often each image is seen")
     parser.add_argument("--batch-size", type=int, default=32, help="images in a step of one rank")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of one rank")

@@ -1,10 +1,10 @@
-"""Train a small convolutional network on handwritten digits, in processes beside Spark's tasks.
+"""Train a small convolutional network on handwritten digits, in processes next to Spark's tasks.
 
     python examples/spark_run_digits.py --num-proc 2
 
 The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded. Here Spark runs in this
 process (``local[2]``); on a cluster the same program is started with ``spark-submit``. ``hvdgloo.spark.run`` calls
-``train`` once for each rank and returns what the ranks have returned; a DataFrame is trained on with an estimator
+``train`` once on each rank and returns the ranks' results. To train on a DataFrame, use an estimator
 (spark_torch_digits.py).
 """
 
@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(epochs: int, batch_size: int, lr: float) -> tuple[float, list[float]]:
-    """One rank's part: returns the accuracy on all test images, and the loss of each epoch."""
+    """Train as one rank, and return the accuracy on all test images and the loss of each epoch."""
     import hvdgloo.torch as hvd
 
     hvd.init()
@@ -89,7 +89,7 @@ def train(epochs: int, batch_size: int, lr: float) -> tuple[float, list[float]]:
 def main() -> None:
     args = parse_arguments()
     builder = SparkSession.builder.appName("digits")
-    if args.master or "PYSPARK_GATEWAY_PORT" not in os.environ:  # spark-submit has said which cluster
+    if args.master or "PYSPARK_GATEWAY_PORT" not in os.environ:  # spark-submit names the cluster itself
         builder = builder.master(args.master or "local[2]")
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     spark = builder.getOrCreate()

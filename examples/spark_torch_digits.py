@@ -1,10 +1,10 @@
-"""Train a network on handwritten digits that are in a Spark DataFrame, on as many processes as you like.
+"""Train a network on handwritten digits in a Spark DataFrame, on as many processes as you like.
 
     python examples/spark_torch_digits.py --num-proc 2
 
 The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded. Here Spark runs in this
-process (``local[2]``); on a cluster the same program is started with ``spark-submit``, and ``--work-dir`` is a folder
-that all machines see, such as ``hdfs:///tmp/digits``.
+process (``local[2]``); on a cluster the same program is started with ``spark-submit``, and ``--work-dir`` is a
+directory that all machines see, such as ``hdfs:///tmp/digits``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from sklearn.datasets import load_digits
 from torch.nn import functional
 
@@ -35,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--master", default=None, help="URL of the cluster; by default spark-submit's, or local[2]")
     parser.add_argument("--num-proc", type=int, default=2, help="number of ranks")
-    parser.add_argument("--local", action="store_true", help="train beside the driver, and not in Spark's tasks")
+    parser.add_argument("--local", action="store_true", help="train on the driver's host, not in Spark's tasks")
     parser.add_argument("--epochs", type=int, default=15, help="how often each image is seen")
     parser.add_argument("--batch-size", type=int, default=32, help="images in a step of one rank")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of one rank")
@@ -62,7 +62,7 @@ class Net(nn.Module):
 
 
 def load_data(spark: SparkSession) -> tuple[DataFrame, DataFrame]:
-    """Images as vectors of 64 pixels, with their digits: every fifth image is for the test."""
+    """Return images as vectors of 64 pixels, with their digits: every fifth image is for the test."""
     pixels, digits = load_digits(return_X_y=True)
     rows = [
         (index, Vectors.dense(image / 16), int(digit))
@@ -73,7 +73,7 @@ def load_data(spark: SparkSession) -> tuple[DataFrame, DataFrame]:
 
 
 def loss(output: torch.Tensor, digit: torch.Tensor) -> torch.Tensor:
-    # Labels come as float32.
+    # Labels arrive as float32.
     return functional.cross_entropy(output, digit.long())
 
 
@@ -83,7 +83,7 @@ def accuracy(output: torch.Tensor, digit: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     args = parse_arguments()
-    # Spark starts its Python workers as "python3" otherwise, which may be another one than this.
+    # Otherwise Spark starts its Python workers as "python3", which may be another interpreter than this.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.appName("digits")
     if args.master is not None or "spark.master" not in dict(builder._options):
@@ -100,7 +100,7 @@ def main() -> None:
             backend=backend,
             store=Store.create(work_dir),
             model=model,
-            # The learning rate of one rank: it is multiplied by their number while they train.
+            # The learning rate of one rank, which is multiplied by the number of ranks during training.
             optimizer=torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9),
             loss=loss,
             metrics=[accuracy],
@@ -114,7 +114,7 @@ def main() -> None:
         )
         trained = estimator.fit(train).setOutputCols(["scores"])
 
-        # A Transformer like all others: a column of the model's ten outputs, from which the largest is taken.
+        # A Transformer like any other, which adds a column of the model's ten outputs; the largest one wins.
         largest = F.udf(lambda scores: int(scores.argmax()), "int")
         predicted = trained.transform(test).withColumn("predicted", largest("scores"))
         right = predicted.where("predicted = digit").count()

@@ -30,13 +30,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=30, help="how often each image is seen")
     parser.add_argument("--batch-size", type=int, default=32, help="images in a step of one process")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate of one process")
-    parser.add_argument("--seed", type=int, default=42, help="of initial weights and order of images")
+    parser.add_argument("--seed", type=int, default=42, help="seed of initial weights and the order of images")
     parser.add_argument("--checkpoint-dir", default=None, help="where rank 0 saves, and from where it resumes")
     return parser.parse_args()
 
 
 def load_data() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Training and test images with their digits, the same in every process: every fifth image is for the test."""
+    """Return training and test images with digits, the same in every process: every fifth image is for the test."""
     pixels, labels = load_digits(return_X_y=True)
     images = (pixels / 16).astype(np.float32)
     is_test = np.arange(len(images)) % 5 == 0
@@ -44,7 +44,7 @@ def load_data() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 
 def batches(images: Any, digits: Any, size: int, seed: int) -> Iterator[tuple[Any, Any]]:
-    """Batches of this process's images, in a new order each time all have been seen; without end."""
+    """Yield batches of this process's images without end, in a new order after each pass."""
     generator = np.random.default_rng(seed)
     while True:
         order = generator.permutation(len(images))
@@ -54,7 +54,7 @@ def batches(images: Any, digits: Any, size: int, seed: int) -> Iterator[tuple[An
 
 
 def dense(name: str, inputs: Any, width: int) -> Any:
-    """A dense layer without an activation."""
+    """Add a dense layer without an activation."""
     scale = (2.0 / int(inputs.shape[1])) ** 0.5
     with v1.variable_scope(name):
         shape = [int(inputs.shape[1]), width]
@@ -92,7 +92,7 @@ def main() -> None:
     train = optimizer.minimize(loss, global_step=step)
     variables = v1.trainable_variables()
 
-    # (5) All begin with rank 0's variables, new or from its checkpoint.
+    # (5) All start with rank 0's variables, new or from its checkpoint.
     hooks = [hvd.BroadcastGlobalVariablesHook(0)]
     # (6) One checkpoint and one report, not one per rank.
     is_first = hvd.rank() == 0

@@ -29,12 +29,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="images in a step of one process")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of one process")
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
-    parser.add_argument("--seed", type=int, default=42, help="of initial weights and order of images")
+    parser.add_argument("--seed", type=int, default=42, help="seed of initial weights and the order of images")
     return parser.parse_args()
 
 
 def load_data() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Training and test images with their digits, the same in every process: every fifth image is for the test."""
+    """Return training and test images with digits, the same in every process: every fifth image is for the test."""
     pixels, labels = load_digits(return_X_y=True)
     images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     is_test = np.arange(len(images)) % 5 == 0
@@ -84,7 +84,7 @@ def main() -> None:
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
-    # (5) All begin with rank 0's weights.
+    # (5) All start with rank 0's weights.
     optimizer.build(model.trainable_variables)
     hvd.broadcast_variables(model.variables, root_rank=0)
     hvd.broadcast_variables(optimizer.variables, root_rank=0)

@@ -2,9 +2,9 @@
 
     hvdgloo-run -np 2 examples/torch_digits.py
 
-The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded. What makes this program
-distributed is marked (1) to (8); without those lines it is an ordinary PyTorch program, and run without hvdgloo-run it
-is a job of one process.
+The data are the 1,797 images of 8 x 8 pixels that scikit-learn ships, so nothing is downloaded. The lines that make
+this program distributed are marked (1) to (8); without them it is an ordinary PyTorch program, and without hvdgloo-run
+it is a job of one process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import hvdgloo.torch as hvd
 
 try:
     from tqdm import tqdm
-except ImportError:  # then one line per epoch must do
+except ImportError:  # then print one line per epoch instead
     tqdm = None
 
 
@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--momentum", type=float, default=0.9, help="momentum of SGD")
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
-    parser.add_argument("--seed", type=int, default=42, help="of initial weights and order of images")
+    parser.add_argument("--seed", type=int, default=42, help="seed of initial weights and the order of images")
     parser.add_argument(
         "--checkpoint-dir",
         type=Path,
@@ -74,7 +74,7 @@ class Net(nn.Module):
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Training and test images with their digits, the same in every process: every fifth image is for the test."""
+    """Return training and test images with digits, the same in every process: every fifth image is for the test."""
     pixels, labels = load_digits(return_X_y=True)
     images = torch.from_numpy((pixels / 16).astype(np.float32).reshape(-1, 1, 8, 8))
     digits = torch.from_numpy(labels.astype(np.int64))
@@ -83,7 +83,7 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Any]) -> int:
-    """One pass over this process's images; returns how many there were."""
+    """Train on this process's images once, and return their number."""
     model.train()
     seen = 0
     for images, digits in batches:
@@ -99,7 +99,7 @@ def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Ite
 
 @torch.no_grad()
 def test_accuracy(model: nn.Module, loader: DataLoader[Any]) -> float:
-    """The share of all ranks' test images that are recognised."""
+    """Return the share of all ranks' test images that are recognised."""
     model.eval()
     counts = torch.zeros(2, dtype=torch.float64)
     for images, digits in loader:
@@ -110,7 +110,7 @@ def test_accuracy(model: nn.Module, loader: DataLoader[Any]) -> float:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of all parameters, bit by bit."""
+    """Return a digest of all parameters, bit by bit."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
@@ -147,14 +147,14 @@ def main() -> None:
         compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
     )
 
-    # (5) Only rank 0 reads a checkpoint; the others get everything from it, so that all begin alike.
+    # (5) Only rank 0 reads a checkpoint; the others get everything from rank 0, so that all start alike.
     first_epoch = 0
     checkpoint = None if args.checkpoint_dir is None else args.checkpoint_dir / "checkpoint.pt"
     if is_first and checkpoint is not None and checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        # The saved rate is for as many ranks as there were then.
+        # The saved rate is for the number of ranks at that time.
         hvd.scale_learning_rate(optimizer, hvd.size() / saved["ranks"])
         first_epoch = saved["epoch"]
         print(f"resuming after epoch {first_epoch} from {checkpoint}")
@@ -174,7 +174,7 @@ def main() -> None:
         if is_first and checkpoint is not None:
             checkpoint.parent.mkdir(parents=True, exist_ok=True)
             unfinished = checkpoint.with_suffix(".tmp")
-            # The optimizer's state is that of a plain torch.optim.SGD, which can load it without hvdgloo.
+            # The optimizer's state is a plain torch.optim.SGD's, which can load it without hvdgloo.
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({**state, "epoch": epoch + 1, "ranks": hvd.size()}, unfinished)
             unfinished.replace(checkpoint)  # atomic: a job that dies while saving leaves the previous one

@@ -1,10 +1,10 @@
-"""Train on handwritten digits with processes that may come and go.
+"""Train on handwritten digits with processes that may join and leave.
 
     hvdgloo-run -np 4 --min-np 2 --failures-per-host 99 examples/torch_digits_elastic.py
 
-The network and the data are those of torch_digits.py. Kill one of the processes while it trains: the others go on from
-the last commit, and another one takes its place. What makes this program elastic is marked (1) to (6); without
-hvdgloo-run it is a job of one process.
+The network and the data are the same as in torch_digits.py. Kill one of the processes while it trains: the others
+continue from the last commit, and another one takes its place. The lines that make this program elastic are marked (1)
+to (6); without hvdgloo-run it is a job of one process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--momentum", type=float, default=0.9, help="momentum of SGD")
     parser.add_argument("--commit-every", type=int, default=1, help="steps from one commit to the next")
-    parser.add_argument("--seed", type=int, default=42, help="of initial weights and order of images")
+    parser.add_argument("--seed", type=int, default=42, help="seed of initial weights and the order of images")
     return parser.parse_args()
 
 
@@ -47,13 +47,13 @@ def main() -> None:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-    # (1) A sampler that divides what is left of an epoch among those who are there.
+    # (1) A sampler that divides the rest of an epoch among the present processes.
     sampler = hvd.elastic.ElasticSampler(train_set, seed=args.seed)
 
-    # (2) All that training consists of. A newcomer gets it, and after a failure all return to what was committed last.
+    # (2) The whole state of the training. New processes receive it, and after a failure all return to the last commit.
     state: Any = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, step=0, sizes=[])
 
-    # (3) What depends on the number of processes is set again whenever that has changed.
+    # (3) Settings that depend on the number of processes are set again whenever it changes.
     def suit_size() -> None:
         for group in optimizer.param_groups:
             group["lr"] = args.lr * hvd.size()
@@ -61,9 +61,9 @@ def main() -> None:
     state.register_reset_callbacks([suit_size])
     suit_size()
 
-    # (4) This begins at the top each time, and goes on where the state says.
+    # (4) This starts from the top each time, and continues from the state.
     @hvd.elastic.run
-    def train(state: Any) -> None:  # a TorchState; its attributes are those that it was given
+    def train(state: Any) -> None:  # a TorchState, with the attributes given above
         suit_size()  # the state's optimizer may come from a job of another size
         loader = DataLoader(train_set, args.batch_size, sampler=state.sampler)
         while state.epoch < args.epochs:
@@ -75,7 +75,7 @@ def main() -> None:
                 optimizer.step()
                 state.sampler.record_batch(number, len(images))
                 state.step += 1
-                # (5) What was committed is not lost; and here the job's workers may change.
+                # (5) A commit is never lost, and the job's processes may change here.
                 if state.step % args.commit_every == 0:
                     state.commit()
             state.epoch += 1
@@ -88,7 +88,7 @@ def main() -> None:
 
     train(state)
 
-    # (6) Afterwards the job has the size that it has: as in any other program.
+    # (6) Afterwards the size of the job is fixed, as in any other program.
     test_loader = DataLoader(torch.utils.data.TensorDataset(*test_set[hvd.rank() :: hvd.size()]), batch_size=256)
     accuracy = test_accuracy(model, test_loader)
     fingerprints = hvd.allgather_object(fingerprint(model), name="fingerprint")

@@ -1,13 +1,13 @@
-"""Write what each rank counts of a training job to TensorBoard, beside the loss.
+"""Write each rank's counters of a training job to TensorBoard, next to the loss.
 
     pip install tensorboard
     hvdgloo-run -np 2 examples/torch_tensorboard.py
     tensorboard --logdir runs
 
-Every few steps a rank asks ``hvd.metrics()`` for its totals, and writes what has come since the last time: how long a
+Every few steps a rank asks ``hvd.metrics()`` for its totals, and writes the difference since the last time: how long a
 step took, and how much of it was waiting for other ranks, communicating and computing; bytes per second by data plane;
-processor and memory. Each rank has a run of its own, so TensorBoard shows their curves on top of each other: the rank
-that waits least is the one that the others wait for.
+processor and memory. Each rank has a run of its own, so that TensorBoard shows their curves on top of each other: the
+rank that waits least is the one for which the others wait.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import hvdgloo.torch as hvd
 
 
 class MetricsWriter:
-    """Writes a rank's metrics to TensorBoard.
+    """Writer of a rank's metrics to TensorBoard.
 
     Args:
-        folder: of all runs; this rank's is ``folder/rank<n>``.
-        every: how many steps lie between two points of a curve.
+        folder: directory of all runs; this rank's is ``folder/rank<n>``.
+        every: number of steps between two points of a curve.
     """
 
     def __init__(self, folder: Path, every: int = 10) -> None:
@@ -37,7 +37,7 @@ class MetricsWriter:
         self._before, self._at = hvd.metrics(), time.monotonic()
 
     def step(self, number: int, loss: float) -> None:
-        """To be called after each ``optimizer.step()``."""
+        """Write metrics every few steps; to be called after each ``optimizer.step()``."""
         if (number + 1) % self._every:
             return
         now, at = hvd.metrics(), time.monotonic()
@@ -58,14 +58,14 @@ class MetricsWriter:
         write("process/memory", now.memory, number)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest."""
         self._writer.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on made-up data, and write metrics to TensorBoard.")
     parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
-    parser.add_argument("--log-dir", type=Path, default=Path("runs"), help="where runs are written (default runs)")
+    parser.add_argument("--log-dir", type=Path, default=Path("runs"), help="directory of the runs (default runs)")
     options = parser.parse_args()
 
     hvd.init()
@@ -76,7 +76,7 @@ def main() -> None:
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-    torch.manual_seed(1 + hvd.rank())  # each rank has data of its own
+    torch.manual_seed(1 + hvd.rank())  # each rank has its own data
     metrics = MetricsWriter(options.log_dir)
     for number in range(options.steps):
         inputs = torch.randn(32, 64)

@@ -1,4 +1,4 @@
-"""The side bar: a table of contents that is in no page, since a code host would show it as a block of code."""
+"""The side bar: a table of contents outside the pages, since a code host would show it as a block of code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def append(app: Sphinx, page: str, source: list[str]) -> None:
-    """The start page's text gets the whole table, hidden; the theme shows it at the side of every page."""
+    """Add the hidden table to the start page's text; the theme shows it at the side of every page."""
     if page == app.config.root_doc:
         source[0] += "".join(
             f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(pages) + "\n```\n"

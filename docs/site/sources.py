@@ -1,7 +1,7 @@
-"""Source files that pages link to (``../runner/launch.py``) become pages of the site, so that they can be read offline.
+"""Pages for the source files to which pages link (``../runner/launch.py``), so that they can be read offline.
 
-On a code host such a link leads to the file itself, and one to a folder to a list of files. Sphinx would offer the file
-for download, and knows no folders.
+On a code host such a link leads to the file itself, and a link to a directory to a list of files. Sphinx would offer
+the file for download, and does not support directories.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def linked(env: BuildEnvironment) -> dict[str, set[str]]:
-    """The files that each page links to, as paths from the repository's root."""
+    """Return the files to which each page links, as paths from the repository's root."""
     if not hasattr(env, "linked_sources"):
         env.linked_sources = {}  # type: ignore[attr-defined]
     found: dict[str, set[str]] = env.linked_sources  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ def linked(env: BuildEnvironment) -> dict[str, set[str]]:
 
 
 def link(app: Sphinx, doctree: nodes.document) -> None:
-    """Let a page's links to files and folders outside of docs/ lead to their pages."""
+    """Make a page's links to files and directories outside docs/ lead to their pages."""
     root = Path(app.srcdir).resolve().parent
     page = app.env.docname
     for node in [*doctree.findall(addnodes.download_reference), *doctree.findall(addnodes.pending_xref)]:
@@ -54,7 +54,7 @@ def forget(app: Sphinx, env: BuildEnvironment, page: str) -> None:
 
 
 def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """A page for each file or folder: its name, what the template shows, and the template."""
+    """Yield a page for each file or directory: its name, the template's values, and the template."""
     root = Path(app.srcdir).resolve().parent
     names = set().union(*linked(app.env).values())
     listed = {name: _files(root, name) for name in names if (root / name).is_dir()}
@@ -70,6 +70,6 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _files(root: Path, folder: str) -> list[str]:
-    """The source files in a folder, as paths from the root."""
+    """Return the source files in a directory, as paths from the root."""
     found = (path for path in (root / folder).iterdir() if path.suffix in LANGUAGES)
     return sorted(path.relative_to(root).as_posix() for path in found)

@@ -1,4 +1,4 @@
-"""Training on Spark: ``hvdgloo.spark.run(fn, num_proc=4)`` calls a function in processes beside Spark's tasks.
+"""Training on Spark: ``hvdgloo.spark.run(fn, num_proc=4)`` calls a function in processes next to Spark's tasks.
 
 ::
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run", "run_elastic", "task"]
 
-# Ranks that estimators have started import modules below this package, and need none of the launcher's.
+# Imported lazily: estimators' ranks import other modules of this package, but do not need the launcher's.
 _FROM = {"run": "hvdgloo.spark._run", "run_elastic": "hvdgloo.spark._run"}
 _MODULES = ("task",)
 

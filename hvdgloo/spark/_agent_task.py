@@ -1,7 +1,7 @@
-"""What runs in Spark's tasks: each brings an agent to the driver, and waits for its end.
+"""The function that Spark's tasks run: each brings an agent to the driver, and waits for the agent's end.
 
-A task is Spark's Python worker, which Spark may use again for the next job. So no code of the user's runs in it, and
-nothing of it is left in it: the agent is a process of its own, and so are its workers.
+A task runs in a Python worker of Spark's, which Spark may reuse for the next job. So it runs no user code, and nothing
+of the job stays in it: the agent is a process of its own, and so are its workers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ Task = Callable[[int, Iterable[Any]], Iterator[Any]]
 
 
 def lists() -> Any:
-    """How Spark adds lists up, for an accumulator. A class of its own, so that it needs no hvdgloo where it is read."""
+    """Make the parameter of an accumulator of lists.
+
+    Its class is local, so that it is pickled by value and executors need no hvdgloo to read it.
+    """
 
     class Lists:
         def zero(self, value: list[Any]) -> list[Any]:
@@ -30,16 +33,16 @@ def lists() -> Any:
 
 
 def make_task(invitation: Invitation, python_path: str, executable: str | None, lacking: Any, *, again: bool) -> Task:
-    """The function of ``mapPartitionsWithIndex``.
+    """Make the function for ``mapPartitionsWithIndex``.
 
-    It needs nothing from outside, so that an executor without hvdgloo can run it, and say so.
+    The function is self-contained, so that an executor without hvdgloo can run it and report that.
 
     Args:
-        invitation: where the driver waits.
-        python_path: folders that the caller wants workers to import from first, as in PYTHONPATH.
-        executable: the workers' Python; by default the one that runs the task.
-        lacking: an accumulator for what executors lack: ``[(index, host, sentence)]``.
-        again: whether a task that Spark tries again brings another agent.
+        invitation: the driver's address and credentials.
+        python_path: directories from which workers import first, as in PYTHONPATH.
+        executable: the workers' Python; by default the task's.
+        lacking: an accumulator of the requirements that executors lack: ``[(index, host, sentence)]``.
+        again: let a retried task bring another agent.
     """
     packed = pickle.dumps(invitation)
     expected = __version__

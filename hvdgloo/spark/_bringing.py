@@ -1,4 +1,4 @@
-"""A task's part on an executor: what it tells about itself, and what its worker finds in its environment."""
+"""The part of a task that needs hvdgloo: the task's identity for the driver, and its worker's environment."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hvdgloo.spark import task
 
 
 def bring(packed: bytes, index: int, python_path: str, executable: str | None, *, again: bool) -> None:
-    """Bring an agent to the driver, and return when it has ended as the driver wanted.
+    """Bring an agent to the driver, and return when the driver has ended it.
 
     Raises:
-        LaunchError: this is a second attempt of its task, the driver was not reached, or the agent was killed. Spark
-            tries the task again, where it may.
+        LaunchError: this is a second attempt of its task, the driver could not be reached, or the agent was killed.
+            Spark then retries the task, if it is allowed to.
     """
     from pyspark import TaskContext
 
@@ -27,7 +27,7 @@ def bring(packed: bytes, index: int, python_path: str, executable: str | None, *
     attempt = context.attemptNumber()
     if attempt and not again:
         raise LaunchError(
-            f"this is attempt {attempt} of task {index}, and the first one has brought a rank already: none is "
+            f"this is attempt {attempt} of task {index}, whose first attempt already started a rank: no rank is "
             "started twice"
         )
     gpus = context.resources().get("gpu")
@@ -46,9 +46,9 @@ def bring(packed: bytes, index: int, python_path: str, executable: str | None, *
 
 
 def _executor() -> str:
-    """How Spark calls the executor of this process; empty if that cannot be seen.
+    """Return Spark's name for the executor of this process; empty if it cannot be found.
 
-    Python is told nothing of it, but every cluster manager starts executors with their name as an argument.
+    Spark does not pass it to Python, but every cluster manager starts executors with their name as an argument.
     """
     try:
         for process in psutil.Process().parents():
@@ -56,5 +56,5 @@ def _executor() -> str:
             if "--executor-id" in words[:-1]:
                 return f"executor {words[words.index('--executor-id') + 1]}"
     except psutil.Error:
-        pass  # one of them is another user's, or ends just now
+        pass  # a parent is another user's, or is just ending
     return ""

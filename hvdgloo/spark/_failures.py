@@ -1,4 +1,4 @@
-"""Spark's own words about a job that failed, in those of a message: one line, without frames of the JVM."""
+"""Spark's reports about failed jobs, reduced to one line for a message, without the JVM's frames."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _PYTHON = re.compile(r"PythonException: (.*?)(?:\n\s*\n\s*at |\n\tat |\Z)", re.D
 _ERROR_LINE = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)
 _NO_START = re.compile(r"Error from python worker:\n(.*?)\n\s*PYTHONPATH was:", re.DOTALL)
 _FRAMEWORK_S = re.compile(r"^An error occurred while calling|Job aborted due to|^org.apache.spark.SparkException: *$")
-_AGAIN = re.compile(r"this is attempt \d+ of task (\d+), and the first one has brought a rank already")
+_AGAIN = re.compile(r"this is attempt \d+ of task (\d+), whose first attempt already started a rank")
 _FRAME = re.compile(r"^\s*(?:at |\.\.\. \d+ more|Caused by: )")
 
 
 def explain(text: str) -> str:
-    """Why Spark ended a job.
+    """Return the reason why Spark ended a job.
 
     Args:
-        text: of the exception that pyspark raised.
+        text: text of the exception that pyspark raised.
     """
     for explanation in _EXPLANATIONS:
         if reason := explanation(text):
@@ -33,7 +33,7 @@ def explain(text: str) -> str:
 
 
 def wrong_python(text: str) -> dict[str, str]:
-    """Executors whose Python is of another version than the driver's, with what is wrong; none if that was not it.
+    """Return the executor whose Python version differs from the driver's, with an explanation; empty if none does.
 
     Spark compares the versions before it reads the task, and ends the job at the first one that differs.
     """
@@ -46,8 +46,9 @@ def wrong_python(text: str) -> dict[str, str]:
 
 
 def refused_again(text: str) -> int | None:
-    """The task that Spark has tried again in vain, where that is all that it says: of several failures of a task, it
-    reports the last. None if it says more.
+    """Return the index of the task whose retry was refused, if ``text`` is only about that; otherwise None.
+
+    Of several failures of a task, Spark reports the last, which is not the cause.
     """
     found = _AGAIN.search(text)
     return int(found[1]) if found else None
@@ -76,7 +77,7 @@ def _executor_lost(text: str) -> str:
 
 def _python_worker(text: str) -> str:
     if "Python worker exited unexpectedly" in text or "Python worker failed to connect back" in text:
-        return "a Python worker of Spark was killed or has crashed"
+        return "a Python worker of Spark's was killed or crashed"
     if found := _NO_START.search(text):
         return f"Spark's Python did not start on an executor: {found[1].strip().splitlines()[-1].strip()}"
     found = _PYTHON.search(text)

@@ -1,6 +1,6 @@
-"""``hvdgloo.spark.run``: a function in processes beside Spark's tasks, and its results.
+"""``hvdgloo.spark.run``: a function in processes next to Spark's tasks, and its results.
 
-A Spark job brings an agent for each task; from there on it is a job of the launcher's. Spark decides where tasks run,
+A Spark job brings an agent for each task; from there on it is a job of the launcher's. Spark decides where tasks run
 and how long they live; ranks, output, results and failures are as in ``hvdgloo.run.run``.
 """
 
@@ -31,21 +31,21 @@ from hvdgloo.spark._session import Session, active, checked_number
 T = TypeVar("T")
 
 _END_S = 5.0
-"""Seconds in which the Spark job ends by itself once its agents have; then it is cancelled."""
+"""Seconds that the Spark job has to end by itself once its agents have ended; then it is cancelled."""
 _OVER_S = 30.0
-"""Seconds that the driver has to see that all its agents have ended, before the end of their tasks is a failure."""
+"""Seconds that the driver has to notice that all agents have ended before the end of their tasks is a failure."""
 _STEP_S = 0.5
-"""Seconds into which a wait is divided that must not be over because nobody could look."""
+"""Length in seconds of the steps of a wait that must not end merely because this process could not run."""
 _CANCELLED_S = 20.0
-"""Seconds for Spark to end a job that was cancelled."""
+"""Seconds that Spark has to end a cancelled job."""
 _CANCEL_AGAIN_S = 0.5
-"""Seconds after which it is cancelled once more."""
+"""Seconds after which a job that still runs is cancelled again."""
 _SETTLED_S = 2.0
-"""Seconds for which Spark must say that all its executors are there: one that has just been lost is still listed."""
+"""Seconds for which Spark must list all executors before they count as present: it still lists one just lost."""
 _SOON_S = 1.0
-"""Seconds after which waiting for slots is worth a line: tasks that have just ended may still be counted."""
+"""Seconds after which a wait for slots is reported; before, tasks that just ended may still be counted."""
 _OTHERS_S = 3.0
-"""Seconds in which other executors can say that they lack something, too."""
+"""Seconds that other executors have to report that they lack something, too."""
 
 
 def run(
@@ -69,31 +69,33 @@ def run(
     barrier: bool = True,
     heartbeat_timeout: float | None = None,
 ) -> list[T]:
-    """Call ``fn(*args, **kwargs)`` in ``num_proc`` processes at once, each beside a task of Spark's.
+    """Call ``fn(*args, **kwargs)`` in ``num_proc`` processes at once, each next to a task of Spark's.
 
-    The processes find what their tasks have: working directory, modules (``--py-files``, ``--archives``), environment
-    and GPUs (``hvdgloo.spark.task.get_available_devices()``). They end with the tasks. What they print appears here,
-    prefixed with their ranks.
+    The processes have their tasks' working directory, modules (``--py-files``, ``--archives``), environment and GPUs
+    (``hvdgloo.spark.task.get_available_devices()``), and end with the tasks. Their output appears here, prefixed with
+    their ranks.
 
     Args:
-        num_proc: number of processes; by default ``spark.sparkContext.defaultParallelism``, and no more than Spark has
+        num_proc: number of processes; by default ``spark.sparkContext.defaultParallelism``, but no more than Spark has
             task slots.
-        start_timeout: seconds that tasks have to start; by default HVDGLOO_SPARK_START_TIMEOUT, else 600.
-        env: variables of the processes, beside those of their executors; its PYTHONPATH precedes the executors'.
+        start_timeout: seconds that tasks have to start; by default HVDGLOO_SPARK_START_TIMEOUT, otherwise 600.
+        env: variables of the processes, in addition to their executors'; its PYTHONPATH precedes the executors'.
             Without it, they get nothing of this process's environment, except for settings (``HVDGLOO_...``,
             ``HOROVOD_...``).
         stdout, stderr: text streams for the output; by default ``sys.stdout`` and ``sys.stderr``.
-        verbose: 0 for no word of hvdgloo's own, 1 for a line when tasks have started, 2 for what is being done.
-        nics: which addresses the hosts use for each other, as for ``hvdgloo-run --nics``.
+        verbose: 0 for no messages of hvdgloo's own, 1 for a line when tasks have started, 2 for progress.
+        nics: the addresses that hosts use for each other, as for ``hvdgloo-run --nics``.
         prefix_output_with_timestamp: begin every line with the time.
-        executable: the processes' Python; by default that of Spark's tasks.
+        executable: the processes' Python; by default the one of Spark's tasks.
         spark: a SparkSession; by default the active one.
-        barrier: start all tasks at once, or none of them. Without it, and always under dynamic allocation, they start
-            as executors come.
-        heartbeat_timeout: seconds of silence between this process and a host after which either is lost to the other;
-            by default a host after 5 seconds, and this process after 60. On Linux, executors then still ask their
-            kernel whether this machine answers: one long call may hold this process's interpreter for any time.
-        use_mpi, use_gloo, extra_mpi_args: there is only Gloo; ``use_mpi=True`` is rejected.
+        barrier: start all tasks at once, or none of them. Without it, and always under dynamic allocation, tasks start
+            as executors arrive.
+        heartbeat_timeout: seconds of silence between this process and a host after which each considers the other
+            lost; by default a host is lost after 5 seconds, and this process after 60. On Linux, executors then still
+            ask their kernel whether this machine answers, since one long call may hold this process's interpreter for
+            any time.
+        use_mpi, use_gloo, extra_mpi_args: accepted for Horovod's sake. There is only Gloo; ``use_mpi=True`` is
+            rejected.
 
     Returns:
         the results in the order of ranks.
@@ -102,9 +104,10 @@ def run(
         ConfigError: an argument cannot be used, or Spark has fewer task slots than ``num_proc``.
         InvalidArgumentError: the function or its arguments cannot be pickled.
         LaunchError: there is no active SparkContext, or tasks did not start in time.
-        UnusableHostsError: executors lack hvdgloo, or have another version of it, or of Python.
+        UnusableHostsError: executors lack hvdgloo, or have another version of it or of Python.
         JobFailedError: a process was killed or exited, an executor was lost, or the Spark job was cancelled.
-        Exception: what ``fn`` raised on the first rank where it failed; its cause is a ``RemoteTraceback``.
+        Exception: the exception that ``fn`` raised on the first rank where it failed; its cause is a
+            ``RemoteTraceback``.
     """
     excepthook.install()  # what is wrong with an argument is shown without frames of ours
     arguments.judge_controllers("run", use_gloo, use_mpi, "extra_mpi_args", extra_mpi_args)
@@ -135,13 +138,13 @@ def check_room(
     barrier: bool = True,
     **_: Any,
 ) -> None:
-    """Find out whether ``run`` would be refused for want of slots, before work is done for it.
+    """Check that Spark has enough slots for ``run``, before any work is done for it.
 
     Args:
-        num_proc, start_timeout, spark, barrier: as ``run``'s; others of its arguments play no part.
+        num_proc, start_timeout, spark, barrier: as for ``run``; its other arguments are accepted and ignored.
 
     Raises:
-        ConfigError, LaunchError: as ``run`` does.
+        ConfigError, LaunchError: as for ``run``.
     """
     session = active(spark)
     job = _Job(session, num_proc, barrier=barrier and not session.grows)
@@ -171,26 +174,26 @@ def run_elastic(
     spark: Any = None,
     heartbeat_timeout: float | None = None,
 ) -> list[T]:
-    """As ``run``, on executors that may come and go: ``fn`` trains in ``hvd.elastic.run``.
+    """Call ``fn`` like ``run``, but on executors that may join and leave; ``fn`` trains in ``hvd.elastic.run``.
 
-    Tasks are those of an ordinary stage, which Spark starts as it has room for them. A task that is lost takes only its
-    own rank with it, and Spark tries it again (``spark.task.maxFailures`` times): its rank is a newcomer.
+    The tasks belong to an ordinary stage, and Spark starts them as it has room. A lost task takes only its own rank
+    with it, and Spark retries it (``spark.task.maxFailures`` times): its rank joins as a new one.
 
     Args:
-        num_proc: number of ranks that a start waits for; by default as ``run``'s, or ``min_num_proc``.
-        min_num_proc: the fewest ranks with which training goes on; by default ``num_proc``.
-        max_num_proc: the most; by default ``num_proc``. So many tasks are started.
-        elastic_timeout: seconds to wait for enough ranks once some have been lost; by default HVDGLOO_ELASTIC_TIMEOUT,
-            else 600. The first have ``start_timeout``.
-        reset_limit: how often ranks may form anew.
-        heartbeat_timeout: as ``run``'s.
+        num_proc: number of ranks to wait for at the start; by default as for ``run``, or ``min_num_proc``.
+        min_num_proc: the fewest ranks with which training continues; by default ``num_proc``.
+        max_num_proc: the most ranks, and the number of tasks that are started; by default ``num_proc``.
+        elastic_timeout: seconds to wait for enough ranks once some were lost; by default HVDGLOO_ELASTIC_TIMEOUT,
+            otherwise 600. At the start it is ``start_timeout``.
+        reset_limit: how often ranks may form a new epoch.
+        heartbeat_timeout: as for ``run``.
         min_np, max_np: old names of ``min_num_proc`` and ``max_num_proc``; they give a warning.
 
     Returns:
-        the results of the ranks that were there at the end, in their order.
+        the results of the ranks present at the end, in order.
 
     Raises:
-        ConfigError, LaunchError, JobFailedError, Exception: as ``run`` does.
+        ConfigError, LaunchError, JobFailedError, Exception: as for ``run``.
     """
     excepthook.install()
     least = arguments.renamed("run_elastic", "min_num_proc", min_num_proc, "min_np", min_np)
@@ -246,16 +249,16 @@ def _call(
     executable: str | None,
     heartbeat_timeout: float | None,
 ) -> list[T]:
-    """Have tasks started, and a function called beside them. Arguments are as for ``run``.
+    """Have tasks started, and a function called next to them. Arguments are as for ``run``.
 
     Args:
-        run_on: calls it on the agents of a listener.
+        run_on: calls the function on a listener's agents.
         call: the function and its arguments.
     """
     arguments.check_call("run", *call)
     for name, stream in (("stdout", stdout), ("stderr", stderr)):
         if stream is not None and not callable(getattr(stream, "write", None)):
-            raise ConfigError(f"run({name}={stream!r}): give a stream that text can be written to, as open() returns")
+            raise ConfigError(f"run({name}={stream!r}): give a text stream, such as open() returns")
     silence = None if heartbeat_timeout is None else _seconds("heartbeat_timeout", heartbeat_timeout)
     variables = _variables(env)
     python_path = variables.pop("PYTHONPATH", "")
@@ -286,9 +289,9 @@ def _call(
 
 @contextmanager
 def _interrupts_for_ranks() -> Iterator[None]:
-    """Ctrl-C reaches ranks first while this lasts, and gives them time to end.
+    """Have Ctrl-C reach the ranks first, so that they have time to end.
 
-    pyspark's handler would cancel all jobs at once, and tasks end with their ranks. One of the caller's own stays.
+    pyspark's handler would cancel all jobs at once; here tasks end with their ranks. A handler of the caller's stays.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not _is_of_pyspark(handler):
@@ -311,10 +314,10 @@ def number_of_tasks(session: Session, num_proc: int | None, start_timeout: float
     ``spark.default.parallelism`` is often a number of partitions, several for each core.
 
     Args:
-        start_timeout: seconds in which executors may still come; None for the setting.
+        start_timeout: seconds in which executors may still arrive; None for the setting.
 
     Raises:
-        ConfigError: ``num_proc`` is no number of processes.
+        ConfigError: ``num_proc`` is not a number of processes.
     """
     if num_proc is not None:
         return checked_number(num_proc, "run")
@@ -325,7 +328,7 @@ def number_of_tasks(session: Session, num_proc: int | None, start_timeout: float
 
 
 def _slots(session: Session, needed: int, deadline: float) -> int:
-    """Count the tasks that Spark runs at once, as soon as these are enough or no executor is still expected."""
+    """Count the tasks that Spark can run at once, waiting until they suffice or no more executors are expected."""
     slots = session.slots()
     unsettled = time.monotonic()
     while slots < needed and time.monotonic() < deadline:
@@ -342,10 +345,10 @@ class _Job:
     """The Spark job that brings agents.
 
     Args:
-        size: number of its tasks.
-        barrier: whether they start all at once.
-        least: how many are needed for a start where tasks may come and go; None where all are.
-        is_given: the caller has given a number of processes.
+        size: number of tasks.
+        barrier: start all tasks at once.
+        least: the fewest tasks for a start, where tasks may join and leave; None where all are needed.
+        is_given: True if the caller gave a number of processes.
     """
 
     def __init__(
@@ -369,15 +372,15 @@ class _Job:
             )
 
     def check_room(self, deadline: float) -> int:
-        """Refuse a job that Spark has no room for.
+        """Refuse a job for which Spark has no room.
 
-        Slots that other tasks use become free; executors that have not come yet may still come.
+        Slots used by other tasks count, since they become free, and missing executors are waited for.
 
         Returns:
-            how many tasks Spark runs at once. It is of no interest where executors come when they are needed: 0.
+            the number of tasks that Spark can run at once; 0 under dynamic allocation, where it does not matter.
 
         Raises:
-            ConfigError: the executors that are there cannot run so many tasks.
+            ConfigError: the available executors cannot run that many tasks.
         """
         session, needed = self._session, self._needed
         if session.grows:
@@ -398,10 +401,10 @@ class _Job:
         return self.size if self.least is None else self.least
 
     def check_slots(self, deadline: float, say: _Speaker) -> None:
-        """Refuse a job that Spark has no room for, and wait a moment for slots that are in use.
+        """Refuse a job for which Spark has no room, and wait a moment for slots that are in use.
 
         Raises:
-            ConfigError: the executors that are there cannot run so many tasks.
+            ConfigError: the available executors cannot run that many tasks.
         """
         session, needed = self._session, self._needed
         slots = self.check_room(deadline)
@@ -416,15 +419,15 @@ class _Job:
 
     @property
     def remedy(self) -> str:
-        """What to look at where tasks do not start."""
+        """Advice for the case that tasks do not start."""
         return (
-            f"{self._session.resources()}. Are other jobs using the cluster, and can it give so many cores (and GPUs)? "
+            f"{self._session.resources()}. Are other jobs using the cluster, and does it have enough cores (and GPUs)? "
             "A longer start_timeout, or HVDGLOO_SPARK_START_TIMEOUT, waits longer."
         )
 
     @contextmanager
     def running(self, listener: TaskListener, python_path: str, executable: str | None) -> Iterator[None]:
-        """The tasks run while this lasts; afterwards nothing of the job is left."""
+        """Run the tasks while the context lasts; afterwards nothing of the job is left."""
         from pyspark import InheritableThread
 
         self._lacking = self._context.accumulator([], lists())
@@ -435,7 +438,7 @@ class _Job:
                 self._context.setJobGroup(self._group, f"hvdgloo.spark.run, {self.size} ranks", interruptOnCancel=True)
                 tasks = self._context.range(0, self.size, numSlices=self.size)
                 (tasks.barrier() if self._barrier else tasks).mapPartitionsWithIndex(task).collect()
-            except Exception as error:  # noqa: BLE001 - whatever Spark and its JVM raise, it is why tasks are gone
+            except Exception as error:  # noqa: BLE001 - any error of Spark or its JVM is the reason why tasks ended
                 self._wrong_python = _failures.wrong_python(str(error))
                 listener.fail(self._why(str(error)))
             else:
@@ -443,7 +446,7 @@ class _Job:
                     listener.fail("all Spark tasks have ended")
 
         over = threading.Event()
-        # It has the caller's scheduler pool and job tags.
+        # An InheritableThread has the caller's scheduler pool and job tags.
         thread = InheritableThread(target=job, name="hvdgloo-spark-job", daemon=True)
         thread.start()
         clean = False
@@ -452,15 +455,15 @@ class _Job:
             clean = True
         finally:
             over.set()
-            if clean and self.least is None:  # else tasks may wait for slots that they will not get
+            if clean and self.least is None:  # otherwise tasks may wait for slots that they will not get
                 thread.join(_END_S)
             self._cancel(thread)
 
     def _why(self, text: str) -> str:
-        """Why Spark's job has failed, in words that continue ``the job failed:``.
+        """Return the reason why Spark's job failed, as a continuation of ``the job failed:``.
 
         Args:
-            text: of the exception that pyspark raised.
+            text: text of the exception that pyspark raised.
         """
         if self._wrong_python:
             return "; ".join(f"{label} cannot be used: {what}" for label, what in self._wrong_python.items())
@@ -474,9 +477,9 @@ class _Job:
         return _failures.explain(first or text)
 
     def _cancel(self, thread: threading.Thread) -> None:
-        """End what still runs. Its agents have been told to end.
+        """Cancel the job, whose agents have been told to end, until it has ended.
 
-        More than once: a job that has not been submitted yet is not cancelled.
+        Cancelling once is not enough, since it has no effect on a job that has not been submitted yet.
         """
         deadline = time.monotonic() + _CANCELLED_S
         while thread.is_alive() and time.monotonic() < deadline:
@@ -487,10 +490,10 @@ class _Job:
             thread.join(_CANCEL_AGAIN_S)
 
     def check_executors(self) -> None:
-        """Look at what executors lack.
+        """Check whether executors lack something.
 
         Raises:
-            UnusableHostsError: of some, and others have had the time to say the same.
+            UnusableHostsError: some do, and the others had time to report the same.
         """
         if self._wrong_python:
             raise self._unusable(
@@ -517,12 +520,15 @@ class _Job:
 
 
 def _happens(event: threading.Event, seconds: float) -> bool:
-    """Wait for an event. Time in which another thread's long call holds this process's interpreter counts as a step."""
+    """Wait for an event and return whether it happened.
+
+    Time during which another thread's long call holds the interpreter counts as one step.
+    """
     return any(event.wait(_STEP_S) for _ in range(math.ceil(seconds / _STEP_S)))
 
 
 class _Speaker:
-    """Lines of hvdgloo's own."""
+    """Writer of hvdgloo's own lines."""
 
     def __init__(self, stream: TextIO | None, verbose: int) -> None:
         self._stream = stream
@@ -562,9 +568,9 @@ def _seconds(name: str, value: float) -> float:
 
 
 def _variables(env: Mapping[str, str] | None) -> dict[str, str]:
-    """What workers are given by the caller. A job in whose worker this runs is not theirs."""
+    """Return the variables that the caller gives to workers, without the place of a job that this process is in."""
     if env is not None and not all(isinstance(each, str) for pair in env.items() for each in pair):
-        raise ConfigError("run(env=...): names and values of variables are texts")
+        raise ConfigError("run(env=...): names and values of variables must be strings")
     variables = without_place(env or {})
     if _stands_for_horovod():
         variables.setdefault("HVDGLOO_AS_HOROVOD", "1")
@@ -572,6 +578,6 @@ def _variables(env: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _stands_for_horovod() -> bool:
-    """Whether this program's ``import horovod`` is hvdgloo, so that the workers' has to be."""
+    """Return whether this program's ``import horovod`` is hvdgloo, so that the workers' has to be, too."""
     horovod = sys.modules.get("horovod")
     return Config.from_env().as_horovod or getattr(horovod, "stands_in_for", None) is not None

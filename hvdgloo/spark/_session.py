@@ -1,4 +1,4 @@
-"""What Spark says about itself: the active session, and how many tasks it has room for."""
+"""The active Spark session, and the number of tasks for which it has room."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _CONNECT = (
 )
 
 _ALL = 2**31 - 1
-"""More tasks than a stage has."""
+"""A number of tasks larger than any stage's."""
 
 
 class Session:
-    """A SparkContext, and what a job of ours has to know about it."""
+    """A SparkContext, with the facts about it that a job of ours needs."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
@@ -28,7 +28,7 @@ class Session:
 
     @property
     def default_parallelism(self) -> int:
-        """How many tasks Spark runs at once, as far as it knows."""
+        """Number of tasks that Spark runs at once, as far as it knows."""
         return int(self.context.defaultParallelism)
 
     def setting(self, name: str, default: str = "") -> str:
@@ -39,7 +39,7 @@ class Session:
 
     @property
     def driver(self) -> str:
-        """The address under which executors reach the driver."""
+        """Address at which executors reach the driver."""
         return self.setting("spark.driver.host")
 
     @property
@@ -48,21 +48,21 @@ class Session:
 
     @property
     def is_local(self) -> bool:
-        """Whether tasks run in the driver's own JVM."""
+        """True if tasks run in the driver's own JVM."""
         return bool(self._scala.isLocal())
 
     @property
     def grows(self) -> bool:
-        """Whether Spark asks for executors when there is work for them."""
+        """True if Spark requests executors when there is work for them (dynamic allocation)."""
         return self.is_set("spark.dynamicAllocation.enabled")
 
     def slots(self) -> int:
-        """How many tasks the executors that are there run at once."""
+        """Return the number of tasks that the present executors can run at once."""
         profile = self._scala.resourceProfileManager().defaultResourceProfile()
         return int(self._scala.maxNumConcurrentTasks(profile))
 
     def busy(self) -> int:
-        """How many tasks are running: what the scheduler knows, since Spark's public figures are old ones."""
+        """Return the number of running tasks, from the scheduler, since Spark's public figures are outdated."""
         running = self._scala.taskScheduler().runningTasksByExecutors().values().iterator()
         count = 0
         while running.hasNext():
@@ -70,9 +70,9 @@ class Session:
         return count
 
     def settled(self) -> bool:
-        """Whether the executors that were asked for have come, or have had the time for it.
+        """Return whether the requested executors are present, or had time to start.
 
-        One that is lost is replaced.
+        A lost executor is replaced, so it restarts that time.
         """
         if self.is_local or self._all_are_here():
             return True
@@ -80,23 +80,23 @@ class Session:
         return time.time() - max(int(self.context.startTime), self._last_loss()) / 1000 > float(patience)
 
     def _all_are_here(self) -> bool:
-        """Whether a number of executors was asked for, and is there."""
+        """Return whether a number of executors was requested, and that many are present."""
         told = re.match(r"local-cluster\[\s*(\d+)", self.setting("spark.master"))
         wanted = told[1] if told else self.setting("spark.executor.instances")
         return wanted.isdigit() and self._executors() >= int(wanted)
 
     def _last_loss(self) -> int:
-        """When an executor was lost last, in milliseconds of the Unix time; 0 if none was."""
+        """Return the Unix time, in milliseconds, at which an executor was last lost; 0 if none was."""
         known = self._scala.statusStore().executorList(False)
         removed = [known.apply(index).removeTime() for index in range(known.size())]
         return max((int(each.get().getTime()) for each in removed if each.isDefined()), default=0)
 
     def first_error(self, group: str, index: int) -> str:
-        """What Spark knows about the failure of a task's first attempt; empty if it knows nothing.
+        """Return Spark's error message for a task's first attempt; empty if it has none.
 
         Args:
-            group: of the job.
-            index: of the task in a stage of its.
+            group: the job's group.
+            index: the task's index in its stage.
         """
         store = self._scala.statusStore()
         for job in self._scala.statusTracker().getJobIdsForGroup(group):
@@ -112,7 +112,7 @@ class Session:
         return len(self._scala.statusTracker().getExecutorInfos()) - 1  # one of them is the driver
 
     def resources(self) -> str:
-        """What there is just now, for a message."""
+        """Describe the current executors and slots, for a message."""
         if self.grows and not self._executors():
             return "Spark has no executors yet"
         executors = "the driver itself" if self.is_local else f"{self._executors()} executors"
@@ -120,7 +120,7 @@ class Session:
 
 
 def is_stopped(context: Any) -> bool:
-    """Whether a SparkContext has ended. One that was stopped from the JVM's side may still be the active one here."""
+    """Return whether a SparkContext has ended. One that was stopped by the JVM may still be the active one here."""
     try:
         return context._jsc is None or bool(context._jsc.sc().isStopped())
     except Exception:  # noqa: BLE001 - py4j's errors: the JVM is gone, and the context with it
@@ -128,14 +128,14 @@ def is_stopped(context: Any) -> bool:
 
 
 def active(spark: Any = None) -> Session:
-    """The session that is active, or the one that is given.
+    """Return the given session, or the active one.
 
     Args:
         spark: a SparkSession, or a SparkContext.
 
     Raises:
-        ConfigError: it is a session of Spark Connect, or nothing of the kind.
-        LaunchError: there is none.
+        ConfigError: ``spark`` is neither, or a session of Spark Connect.
+        LaunchError: there is no active session, or it has ended.
         MissingDependencyError: pyspark is not installed.
     """
     try:
@@ -160,18 +160,18 @@ def active(spark: Any = None) -> Session:
 
 
 def _connected() -> bool:
-    """Whether the active session is one of Spark Connect."""
+    """Return whether the active session is one of Spark Connect."""
     import sys
 
-    connect = sys.modules.get("pyspark.sql.connect.session")  # if nobody has imported it, there is no such session
+    connect = sys.modules.get("pyspark.sql.connect.session")  # not imported means that there is no such session
     return connect is not None and connect.SparkSession.getActiveSession() is not None
 
 
 def checked_number(number: int, call: str, name: str = "num_proc") -> int:
-    """A number of processes that was given to ``call`` as its argument ``name``.
+    """Return a number of processes after checking it; ``call`` and ``name`` are its function and argument.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a number of processes.
     """
     if isinstance(number, bool) or not isinstance(number, SupportsIndex) or int(number) < 1:
         raise ConfigError(f"{call}({name}={number!r}): give a whole number of processes, at least 1")

@@ -1,4 +1,4 @@
-"""What a worker may ask about its task: ``hvdgloo.spark.task.get_available_devices()``."""
+"""A worker's access to its Spark task: ``hvdgloo.spark.task.get_available_devices()``."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ DEVICES = "HVDGLOO_SPARK_DEVICES"
 
 
 def get_available_devices() -> list[str]:
-    """The addresses of the GPUs that Spark has given to this task: ``["0"]``.
+    """Return the addresses of the GPUs that Spark assigned to this task: ``["0"]``.
 
-    They are indices of what the executor sees. Without resources of Spark's (``spark.task.resource.gpu.amount``), and
-    in a process that no task has started, there are none.
+    They are indices into the GPUs that the executor sees. The list is empty if Spark manages no GPUs
+    (``spark.task.resource.gpu.amount``), and in a process that no task started.
     """
     return [address for address in os.environ.get(DEVICES, "").split(",") if address]
 
 
 def gpu_index(local_rank: int) -> int:
-    """Which of the GPUs that it sees a rank is to use: its task's, else that of its place on its host.
+    """Return the index of the GPU for a rank among those it sees: its task's, otherwise ``local_rank``.
 
-    ``HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX=1`` passes over what Spark says.
+    ``HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX=1`` ignores the GPUs that Spark assigned.
     """
     if os.environ.get("HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX") == "1":
         return local_rank

@@ -174,7 +174,7 @@ def test_models_that_keras_builds_from_the_data(df: Any, store: Store) -> None:
         assert set(trained.getHistory()) == {"loss", "mean_absolute_error"}
         assert [weight.shape for weight in trained.getModel().weights] == [(2, 1), (1,)]
         assert len(trained.transform(df.where("id < 3")).collect()) == 3
-    with pytest.raises(ConfigError, match=r"is not built, and cannot be called on .* 'a' of shape \(2, 1\)"):
+    with pytest.raises(ConfigError, match=r"is not built and cannot be called on .* 'a' of shape \(2, 1\)"):
         estimator(store, model=keras.Sequential([keras.layers.Dense(1)]), feature_cols=["a", "b"]).fit(df)
 
 
@@ -256,7 +256,7 @@ def test_a_model_that_is_not_built_does_not_transform(df: Any) -> None:
         by_hand = by_hand._with(_metadata={"y": {"spark_data_type": DoubleType, "output_shape": [1]}})
         with pytest.raises(ConfigError, match=r"plain\w* is not built: begin it with keras\.Input, or call it"):
             by_hand.transform(df)
-    with pytest.raises(ConfigError, match="before a model of your own class is saved, it has to be called on some ro"):
+    with pytest.raises(ConfigError, match="a model of your own class must be called on some ro"):
         model_of(Library.here("keras"), archive_of(halfway()), {"Plain": Plain})
 
 
@@ -277,7 +277,7 @@ def test_outputs_in_a_dictionary_go_by_the_labels_names(df: Any) -> None:
     assert row.y__output == pytest.approx(float(np.asarray(expected)[0, 0]), rel=1e-4)
     side = Side((Slot("z", None, None),), keyed=False)
     assert side.arrays({"only": 1}) == [1]
-    with pytest.raises(ConfigError, match="returns a dictionary of 'hidden', 'y', and label_cols are 'z': name its"):
+    with pytest.raises(ConfigError, match="returns a dictionary of 'hidden', 'y', but label_cols are 'z': name its"):
         side.arrays({"hidden": 1, "y": 2})
 
 
@@ -298,7 +298,7 @@ def test_rows_that_build_a_model_are_transformed_as_they_are_for_ranks(df: Any, 
 
 def test_a_file_names_no_other_library_than_keras() -> None:
     """A folder that nobody trusts does not choose a module that is imported."""
-    with pytest.raises(ConfigError, match="this belongs to 'antigravity', and a KerasEstimator knows keras and tf_ker"):
+    with pytest.raises(ConfigError, match="belongs to 'antigravity', but a KerasEstimator needs keras or tf_ker"):
         _codecs.OF_MODELS["model"].decode({"json": b'{"library": "antigravity"}', "keras": b""}, {}, trusted=False)
     assert "antigravity" not in sys.modules
 
@@ -338,20 +338,20 @@ def test_dictionaries_of_inputs_go_by_name(df: Any, store: Store) -> None:
         ({"model": None}, "model is not set"),
         ({"model": object()}, "model= is builtins.object, not a model of Keras 3 or tf_keras"),
         ({"optimizer": None}, "no optimizer: give optimizer="),
-        ({"optimizer": "nonsense"}, "optimizer='nonsense' is none that Keras 3 on torch knows"),
-        ({"optimizer": object()}, "the model is one of Keras 3 on torch, and optimizer= is object"),
+        ({"optimizer": "nonsense"}, "optimizer='nonsense': Keras 3 on torch does not know it"),
+        ({"optimizer": object()}, "the model belongs to Keras 3 on torch, but optimizer= is object"),
         ({"loss": None}, "no loss: give loss="),
-        ({"loss": "nonsense"}, "loss: 'nonsense' is none that Keras 3 on torch knows"),
-        ({"metrics": ["accuracy", "nonsense"]}, "metrics: 'nonsense' is none that Keras 3 on torch knows"),
-        ({"metrics": [keras.metrics.MeanIoU]}, "MeanIoU is a class: give an object of it.*num_classes"),
-        ({"callbacks": [1]}, "callbacks: 1 is no object of a callback's class"),
-        ({"callbacks": [keras.callbacks.EarlyStopping]}, "callbacks: <class .* is no object of a callback's class"),
-        ({"checkpoint_callback": "here"}, "checkpoint_callback: 'here' is no object of a callback's class"),
-        ({"feature_cols": ["x", "a"]}, r"feature_cols has 2 columns, x, a, and the model 1 inputs"),
-        ({"label_cols": ["y", "a"]}, r"label_cols has 2 columns, y, a, and the model 1 outputs"),
-        ({"model": 3}, r"column 'x' has 2 numbers in a row, and input '.*' of the model takes \(3\), which is 3"),
-        ({"label_shapes": [[-1, 2]]}, r"column 'y' has 1 number in a row, and label_shapes says \(2\), which is 2"),
-        ({"label_shapes": [[-1], [-1]]}, "label_shapes has 2 shapes, and label_cols 1 columns"),
+        ({"loss": "nonsense"}, "loss='nonsense': Keras 3 on torch does not know it"),
+        ({"metrics": ["accuracy", "nonsense"]}, "metrics='nonsense': Keras 3 on torch does not know it"),
+        ({"metrics": [keras.metrics.MeanIoU]}, "MeanIoU is a class: give an instance of it.*num_classes"),
+        ({"callbacks": [1]}, "callbacks: 1 is not a callback"),
+        ({"callbacks": [keras.callbacks.EarlyStopping]}, "callbacks: <class .* is not a callback"),
+        ({"checkpoint_callback": "here"}, "checkpoint_callback: 'here' is not a callback"),
+        ({"feature_cols": ["x", "a"]}, r"feature_cols has 2 columns, x, a, but the model has 1 inputs"),
+        ({"label_cols": ["y", "a"]}, r"label_cols has 2 columns, y, a, but the model has 1 outputs"),
+        ({"model": 3}, r"column 'x' has 2 numbers in a row, but input '.*' of the model takes \(3\), which is 3"),
+        ({"label_shapes": [[-1, 2]]}, r"column 'y' has 1 number in a row, but label_shapes says \(2\), which is 2"),
+        ({"label_shapes": [[-1], [-1]]}, "label_shapes has 2 shapes for 1 label_cols"),
     ],
 )
 def test_mistakes_are_found_before_training(df: Any, store: Store, changes: dict[str, Any], message: str) -> None:
@@ -376,7 +376,7 @@ def test_a_model_of_torch_is_sent_to_the_other_estimator(df: Any, store: Store) 
 def test_a_distributed_optimizer_is_refused(df: Any, store: Store) -> None:
     import hvdgloo.keras as hvd
 
-    with pytest.raises(ConfigError, match="has been distributed already; give the plain one"):
+    with pytest.raises(ConfigError, match="is already distributed; give the plain one"):
         estimator(store, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD())).fit(df)
 
 
@@ -400,9 +400,9 @@ def test_a_process_has_one_keras() -> None:
 
 def test_a_keras_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tf_keras", None)
-    with pytest.raises(MissingDependencyError, match="this belongs to tf_keras"):
+    with pytest.raises(MissingDependencyError, match="belongs to tf_keras, which is not installed here"):
         Library.here("tf_keras")
-    with pytest.raises(MissingDependencyError, match="the model is one of tf_keras, and tf_keras is not installed"):
+    with pytest.raises(MissingDependencyError, match="the model belongs to tf_keras, but tf_keras is not installed"):
         Library("tf_keras", "tensorflow").use()
 
 
@@ -513,7 +513,7 @@ def test_a_model_with_a_lambda_whose_source_is_nowhere_is_saved_without_its_loss
     model.optimizer.build(model.trainable_variables)
     path = str(tmp_path / "model")
     KerasModel(model=model, feature_columns=["x"], label_columns=["y"]).save(path)
-    assert "nameless is saved without its loss and metrics: among them is a lambda" in caplog.text
+    assert "nameless is saved without its loss and metrics, since they include a lambda" in caplog.text
     loaded = KerasModel.load(path).getModel()
     assert isinstance(loaded.optimizer, keras.optimizers.Adam)
     assert loaded.loss is None

@@ -269,12 +269,12 @@ BAD: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
     ),
     "ragged, divided": (_changed("array(1D)", "array"), {"validation": 0.5}, "1 elements in 3 rows"),
     "no rows": (lambda df: df.where("y < 0"), {}, "the DataFrame has no rows"),
-    "few rows": (lambda df: df.where("y < 2"), {"ranks": 3}, "2 rows to train on cannot be divided among 3 ranks"),
-    "empty split": (lambda df: df, {"validation": 1e-9}, "leaves 0 rows to validate on, and 2 ranks need"),
+    "few rows": (lambda df: df.where("y < 2"), {"ranks": 3}, "2 training rows cannot be divided among 3 ranks"),
+    "empty split": (lambda df: df, {"validation": 1e-9}, "leaves 0 validation rows, but 2 ranks need"),
     "all validated on": (
         lambda df: df.selectExpr("*", "true v"),
         {"validation": "v"},
-        "no rows are left to train on",
+        "no rows are left for training",
     ),
 }
 
@@ -355,7 +355,7 @@ def test_ragged_vectors_are_counted(store: Store, spark: Any) -> None:
 
 @pytest.mark.parametrize("validation", [1.0, -0.1, True, 5, [0.1], ""])
 def test_a_validation_that_is_neither_fraction_nor_column_is_refused(validation: Any) -> None:
-    with pytest.raises(ConfigError, match="a fraction of the rows, from 0 to below 1, or a column's name"):
+    with pytest.raises(ConfigError, match=r"give a fraction of the rows in \[0, 1\), or the name of a column"):
         check_validation(validation)
 
 
@@ -383,9 +383,7 @@ def test_a_store_that_executors_do_not_share_is_found_before_training(
     elsewhere = tmp_path_factory.mktemp("executor")
     monkeypatch.setattr(_writing, "spark_url", lambda df, url: f"file://{elsewhere}/data")
     with (
-        pytest.raises(
-            StoreError, match=f"Spark has written {ROWS} rows to .*, and the driver finds 0 there: a store has"
-        ),
+        pytest.raises(StoreError, match=f"Spark wrote {ROWS} rows to .*, but the driver finds 0 there: a store must"),
         prepare_data(2, store, df, ["y"], ["id"]),
     ):
         pass
@@ -399,7 +397,7 @@ def test_a_store_that_cannot_be_written_is_found_before_spark_starts(tmp_path: P
     ):
         pass
     with (
-        pytest.raises(ConfigError, match="in the memory of this process, where Spark cannot write"),
+        pytest.raises(ConfigError, match="in this process's memory, to which Spark cannot write"),
         prepare_data(2, Store.create("memory://me"), df, ["y"], ["id"]),
     ):
         pass
@@ -633,7 +631,7 @@ def test_any_flat_parquet_will_do(store: Store) -> None:
     ):
         with pytest.raises(DataError, match=message):
             get_simple_meta_from_parquet(store, ["y"], features)
-    with pytest.raises(DataError, match="no Parquet files with rows to train on at"):
+    with pytest.raises(DataError, match="no Parquet files with training rows at"):
         get_simple_meta_from_parquet(store, ["y"], ["x"], dataset_idx=5)
 
 
@@ -657,7 +655,7 @@ def test_columns_that_fit_a_model_pass() -> None:
     [
         ({"input_shapes": [[-1, 783]]}, r"feature column 'image' has 784 values .* the model's input 0 of shape"),
         ({"input_shapes": [[-1, 5, None]]}, "do not fit"),
-        ({"input_shapes": [[-1, 784], [-1, 1]]}, r"1 feature columns \(image\) and 2 shapes of the model's input"),
+        ({"input_shapes": [[-1, 784], [-1, 1]]}, r"1 feature columns \(image\), but 2 shapes of the model's input"),
         (
             {"output_shapes": [[-1, 10]]},
             "label column 'one' has 1 value in a row, which do not fit the model's output 0",
@@ -697,7 +695,7 @@ def test_lists_and_names_are_completed() -> None:
     assert to_list(None, 3) is None
     assert to_list(1, 3) == to_list([1], 3) == [1, 1, 1]
     assert to_list([1, 2], 2) == [1, 2]
-    with pytest.raises(ConfigError, match="there are 2 values where one or 3 are needed"):
+    with pytest.raises(ConfigError, match="there are 2 values, but one or 3 are needed"):
         to_list([1, 2], 3)
     assert get_output_cols(["a", "b"]) == ["a__output", "b__output"]
     assert get_output_cols(["a"], ["c"]) == ["c"]

@@ -362,7 +362,7 @@ def test_files_may_differ_in_whether_values_can_be_null(tmp_path: Path) -> None:
 def test_what_is_no_data_set_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=f"no data set at {tmp_path}/none"):
         ParquetBatches(f"{tmp_path}/none")
-    with pytest.raises(DataError, match="holds no Parquet file"):
+    with pytest.raises(DataError, match="contains no Parquet file"):
         ParquetBatches(str(tmp_path))
     (tmp_path / "a.parquet").write_bytes(b"no Parquet at all")
     with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet"):
@@ -386,12 +386,12 @@ def test_what_is_no_data_set_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"rank": 2, "size": 2}, "rank is 2"),
-        ({"seed": -1}, "seed is -1"),
-        ({"shuffle_buffer_size": -5}, "shuffle_buffer_size is -5"),
-        ({"steps_per_epoch": 0}, "steps_per_epoch is 0"),
-        ({"num_workers": -1}, "num_workers is -1"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"rank": 2, "size": 2}, "rank=2"),
+        ({"seed": -1}, "seed=-1"),
+        ({"shuffle_buffer_size": -5}, "shuffle_buffer_size=-5"),
+        ({"steps_per_epoch": 0}, "steps_per_epoch=0"),
+        ({"num_workers": -1}, "num_workers=-1"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_named(tmp_path: Path, arguments: Any, message: str) -> None:
@@ -458,7 +458,7 @@ def test_a_transformation_is_given_vectors_as_arrays_it_may_write(tmp_path: Path
         (
             lambda frame: frame,
             [("id", np.float32, (2,), False)],
-            r"'id' has rows of shape \(\) and type int64; transformation_edit_fields says \(2,\)",
+            r"'id' has rows of shape \(\) and type int64, but transformation_edit_fields declares \(2,\)",
         ),
         (
             lambda frame: frame.assign(x=[np.zeros(1 + i % 2) for i in frame["id"]]),

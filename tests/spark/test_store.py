@@ -209,9 +209,9 @@ def test_hdfs_has_three_forms_of_urls(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: HDFSStore("file:///tmp/me"), "no path on HDFS"),
+        (lambda: HDFSStore("file:///tmp/me"), "not a path on HDFS"),
         (lambda: HDFSStore("file:/tmp/me"), "is a local path"),
-        (lambda: HDFSStore("s3://bucket/me"), "no path on HDFS"),
+        (lambda: HDFSStore("s3://bucket/me"), "not a path on HDFS"),
         (lambda: HDFSStore("hdfs://one:8020/me", host="two"), "name different name nodes"),
         (lambda: HDFSStore("hdfs://one:8020/me", port=9000), "name different name nodes"),
         (lambda: Store.create(""), "give a path"),
@@ -414,7 +414,7 @@ def test_every_rank_finds_the_drivers_probe_where_the_store_is_shared(store: Sto
         remote.check()
     assert store.files.names(store.prefix_path) == []
     assert store.to_remote("r", 0).probes == {}
-    with pytest.raises(StoreError, match="is not the same folder here as on the driver's machine"):
+    with pytest.raises(StoreError, match="is not the same directory here as on the driver's machine"):
         remote.check()
 
 

@@ -140,7 +140,7 @@ def test_a_failure_says_by_which_name_the_run_goes_on(df: Any, store: Store) -> 
 
     assert not notes(ArithmeticError), "there is nothing yet to go on after"
     estimator(store, run_id="mine", epochs=1).fit(df)
-    told = "run_id='mine': 1 of 3 epochs are done; fit() with this run_id goes on after the last whole one"
+    told = "run_id='mine': 1 of 3 epochs are done; fit() with this run_id continues after the last whole one"
     assert notes(ArithmeticError, epochs=3).strip() == told
     assert notes(KeyboardInterrupt, epochs=3).strip() == told
 
@@ -258,7 +258,7 @@ def test_a_model_may_return_its_outputs_in_a_dictionary(df: Any, store: Store) -
     rows = trained.transform(df).collect()
     off = np.array([(row.a__output - row.a, row.b__output - row.b) for row in rows])
     assert np.abs(off).mean() < 0.3
-    with pytest.raises(ConfigError, match="a dictionary of 'b', 'features', 'a', and label_cols are 'y': name its"):
+    with pytest.raises(ConfigError, match="a dictionary of 'b', 'features', 'a', but label_cols are 'y': name its"):
         estimator(store, model=Heads()).fit(df)
 
 
@@ -320,7 +320,7 @@ def test_what_transform_cannot_be_given_is_told_before_spark_runs_it(spark: Any,
     model = made_by_hand(spark)
     with pytest.raises(DataError, match="'x' holds strings"):
         model.transform(df.withColumn("x", F.lit("a")))
-    with pytest.raises(ConfigError, match=r"transform\(df\): give a DataFrame of Spark, not list"):
+    with pytest.raises(ConfigError, match=r"transform\(df\): give a Spark DataFrame, not list"):
         model.transform([])
 
 
@@ -492,18 +492,18 @@ def test_nothing_is_unpickled_unless_the_folder_is_trusted(spark: Any, df: Any, 
     assert loaded.getOptimizer().param_groups[0]["lr"] == 0.03
     assert loaded.getHistory() == model.getHistory()
     assert not marks.exists()
-    with pytest.raises(ConfigError, match="weights are of another model"):
+    with pytest.raises(ConfigError, match="weights do not fit the given model"):
         TorchModel.load(path, trusted=False, model=net(), loss=torch.nn.functional.mse_loss)
 
 
 def test_a_path_that_is_taken_is_replaced_only_on_request(spark: Any, store: Store, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     estimator(store, epochs=1).save(path)
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         estimator(store, epochs=2).save(path)
     estimator(store, epochs=3).write().overwrite().save(path)
     assert TorchEstimator.load(path).getEpochs() == 3
-    with pytest.raises(ConfigError, match=r"holds a .*TorchEstimator, which TorchModel"):
+    with pytest.raises(ConfigError, match=r"contains a .*TorchEstimator, which TorchModel"):
         TorchModel.load(path)
     with pytest.raises(ConfigError, match="does not exist"):
         TorchModel.load(path + "-elsewhere")
@@ -544,16 +544,18 @@ BAD = {
     "no model": Bad(r"model is not set: TorchEstimator\(model=", {"model": None}),
     "a model of nothing": Bad("trains a torch.nn.Module", {"model": "net", "optimizer": _other()}),
     "no optimizer": Bad("optimizer is not set", {"optimizer": None}),
-    "an optimizer of nothing": Bad("is an optimizer of torch.optim", {"optimizer": "adam"}),
-    "an optimizer of another model": Bad("optimizer is of another model", {"optimizer": _other()}),
+    "an optimizer of nothing": Bad("must be an optimizer of torch.optim", {"optimizer": "adam"}),
+    "an optimizer of another model": Bad("optimizer belongs to another model", {"optimizer": _other()}),
     "no loss": Bad("loss is not set", {"loss": None}),
     "losses for other labels": Bad("loss has 2 functions for 1 label_cols", {"loss": [torch.nn.MSELoss()] * 2}),
     "a loss that is none": Bad("'mse' is not a function", {"loss": "mse"}),
     "a class of losses": Bad(r"loss: MSELoss is a class: .*MSELoss\(\)", {"loss": torch.nn.MSELoss}),
     "a loss without rows": Bad(
-        "takes no reduction='none'", {"loss": lambda output, label: output.mean(), "sample_weight_col": "a"}
+        "does not take reduction='none'", {"loss": lambda output, label: output.mean(), "sample_weight_col": "a"}
     ),
-    "a constructor that asks for more": Bad("takes 'data'; there is model", {"loss_constructors": lambda data: None}),
+    "a constructor that asks for more": Bad(
+        "requires 'data', but can take only model", {"loss_constructors": lambda data: None}
+    ),
     "no store": Bad("store is not set", {"store": None}),
     "no labels": Bad("label_cols is empty", {"label_cols": []}),
     "no features": Bad("feature_cols is empty", {"feature_cols": []}),
@@ -569,7 +571,7 @@ BAD = {
         error=DataError,
     ),
     "too many numbers for the model": Bad(
-        "does not take features of these shapes: 'x' of 3 numbers a row.*shapes cannot be multiplied",
+        "does not accept features of these shapes: 'x' of 3 numbers per row.*shapes cannot be multiplied",
         data=lambda df: df.withColumn("x", F.array("a", "b", "y")),
     ),
     "shapes that do not fit": Bad("'x' has 2 values in a row.*-1, 3", {"input_shapes": [[-1, 3]]}, error=DataError),
@@ -577,18 +579,22 @@ BAD = {
         "input_shapes has 2 shapes for 1 feature_cols", {"input_shapes": [[-1, 2], [-1, 2]]}
     ),
     "more outputs than labels": Bad("the model has 1 outputs for 2 label_cols", {"label_cols": ["y", "a"]}),
-    "fewer rows than ranks": Bad("1 rows.* 2 ranks", {"backend": LocalBackend(2)}, lambda df: df.limit(1), DataError),
+    "fewer rows than ranks": Bad(
+        "1 training rows.* 2 ranks", {"backend": LocalBackend(2)}, lambda df: df.limit(1), DataError
+    ),
     "nothing to validate with": Bad(
-        "'none' leaves 0 rows", {"validation": "none"}, lambda df: df.withColumn("none", F.lit(0)), DataError
+        "'none' leaves 0 validation rows", {"validation": "none"}, lambda df: df.withColumn("none", F.lit(0)), DataError
     ),
     "an unknown column to validate with": Bad("no column 'z'", {"validation": "z"}, error=DataError),
     "lazy modules": Bad("lazy modules", {"model": torch.nn.LazyLinear(1), "optimizer": _other()}),
-    "a step with other arguments": Bad(r"train_minibatch_fn takes \(model,", {"train_minibatch_fn": lambda a, b: None}),
+    "a step with other arguments": Bad(
+        r"train_minibatch_fn must take \(model,", {"train_minibatch_fn": lambda a, b: None}
+    ),
     "a DataFrame of another library": Bad(
-        r"fit\(df\): give a DataFrame of Spark, not pandas.DataFrame; spark.createDataFrame",
+        r"fit\(df\): give a Spark DataFrame, not pandas.DataFrame; spark.createDataFrame",
         data=lambda df: df.limit(1).select("y").toPandas(),
     ),
-    "no DataFrame": Bad(r"fit\(df\): give a DataFrame of Spark, not NoneType", data=lambda df: None),
+    "no DataFrame": Bad(r"fit\(df\): give a Spark DataFrame, not NoneType", data=lambda df: None),
     "too few task slots": Bad(r"num_proc=9.: Spark runs 2 tasks at once", {"backend": SparkBackend(9)}, _unwritten),
     "bytes": Bad("'x' is binary", data=lambda df: df.withColumn("x", F.encode(F.lit("a"), "utf-8"))),
 }
@@ -618,24 +624,24 @@ CONTRADICTIONS = {
         "loss_constructors": [torch.nn.MSELoss],
     },
     "loss_weights has 2 numbers for 1 label_cols": {"loss_weights": [0.5, 0.5]},
-    "callbacks: a TorchEstimator has none": {"callbacks": [print]},
+    "callbacks are not supported by a TorchEstimator": {"callbacks": [print]},
     "batch_size=0: it must be": {"batch_size": 0},
-    "epochs='3': it is not a whole number": {"epochs": "3"},
+    "epochs='3': it must be a whole number": {"epochs": "3"},
     "backward_passes_per_step=0: it must be": {"backward_passes_per_step": 0},
-    "validation=1.5: give a part": {"validation": 1.5},
+    "validation=1.5: give a fraction": {"validation": 1.5},
     r"feature_cols='x': give a list of names: \['x'\]": {"feature_cols": "x"},
-    "input_shapes=.*it is a list of shapes": {"input_shapes": [2]},
-    "reader_pool_type='fork': it is 'thread'": {"reader_pool_type": "fork"},
-    "shuffle='no': it is True or False": {"shuffle": "no"},
-    "transformation_fn='f': it is a function": {"transformation_fn": "f"},
+    "input_shapes=.*it must be a list of shapes": {"input_shapes": [2]},
+    "reader_pool_type='fork': it must be 'thread'": {"reader_pool_type": "fork"},
+    "shuffle='no': it must be True or False": {"shuffle": "no"},
+    "transformation_fn='f': it must be a function": {"transformation_fn": "f"},
     "loss_weights=.*finite": {"loss_weights": [float("nan")]},
-    "metrics=3: it is a list": {"metrics": 3},
-    "run_id='': it is a text": {"run_id": ""},
-    r"run_id='\.\./up': it names a folder below": {"run_id": "../up"},
-    "backend=2: it is a SparkBackend": {"backend": 2},
+    "metrics=3: it must be a list": {"metrics": 3},
+    "run_id='': it must be a nonempty string": {"run_id": ""},
+    r"run_id='\.\./up': it must name a directory below": {"run_id": "../up"},
+    "backend=2: give a SparkBackend": {"backend": 2},
     "store='/shared/me': make a store of the path: Store.create": {"store": "/shared/me"},
-    "store=3: it is what Store.create": {"store": 3},
-    "gradient_compression='fp16': it is one of the framework's hvd.Compression": {"gradient_compression": "fp16"},
+    "store=3: it must be a store, such as Store.create": {"store": 3},
+    "gradient_compression='fp16': give one of the framework's hvd.Compression": {"gradient_compression": "fp16"},
 }
 
 

@@ -149,7 +149,7 @@ def test_a_file_names_no_other_optimizer_than_torch_s(spark: Any, name: str) -> 
     facts = torch.load(io.BytesIO(files["pt"]), weights_only=True)
     changed = io.BytesIO()
     torch.save({**facts, "class": name}, changed)
-    with pytest.raises(ConfigError, match=f"the saved optimizer is '{name}', which is no optimizer of torch"):
+    with pytest.raises(ConfigError, match=f"the saved optimizer is '{name}', which torch"):
         codec.decode({"pt": changed.getvalue()}, {"model": net}, trusted=False)
 
 
@@ -163,7 +163,7 @@ def test_an_optimizer_that_somebody_has_put_among_torch_s_is_the_user_s_own(
 
 @pytest.mark.parametrize("name", ["SparkContext", "json", "DataType.fromDDL", "NotThere"])
 def test_a_file_names_no_other_type_than_spark_s(spark: Any, name: str) -> None:
-    with pytest.raises(DataError, match=f"'{name}' is no type of Spark's"):
+    with pytest.raises(DataError, match=f"'{name}' is not a Spark type"):
         metadata_from_json(json.dumps({"x": {"spark_data_type": name}}))
 
 
@@ -182,7 +182,7 @@ def test_outputs_in_a_dictionary_go_by_the_labels_names() -> None:
     [
         (
             {"logits": torch.ones(1), "hidden": torch.ones(1)},
-            "dictionary of 'logits', 'hidden', and label_cols are 'y'",
+            "dictionary of 'logits', 'hidden', but label_cols are 'y'",
         ),
         ((torch.ones(1), (torch.ones(1),)), "output 1 of the model is of type tuple: return a tensor"),
         ({"y": {"y": torch.ones(1)}}, "output 0 of the model is of type dict: return a tensor"),
@@ -236,7 +236,7 @@ def test_a_label_is_not_reshaped_over_axes_of_its_own() -> None:
 def test_outputs_that_do_not_fit_their_column_are_named() -> None:
     with pytest.raises(ConfigError, match="3 rows of 'p' for a batch of 2"):
         as_arrow("p", np.zeros((3, 1)), "double", 2)
-    with pytest.raises(ConfigError, match=r"gave \(4,\) numbers for a row of 'p', which takes one"):
+    with pytest.raises(ConfigError, match=r"returned \(4,\) numbers for a row of 'p', which takes one"):
         as_arrow("p", np.zeros((2, 4)), "double", 2)
 
 
@@ -278,7 +278,7 @@ def test_rows_that_a_model_was_not_trained_with_are_named_where_it_fails() -> No
     model = SimpleNamespace(value=cloudpickle.dumps(Strict()))
     batch = pa.record_batch({"x": pa.array([[1.0, 2.0, 3.0]] * 4)})
     for size, error, message in [
-        (2, DataError, r"'x' has 3 numbers in a row, and had 2 when the model was trained \(matmul"),
+        (2, DataError, r"'x' has 3 numbers in a row, but had 2 when the model was trained \(matmul"),
         (3, ValueError, "matmul"),
         (None, ValueError, "matmul"),
     ]:

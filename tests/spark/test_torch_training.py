@@ -294,7 +294,10 @@ def test_a_data_module_is_held_to_the_steps_of_an_epoch(store: Store, steps: int
 
 def test_a_data_module_that_does_not_give_what_it_should_is_told(store: Store) -> None:
     short = estimators.training(store, ROWS, train_steps=3, reading=Reading(data_module=Short))
-    with short.batches(0, 1) as reader, pytest.raises(ConfigError, match="data_module gave 2 batches of an epoch of 3"):
+    with (
+        short.batches(0, 1) as reader,
+        pytest.raises(ConfigError, match="data_module yielded 2 batches in an epoch of 3"),
+    ):
         list(reader.epoch(0))
     none = estimators.training(store, ROWS, validation_rows=5, reading=Reading(data_module=Endless))
     with pytest.raises(ConfigError, match=r"Endless\.val_data\(\) returned None"):
@@ -313,7 +316,7 @@ def test_a_column_that_the_user_s_code_leaves_out_is_named(store: Store) -> None
     ]:
         with (
             estimators.training(store, ROWS, reading=reading).batches(0, 1) as reader,
-            pytest.raises(ConfigError, match=f"no column 'label' in what is read: {who} gives features"),
+            pytest.raises(ConfigError, match=f"no column 'label' in the batches: {who} returns features"),
         ):
             next(reader.epoch(0))
 
@@ -471,7 +474,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_parameter_that_differ
 def test_a_file_that_is_no_checkpoint_is_refused_with_its_path(store: Store) -> None:
     path = f"{store.get_checkpoint_path('run')}/checkpoint"
     store.write_text(path, "something else")
-    with pytest.raises(ConfigError, match=r"runs/run/checkpoint is no checkpoint"):
+    with pytest.raises(ConfigError, match=r"runs/run/checkpoint is not a checkpoint"):
         estimators.training(store, ROWS).resume()
 
 

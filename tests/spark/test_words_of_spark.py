@@ -42,7 +42,7 @@ TRACE = "\n\tat org.apache.spark.scheduler.DAGScheduler.abortStage(DAGScheduler.
         ),
         (
             "org.apache.spark.SparkException: Python worker exited unexpectedly (crashed)",
-            "a Python worker of Spark was killed or has crashed",
+            "a Python worker of Spark's was killed or crashed",
         ),
         (
             f'org.apache.spark.api.python.PythonException: {TRACEBACK}\n  File "a.py", line 1\n'
@@ -80,7 +80,7 @@ def test_a_reason_is_one_line_without_frames(text: str, reason: str) -> None:
 
 def test_a_second_attempt_is_not_why_the_first_one_failed() -> None:
     text = (
-        "LaunchError: this is attempt 3 of task 1, and the first one has brought a rank already: none is started twice"
+        "LaunchError: this is attempt 3 of task 1, whose first attempt already started a rank: no rank is started twice"
     )
     assert refused_again(text) == 1
     assert refused_again("ExecutorLostFailure (executor 2 exited caused by one of the running tasks)") is None

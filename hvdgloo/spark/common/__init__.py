@@ -1,1 +1,1 @@
-"""What the estimators of all frameworks share."""
+"""Code shared by the estimators of all frameworks."""

@@ -1,8 +1,8 @@
-"""Checkpoints: one file for each run, replaced in one step after every epoch.
+"""Checkpoints: one file for each run, replaced atomically after every epoch.
 
-The file is the framework's own (a ``.keras`` archive, what ``torch.save`` writes), so that it can be loaded without
-this library. Both are zip archives, to which a member is added that says how far the run is. Whoever reads the file
-while it is replaced has the one or the other epoch, whole.
+The file is in the framework's own format (a ``.keras`` archive, the output of ``torch.save``), so that it can be loaded
+without this library. Both formats are zip archives, to which a member with the run's progress is added. A process that
+reads the file while it is replaced gets either epoch, complete.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _MEMBER = "hvdgloo.json"
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A run after some whole epochs.
+    """State of a run after some whole epochs.
 
     Attributes:
-        epoch: how many.
-        archive: the file: model and optimizer, in the framework's format.
-        history: of these epochs.
+        epoch: number of these epochs.
+        archive: content of the file: model and optimizer, in the framework's format.
+        history: metrics of these epochs.
         size: number of ranks that trained the last one.
-        seed: of the run.
-        signature: of its model; None if that is not known.
+        seed: the run's seed.
+        signature: the model's signature; None if it is unknown.
     """
 
     epoch: int
@@ -48,8 +48,10 @@ class Checkpoint:
 
 
 def save(store: RemoteStore, name: str, checkpoint: Checkpoint) -> None:
-    """Raises:
-    StoreError: it cannot be written; the last one is intact.
+    """Write the run's checkpoint.
+
+    Raises:
+        StoreError: it cannot be written; the previous one is intact.
     """
     facts = {
         "format": 1,
@@ -66,10 +68,10 @@ def save(store: RemoteStore, name: str, checkpoint: Checkpoint) -> None:
 
 
 def load(store: RemoteStore, name: str) -> Checkpoint | None:
-    """The run's checkpoint; None if there is none.
+    """Return the run's checkpoint; None if there is none.
 
     Raises:
-        ConfigError: there is a file of this name that is no checkpoint.
+        ConfigError: a file of this name exists but is not a checkpoint.
         StoreError: it cannot be read.
     """
     path = _path(store, name)
@@ -81,7 +83,7 @@ def load(store: RemoteStore, name: str) -> Checkpoint | None:
             facts = json.loads(archive.read(_member(archive)))
     except (zipfile.BadZipFile, LookupError, ValueError):
         raise ConfigError(
-            f"{path} is no checkpoint of an estimator: give another run_id, or remove the file to train anew"
+            f"{path} is not a checkpoint of an estimator: give another run_id, or remove the file to start over"
         ) from None
     signature = facts["signature"]
     return Checkpoint(
@@ -95,7 +97,7 @@ def load(store: RemoteStore, name: str) -> Checkpoint | None:
 
 
 def _member(archive: zipfile.ZipFile) -> str:
-    """Beside the archive's first member: torch reads no archive with files outside of the folder that it made."""
+    """Return the path of our member, next to the first one: torch rejects files outside its own directory."""
     return posixpath.join(posixpath.dirname(archive.namelist()[0]), _MEMBER)
 
 
@@ -104,8 +106,10 @@ def _path(store: RemoteStore, name: str) -> str:
 
 
 def check(checkpoint: Checkpoint, signature: Signature | None, run_id: str) -> None:
-    """Raises:
-    ConfigError: the checkpoint is of another model; the text names the first parameter that differs.
+    """Check that a checkpoint fits the model.
+
+    Raises:
+        ConfigError: it is of another model; the text names the first parameter that differs.
     """
     if checkpoint.signature is None or signature is None:
         return
@@ -122,5 +126,5 @@ def check(checkpoint: Checkpoint, signature: Signature | None, run_id: str) -> N
             return
         difference = f"it has {len(checkpoint.signature)} parameters, the model {len(signature)}"
     raise ConfigError(
-        f"the checkpoint of run {run_id!r} is of another model: {difference}. Give another run_id to train anew"
+        f"the checkpoint of run {run_id!r} is of another model: {difference}. Give another run_id to start over"
     )

@@ -1,7 +1,7 @@
-"""Who uses a data set of a store: a small file beside it says so for as long as it lasts.
+"""Claims on a store's data sets: a small file next to a data set marks it as in use.
 
 Programs that train on one store at the same time do not know of each other, and all of them number their data sets from
-0. By these files each takes one that no other is using.
+0. These files let each program choose one that no other is using.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from hvdgloo.rendezvous._host_identity import host_name
 from hvdgloo.spark.common._files import Files
 
 _FORGOTTEN_S = 7 * 24 * 3600.0
-"""Seconds after which a claim counts no more: what was killed on another machine could not take its own back."""
+"""Seconds after which a claim expires, since a process killed on another machine could not withdraw it."""
 
 Release = Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What is in the file.
+    """Content of the file.
 
     Attributes:
-        host: identity of the machine, as far as process ids are its.
-        name: of the machine, for people.
-        pid, started: of the process, and when that began, in seconds of the Unix time.
-        made: when the claim was made.
+        host: identity of the machine or container within which process ids are unique.
+        name: the machine's name, for messages.
+        pid, started: the process's id, and its start in seconds of Unix time.
+        made: time at which the claim was made.
     """
 
     host: str
@@ -45,7 +45,7 @@ class Claim:
 
     @property
     def counts(self) -> bool:
-        """Whether its process may still be using the data set."""
+        """True if the claim's process may still be using the data set."""
         if self.host != host_identity():
             return time.time() - self.made < _FORGOTTEN_S
         try:
@@ -61,7 +61,7 @@ def claim(files: Files, url: str) -> Release | Claim:
     """Claim the data set at ``url`` for this process.
 
     Returns:
-        a function that takes the claim back; or the claim of another user, who has come before or at the same moment.
+        a function that withdraws the claim; or the claim of another process, made before or at the same moment.
 
     Raises:
         StoreError: the store cannot be written.
@@ -75,8 +75,8 @@ def claim(files: Files, url: str) -> Release | Claim:
         with contextlib.suppress(StoreError):
             files.delete(mine)
 
-    # Whoever has written before this look is seen, and gives way if he looks later: there are never two, if at times
-    # none, and who has given way takes another data set.
+    # A claim written before this check is seen here, and its process withdraws if it checks later than us. So two never
+    # succeed, although both may withdraw; a process that withdrew takes another data set.
     for other, whose in _others(files, url, mine):
         if whose is None or not whose.counts:
             with contextlib.suppress(StoreError):
@@ -88,7 +88,7 @@ def claim(files: Files, url: str) -> Release | Claim:
 
 
 def _others(files: Files, url: str, mine: str) -> list[tuple[str, Claim | None]]:
-    """URLs of all other claims of ``url``, and what they say; None if that is nothing."""
+    """Return the URLs of all other claims on ``url``, and their contents; None if unreadable."""
     folder, _, name = url.rpartition("/")
     found = [f"{folder}/{each}" for each in files.names(folder) if each.startswith(f"{name}.in-use-")]
     return [(each, _read(files, each)) for each in found if each != mine]
@@ -98,4 +98,4 @@ def _read(files: Files, url: str) -> Claim | None:
     try:
         return Claim(**json.loads(files.read(url)))
     except (StoreError, TypeError, ValueError):
-        return None  # taken back meanwhile, or nothing that we have written
+        return None  # withdrawn meanwhile, or not written by us

@@ -1,4 +1,4 @@
-"""Files of a store, wherever it is: read them, and replace them in one step."""
+"""Files of a store, on any file system: reading and atomic replacement."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Files by their URLs. Holds only how to reach them, and so can be sent to other processes.
+    """Access to files by their URLs. It holds no connections, and so can be sent to other processes.
 
     Attributes:
-        options: for fsspec or libhdfs, as ``open_filesystem`` takes them.
+        options: options for fsspec or libhdfs, as for ``open_filesystem``.
     """
 
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -40,8 +40,10 @@ class Files:
             return bool(kind != FileType.NotFound) or self._rescued(filesystem, path) is not None
 
     def read(self, url: str) -> bytes:
-        """Raises:
-        StoreError: there is no such file, or it cannot be read.
+        """Return a file's content.
+
+        Raises:
+            StoreError: the file does not exist or cannot be read.
         """
         filesystem, path = self.open(url)
         with _errors(url, "read"):
@@ -50,10 +52,10 @@ class Files:
             return content
 
     def write(self, url: str, content: bytes) -> None:
-        """Replaces a file in one step: who reads it meanwhile, or after a crash, gets the old content or the new.
+        """Replace a file atomically: readers, even after a crash, get either the old content or the new.
 
         Raises:
-            StoreError: it cannot be written; the old content is still there.
+            StoreError: the file cannot be written; the old content is intact.
         """
         from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
@@ -70,8 +72,10 @@ class Files:
                 self._replace_by_renaming(filesystem, path, content)
 
     def _replace_by_renaming(self, filesystem: FileSystem, path: str, content: bytes) -> None:
-        """HDFS renames onto nothing only: the old file has to go first. The new one has a name by then under which
-        readers find it if this process ends in between."""
+        """Replace a file on HDFS, where the target of a rename must not exist, so that the old file has to go first.
+
+        By then the new file has a name under which readers find it if this process ends in between.
+        """
         from pyarrow.fs import FileType
 
         filesystem.create_dir(path.rpartition("/")[0], recursive=True)
@@ -90,7 +94,7 @@ class Files:
 
     @staticmethod
     def _rescued(filesystem: FileSystem, path: str) -> str | None:
-        """The file that was to replace ``path`` when its writer ended, after ``path`` was deleted; None as a rule."""
+        """Return the file that was to replace ``path``, if the writer ended after deleting ``path``; otherwise None."""
         from pyarrow.fs import FileType, LocalFileSystem
 
         if isinstance(filesystem, LocalFileSystem):
@@ -99,7 +103,7 @@ class Files:
         return _whole(path) if absent.type == FileType.NotFound and whole.type == FileType.File else None
 
     def delete(self, url: str) -> None:
-        """Deletes a file, or a folder with all that is in it, if it is there."""
+        """Delete a file, or a directory with its contents, if it exists."""
         from pyarrow.fs import FileType
 
         filesystem, path = self.open(url)
@@ -111,7 +115,7 @@ class Files:
                 filesystem.delete_file(path)
 
     def move(self, source: str, target: str) -> None:
-        """Renames a file or folder; ``target`` must not exist."""
+        """Rename a file or directory; ``target`` must not exist."""
         filesystem, path = self.open(source)
         _, goal = self.open(target)
         with _errors(target, "written"):
@@ -121,7 +125,7 @@ class Files:
             filesystem.move(path, goal)
 
     def names(self, url: str) -> list[str]:
-        """Names of the files in a folder, sorted; none if there is no such folder."""
+        """Return the names of the files in a directory, sorted; empty if there is no such directory."""
         from pyarrow.fs import FileSelector, FileType
 
         filesystem, path = self.open(url)
@@ -130,7 +134,7 @@ class Files:
             return sorted(info.base_name for info in found if info.type == FileType.File)
 
     def upload(self, folder: str, url: str) -> None:
-        """Copies all files of a local folder, and of those in it, into the folder ``url``."""
+        """Copy all files of a local directory, including subdirectories, into the directory ``url``."""
         for where, _, names in os.walk(folder):
             inner = os.path.relpath(where, folder)
             for name in names:
@@ -139,7 +143,7 @@ class Files:
                     self.write("/".join([url.rstrip("/"), *parts, name]), file.read())
 
     def batches(self, url: str, columns: Any = None, **arguments: Any) -> ParquetBatches:
-        """A reader of the data set at ``url``; see ``ParquetBatches``."""
+        """Return a reader of the data set at ``url``; see ``ParquetBatches``."""
         return ParquetBatches(url, columns, storage_options=self.options, **arguments)
 
 
@@ -153,17 +157,17 @@ def _replace_locally(path: str, content: bytes) -> None:
     with replacing(path) as file:
         file.write(content)
         file.flush()
-        # Renamed before its content is on the disk, a file can be empty after a crash of the machine.
+        # If it were renamed before its content is on disk, the file could be empty after a crash of the machine.
         os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
 def _errors(url: str, what: str) -> Iterator[None]:
-    """What a file system raises, as a StoreError that names the file."""
+    """Convert a file system's errors to a StoreError that names the file."""
     try:
         yield
     except StoreError:
         raise
-    # s3fs, gcsfs and adlfs raise classes of their own.
+    # Any class, since s3fs, gcsfs and adlfs raise their own.
     except Exception as error:
         raise StoreError(f"{url} cannot be {what}: {error or type(error).__name__}") from error

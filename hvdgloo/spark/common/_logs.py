@@ -18,19 +18,19 @@ __all__ = ["ScalarLogs", "are_possible"]
 
 
 def are_possible() -> bool:
-    """Whether TensorBoard is installed."""
+    """Return whether TensorBoard is installed."""
     return importlib.util.find_spec("tensorboard") is not None
 
 
 _NUMBERS = itertools.count()
-"""So that two files of one second have different names."""
+"""Numbers that distinguish files created within one second."""
 
 
 class ScalarLogs:
-    """Numbers of each epoch, in a folder that ``tensorboard --logdir`` shows. A context manager.
+    """Metrics of each epoch, in a directory for ``tensorboard --logdir``. A context manager.
 
     Args:
-        folder: of this machine; made if it is not there.
+        folder: a local directory; created if it does not exist.
     """
 
     def __init__(self, folder: str) -> None:
@@ -41,7 +41,7 @@ class ScalarLogs:
         self._summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
         os.makedirs(folder, exist_ok=True)
         now = time.time()
-        # By "tfevents" TensorBoard knows such files.
+        # TensorBoard recognises such files by "tfevents".
         name = f"events.out.tfevents.{int(now):010}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         self._writer = records.RecordWriter(os.fdopen(create(os.path.join(folder, name)), "wb"))
         self._add(self._event(wall_time=now, file_version="brain.Event:2"))
@@ -55,7 +55,7 @@ class ScalarLogs:
         self._writer.close()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add the numbers among ``values`` under their names, and bring the file up to date."""
+        """Add the numbers among ``values`` under their names, and flush the file."""
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         made = [self._summary.Value(tag=name, simple_value=float(value)) for name, value in numbers.items()]
         self._add(self._event(step=step, wall_time=time.time(), summary=self._summary(value=made)))

@@ -1,4 +1,4 @@
-"""What is known of a data set's columns: from footers and a few rows, and as JSON beside the data."""
+"""Metadata of a data set's columns: from footers and a few rows, and as JSON next to the data."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 Metadata = dict[str, dict[str, Any]]
 
 _SAMPLE = 64
-"""Rows from which a column's shape is taken. Every rank checks all others as it reads them."""
+"""Number of rows from which a column's shape is taken. Ranks check all others as they read them."""
 
 
 def describe(
     dataset: Dataset, columns: Sequence[str], *, compress_sparse: bool = False, max_sizes: dict[str, int] | None = None
 ) -> Metadata:
-    """The metadata of these columns.
+    """Return the metadata of these columns.
 
     Args:
-        max_sizes: the largest number of entries of a row, where that is known.
+        max_sizes: the largest number of entries in a row, for columns where it is known.
 
     Raises:
-        DataError: an unknown column, one that is no number, or one with nulls.
+        DataError: a column is unknown, not numeric, or has nulls.
     """
     dataset.check_columns(columns)
     for name in columns:
@@ -71,8 +71,8 @@ def _column(dataset: Dataset, name: str, sample: Any, compress_sparse: bool, max
 
 
 def _leaves(dataset: Dataset, name: str) -> list[tuple[int, str]]:
-    """Parquet's columns of a column: their numbers, and their paths behind its name."""
-    # By their numbers: among paths, the field "b" of a column "a" cannot be told from a column "a.b".
+    """Return the numbers of a column's Parquet columns, and their paths without the column's name."""
+    # By number, since the path of a field "b" of a column "a" is the same as a column "a.b".
     schema = next(iter(dataset.footers.values())).schema
     first = 0
     for field in dataset.schema:
@@ -88,7 +88,7 @@ def _leaf_count(kind: pa.DataType) -> int:
 
 
 def _statistics(dataset: Dataset, leaf: int) -> Iterable[Any]:
-    """Statistics of a Parquet column in each row group that has rows; None where the writer left them out."""
+    """Yield the statistics of a Parquet column in each nonempty row group; None where the writer omitted them."""
     for footer in dataset.footers.values():
         for index in range(footer.num_row_groups):
             group = footer.row_group(index)
@@ -97,9 +97,9 @@ def _statistics(dataset: Dataset, leaf: int) -> Iterable[Any]:
 
 
 def null_counts(dataset: Dataset, columns: Sequence[str]) -> dict[str, int]:
-    """Columns that have nulls, or arrays with nulls, according to the footers; and how many at least.
+    """Return, from the footers, the columns with nulls or with arrays containing nulls, and the least number of nulls.
 
-    An array's empty rows are among them: Parquet counts what has no value.
+    Empty arrays are counted, too, since Parquet counts entries without a value.
     """
     found = {}
     for name in columns:
@@ -152,7 +152,7 @@ def _spark_name(kind: pa.DataType, sparse_only: bool) -> str:
 
 
 def spark_type_of(kind: Any, entry: dict[str, Any]) -> Any:
-    """Spark's class for a column of this type of Spark's."""
+    """Return Spark's class for a column of this Spark type."""
     from pyspark.ml.linalg import VectorUDT
 
     if isinstance(kind, VectorUDT):
@@ -161,7 +161,7 @@ def spark_type_of(kind: Any, entry: dict[str, Any]) -> Any:
 
 
 def _spark_type(name: str) -> Any:
-    """Spark's class of this name."""
+    """Return Spark's class of this name."""
     from pyspark.ml import linalg
     from pyspark.sql import types
 
@@ -172,7 +172,7 @@ def _spark_type(name: str) -> Any:
         **{kind.__name__: kind for kind in vars(types).values() if _is_type(kind, types.DataType)},
     }
     if name not in known:  # it may have been read from a file
-        raise DataError(f"{name!r} is no type of Spark's: the metadata are damaged, or of another version of Spark")
+        raise DataError(f"{name!r} is not a Spark type: the metadata are damaged, or of another version of Spark")
     return known[name]
 
 
@@ -181,7 +181,7 @@ def _is_type(value: Any, base: type) -> bool:
 
 
 def metadata_to_json(metadata: Metadata) -> str:
-    """Metadata as text; types of Spark are their names in it."""
+    """Convert metadata to JSON, which has Spark's types by name."""
     named = {
         name: {**entry, "spark_data_type": getattr(entry["spark_data_type"], "__name__", entry["spark_data_type"])}
         for name, entry in metadata.items()
@@ -190,7 +190,7 @@ def metadata_to_json(metadata: Metadata) -> str:
 
 
 def metadata_from_json(text: str) -> Metadata:
-    """The metadata of ``metadata_to_json``."""
+    """Read metadata from the JSON of ``metadata_to_json``."""
     return {
         name: {**entry, "spark_data_type": _spark_type(entry["spark_data_type"])}
         for name, entry in json.loads(text).items()
@@ -200,7 +200,7 @@ def metadata_from_json(text: str) -> Metadata:
 def save(
     files: Files, url: str, train_rows: int, val_rows: int, row_bytes: float, metadata: Metadata, token: str
 ) -> None:
-    """Writes the description of a data set beside it, with a token by which its writer knows it again."""
+    """Write the description of a data set next to it, with a token by which its writer recognises it."""
     content = {
         "version": 1,
         "token": token,
@@ -213,14 +213,14 @@ def save(
 
 
 def token(files: Files, url: str) -> str | None:
-    """The token with which ``save`` wrote the description at ``url``; None if there is none."""
+    """Return the token of the description that ``save`` wrote at ``url``; None if there is none."""
     with contextlib.suppress(StoreError, ValueError, KeyError, TypeError):
         return str(json.loads(files.read(url))["token"])
     return None
 
 
 def saved(files: Files, url: str, train_rows: int, val_rows: int) -> Metadata:
-    """The columns of which ``save`` wrote a description; none if that is of other data, or cannot be read."""
+    """Return the metadata that ``save`` wrote; empty if they are of other data or cannot be read."""
     with contextlib.suppress(StoreError, ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(files.read(url))
         if (content["version"], content["train_rows"], content["val_rows"]) == (1, train_rows, val_rows):

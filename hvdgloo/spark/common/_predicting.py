@@ -1,7 +1,6 @@
-"""What Spark's Python workers do for ``transform``: Arrow batches in, Arrow batches with predictions out.
+"""The part of ``transform`` that runs in Spark's Python workers: Arrow batches in, with predictions out.
 
-A worker serves many tasks. It keeps the models that it has loaded, so that a model is loaded once in it, not once for
-each partition.
+A worker serves many tasks. It keeps the models that it has loaded, so that it loads each once, not once per partition.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ Array = NDArray[Any]
 Apply = Callable[[list[Array]], list[Array]]
 
 _LOADED: OrderedDict[str, Apply] = OrderedDict()
-"""The models that this process has loaded, the one used last at the end."""
+"""Models that this process has loaded, in order of last use."""
 
 _KEPT = 2
-"""How many of them stay: two, so that a pipeline of two models does not load them again and again."""
+"""Number of models that stay: two, so that a pipeline of two models does not reload them again and again."""
 
 
 _ROWS = 1024
-"""Rows that go through a model at once: an Arrow batch has ten times as many, too many for a large model."""
+"""Number of rows per call of a model: an Arrow batch has ten times as many, too many for a large model."""
 
 
 class Feature(NamedTuple):
-    """A column that the model is given.
+    """An input column of the model.
 
     Attributes:
-        name: for messages.
-        place: among the DataFrame's columns.
-        size: how many numbers a row of it had when the model was trained; None if that is not known.
+        name: the column's name, for messages.
+        place: its index among the DataFrame's columns.
+        size: number of values in a row when the model was trained; None if unknown.
     """
 
     name: str
@@ -51,30 +50,30 @@ class Feature(NamedTuple):
 
 
 class Predictor(Protocol):
-    """A model that can be sent, by cloudpickle."""
+    """A model that can be pickled by cloudpickle."""
 
     def load(self) -> Apply:
-        """Make it ready.
+        """Load the model.
 
         Returns:
             a function from an array for each feature column, of shape (rows,) or (rows, ...), to an array for each
-            label column, of shape (rows,) or (rows, ...). What it is given has the column's own dtype, and may be read
-            only.
+            label column, of shape (rows,) or (rows, ...). Its arguments have the columns' own dtypes and may be
+            read-only.
         """
 
 
 def predicting(
     spark: Any, predictor: Predictor, features: Sequence[Feature], kept: Sequence[int], schema: Any
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for ``DataFrame.mapInArrow``.
+    """Make the function for ``DataFrame.mapInArrow``.
 
     Args:
-        spark: the session; the model is broadcast with it.
-        features: the columns that the model is given.
-        kept: places of the columns that are passed on; the outputs follow them.
-        schema: Spark's, of the result, whose columns are called by their places.
+        spark: the session, through which the model is broadcast.
+        features: the model's input columns.
+        kept: indices of the columns that are passed on; the outputs follow them.
+        schema: Spark's schema of the result, whose columns are named by their indices.
     """
-    # Spark's sockets carry a broadcast once to each executor, however many tasks use it.
+    # Spark sends a broadcast once to each executor, however many tasks use it.
     model = spark.sparkContext.broadcast(pickling.dumps(predictor))
     kinds = [field.dataType.typeName() for field in schema.fields[len(kept) :]]
     return _Map(uuid.uuid4().hex, model, tuple(features), tuple(kept), tuple(schema.names[len(kept) :]), tuple(kinds))
@@ -113,7 +112,7 @@ class _Map:
             yield pa.RecordBatch.from_arrays(columns, names=[str(place) for place in range(len(columns))])
 
     def _predictions(self, apply: Apply, batch: pa.RecordBatch) -> list[Array]:
-        """The model's outputs for all rows, a part of them after the other."""
+        """Return the model's outputs for all rows, computed part by part."""
         if not batch.num_rows:
             return [np.empty((0,))] * len(self._outputs)
         parts = []
@@ -123,12 +122,12 @@ class _Map:
             try:
                 parts.append(apply(arrays))
             except Exception as error:
-                # Other sizes need not be a mistake: a transformation_fn may have changed those that were trained with.
+                # Only now: other sizes may be right, since a transformation_fn may have changed them in training.
                 for (name, _, size), array in zip(self._features, arrays, strict=True):
                     if size is not None and array.size != size * len(array):
                         raise DataError(
                             f"the model cannot be applied: column {name!r} has {array.size // len(array)} numbers in a "
-                            f"row, and had {size} when the model was trained ({error})"
+                            f"row, but had {size} when the model was trained ({error})"
                         ) from error
                 raise
         return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
@@ -153,21 +152,21 @@ _INTEGERS = {"byte": "int8", "short": "int16", "integer": "int32", "long": "int6
 
 
 def as_arrow(name: str, values: Array, kind: str, rows: int) -> pa.Array:
-    """Predictions as a column of Spark's type.
+    """Convert predictions to a column of a Spark type.
 
     Args:
-        name: of the column.
-        values: of shape (rows,) or (rows, ...).
-        kind: Spark's name of the type: ``vectorudt``, ``array``, or a number's.
-        rows: how many there must be.
+        name: the column's name.
+        values: array of shape (rows,) or (rows, ...).
+        kind: Spark's name of the type: ``vectorudt``, ``array``, or a numeric type.
+        rows: the expected number of rows.
 
     Raises:
-        ConfigError: the model gave another number of rows, or several numbers where there is room for one.
+        ConfigError: the model returned another number of rows, or several numbers for a scalar column.
     """
     import pyarrow as pa
 
     if len(values) != rows:
-        raise ConfigError(f"the model gave {len(values)} rows of {name!r} for a batch of {rows}")
+        raise ConfigError(f"the model returned {len(values)} rows of {name!r} for a batch of {rows}")
     if kind in ("vectorudt", "array"):
         width = values.size // rows if rows else 0
         flat = pa.array(np.ascontiguousarray(values, dtype=np.float64).reshape(-1))
@@ -175,7 +174,7 @@ def as_arrow(name: str, values: Array, kind: str, rows: int) -> pa.Array:
         lists = pa.ListArray.from_arrays(starts, flat)
         return lists if kind == "array" else _dense_vectors(lists)
     if values.size != rows:
-        raise ConfigError(f"the model gave {values.shape[1:]} numbers for a row of {name!r}, which takes one")
+        raise ConfigError(f"the model returned {values.shape[1:]} numbers for a row of {name!r}, which takes one")
     flat_values = values.reshape(rows)
     if kind in _INTEGERS:
         return pa.array(_whole(flat_values, np.dtype(_INTEGERS[kind])))
@@ -185,7 +184,7 @@ def as_arrow(name: str, values: Array, kind: str, rows: int) -> pa.Array:
 
 
 def _whole(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Numbers rounded to integers; those that the type does not reach become its least or its greatest."""
+    """Round numbers to integers, clipped to the type's range."""
     rounded = np.rint(values.astype(np.float64))
     with np.errstate(invalid="ignore"):
         whole = rounded.astype(dtype)
@@ -197,7 +196,7 @@ def _whole(values: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _dense_vectors(lists: pa.ListArray) -> pa.StructArray:
-    """What Spark's vectors are in Arrow; dense ones have neither size nor indices."""
+    """Make Arrow's form of Spark's dense vectors, which have neither size nor indices."""
     import pyarrow as pa
 
     rows = len(lists)

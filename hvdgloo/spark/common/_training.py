@@ -1,7 +1,7 @@
-"""What every rank of an estimator's job is told, whatever the framework: the data, how long, and where to save.
+"""Instructions for the ranks of an estimator's job, in any framework: the data, the duration, and where to save.
 
-The driver makes a ``Training``, and cloudpickle takes it to the ranks. Nothing here needs Spark, so that a rank does
-not spend seconds on importing it.
+The driver makes a ``Training``, which is sent to the ranks by cloudpickle. Nothing here needs Spark, so that a rank
+does not spend seconds on importing it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Array = NDArray[Any]
 
 @dataclasses.dataclass(frozen=True)
 class TrainingResult:
-    """What rank 0 brings back.
+    """Result of rank 0.
 
     Attributes:
-        history: what was measured in each epoch, as the framework has it; JSON can hold it.
+        history: each epoch's metrics, in the framework's form; it can be converted to JSON.
         state: the trained model, in the framework's own format.
-        outputs: the shape of each of the model's outputs, without the batch.
+        outputs: the shape of each of the model's outputs, without the batch dimension.
     """
 
     history: Any
@@ -47,12 +47,12 @@ class TrainingResult:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Some rows, a column each.
+    """Some rows, as one array per column.
 
     Attributes:
         features, labels: arrays of shape (rows,) or (rows, ...), in the order of the columns, with the columns' own
-            dtypes or that of the reader; binary values are arrays of objects. They are the receiver's, to write to.
-        weights: of shape (rows,), or None without a column for them.
+            dtypes or the reader's; binary values are arrays of objects. The receiver may write to them.
+        weights: array of shape (rows,); None if there is no column of weights.
     """
 
     features: list[Array]
@@ -65,7 +65,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How data are read: the options of ``ParquetBatches`` that do not depend on the rank."""
+    """Options for reading data: the arguments of ``ParquetBatches`` that do not depend on the rank."""
 
     shuffle: bool = True
     shuffle_buffer_size: int | None = None
@@ -83,17 +83,17 @@ class Training:
     """One call of ``fit``.
 
     Attributes:
-        run_id: names the run in the store.
+        run_id: the run's name in the store.
         store: the store as ranks see it.
-        checkpoint_filename: of the run's checkpoint, in the run's folder.
-        train_rows, validation_rows: of the whole data set; 0 rows to validate with mean no validation.
-        feature_cols, label_cols, sample_weight_col: columns of it.
+        checkpoint_filename: the checkpoint's name in the run's directory.
+        train_rows, validation_rows: rows of the whole data set; 0 validation rows mean no validation.
+        feature_cols, label_cols, sample_weight_col: columns of the data set.
         batch_size, validation_batch_size: rows of a batch on each rank.
-        epochs: how many to have trained in the end, those of an earlier job of the same run included.
-        train_steps, validation_steps: of an epoch; None for as many as it takes to see each row once.
-        seed: of everything random.
+        epochs: total number of epochs, including an earlier job's of the same run.
+        train_steps, validation_steps: steps per epoch; None for as many as it takes to see each row once.
+        seed: seed of all random numbers.
         signature: names and shapes of the model's parameters; None if it has none yet.
-        use_gpu: whether to use a GPU that the rank has.
+        use_gpu: use the rank's GPU if it has one.
     """
 
     run_id: str
@@ -118,21 +118,21 @@ class Training:
     signature: _checkpoints.Signature | None = None
 
     def batches(self, rank: int, size: int, *, validation: bool = False, dtype: Any = None) -> Reader:
-        """A reader of this rank's part of the data; all ranks' have the same number of batches in an epoch.
+        """Return a reader of this rank's part of the data; all ranks' readers yield equally many batches per epoch.
 
         Args:
-            dtype: of all numbers; by default the columns' own. What a ``data_module`` reads is as it reads it.
+            dtype: dtype of all numbers; by default the columns' own. A ``data_module``'s batches are not converted.
         """
         return Reader(self, rank, size, validation, dtype)
 
     def resume(self, signature: _checkpoints.Signature | None = None) -> Checkpoint | None:
-        """The last whole epoch of this run; None if there is none, or the store keeps no runs.
+        """Return the checkpoint of this run's last whole epoch; None if there is none, or the store keeps no runs.
 
         Args:
-            signature: of the model that is to go on; by default ``self.signature``.
+            signature: signature of the model that continues; by default ``self.signature``.
 
         Raises:
-            ConfigError: the checkpoint is of another model, or the file is no checkpoint.
+            ConfigError: the checkpoint is of another model, or the file is not a checkpoint.
         """
         if not self.store.saving_runs:
             return None
@@ -142,12 +142,12 @@ class Training:
         return checkpoint
 
     def save(self, epoch: int, archive: bytes, history: Any, size: int) -> None:
-        """Replace the run's checkpoint by one of an epoch that has just been trained; on rank 0.
+        """Replace the run's checkpoint after an epoch; called on rank 0.
 
         Args:
-            epoch: how many whole epochs have been trained.
+            epoch: number of whole epochs that have been trained.
             archive: a zip archive with the model and the optimizer, in the framework's own format.
-            history: of all these epochs.
+            history: metrics of all these epochs.
             size: number of ranks.
         """
         if self.store.saving_runs:
@@ -156,7 +156,7 @@ class Training:
 
 
 class Reader:
-    """Batches of one rank, epoch by epoch; a context manager that ends what reads them."""
+    """Reader of one rank's batches, epoch by epoch. A context manager, which ends the threads that read."""
 
     def __init__(self, training: Training, rank: int, size: int, validation: bool, dtype: Any = None) -> None:
         self._training = training
@@ -198,13 +198,13 @@ class Reader:
             transformation_fn=reading.transformation_fn,
             edit_fields=reading.edit_fields,
             removed_fields=reading.removed_fields,
-            # 0 workers meant none beside the loop; one thread reads ahead in any case.
+            # In Horovod 0 means that the loop itself reads; here one thread reads ahead in any case.
             num_workers=max(1, reading.validation_workers if self._validation else reading.train_workers),
             dtype=self._dtype,
         )
 
     def _module(self, kind: type[Any], columns: list[str]) -> Any:
-        """The user's DataModule, with the arguments that it is promised."""
+        """Return the user's DataModule, constructed with the documented arguments."""
         training, reading, store = self._training, self._training.reading, self._training.store
         return kind(
             train_dir=store.train_data_path,
@@ -235,7 +235,7 @@ class Reader:
         self._resources.close()
 
     def __len__(self) -> int:
-        """Steps of an epoch: the same on all ranks."""
+        """Return the number of steps per epoch, which is the same on all ranks."""
         if self._steps:
             return self._steps
         if hasattr(self._batches, "__len__"):
@@ -243,11 +243,11 @@ class Reader:
         return math.ceil(math.ceil(self._rows / self._size) / self._batch_size)
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        """The batches of an epoch, whose order depends on its number (from 0) and the seed.
+        """Yield the batches of an epoch, in an order that depends on its number (from 0) and the seed.
 
         Raises:
-            ConfigError: a ``data_module`` gives fewer than the steps that were asked for, or it or a
-                ``transformation_fn`` leaves out a column that is needed.
+            ConfigError: a ``data_module`` yields fewer batches than the requested steps, or it or a
+                ``transformation_fn`` omits a required column.
         """
         if hasattr(self._batches, "set_epoch"):
             self._batches.set_epoch(number)
@@ -257,7 +257,7 @@ class Reader:
             given += 1
         if self._steps and given < self._steps:
             raise ConfigError(
-                f"data_module gave {given} batches of an epoch of {self._steps}: all ranks need equally many"
+                f"data_module yielded {given} batches in an epoch of {self._steps} steps: all ranks need equally many"
             )
 
     def _batch(self, columns: Mapping[str, Any]) -> Batch:
@@ -265,9 +265,9 @@ class Reader:
         for name in self._columns:
             if name not in columns:
                 raise ConfigError(
-                    f"there is no column {name!r} in what is read: "
-                    f"{'transformation_fn' if training.reading.data_module is None else 'data_module'} gives "
-                    f"{', '.join(columns)}. Return {name!r}, too, or leave it out of the estimator's columns"
+                    f"there is no column {name!r} in the batches: "
+                    f"{'transformation_fn' if training.reading.data_module is None else 'data_module'} returns "
+                    f"{', '.join(columns)}. Return {name!r}, too, or remove it from the estimator's columns"
                 )
         return Batch(
             [np.asarray(columns[name]) for name in training.feature_cols],
@@ -279,12 +279,12 @@ class Reader:
 def on_rank(
     store: RemoteStore, start_method: str | None, train: Callable[[], TrainingResult | None]
 ) -> TrainingResult | None:
-    """What a rank does: it looks whether it shares the store with the driver, and trains.
+    """Check that this rank shares the store with the driver, and train.
 
-    It is given no ``Training``, so that a framework may prepare its process before it unpickles what refers to it.
+    It takes no ``Training``, so that a framework can prepare its process before unpickling anything that refers to it.
 
     Args:
-        start_method: multiprocessing's, or None for the platform's.
+        start_method: multiprocessing's start method; None for the platform's.
     """
     store.check()
     if start_method is not None:

@@ -1,4 +1,4 @@
-"""From a DataFrame to Parquet in a store. Spark's JVM does it: no row passes through Python."""
+"""Writing a DataFrame as Parquet to a store. Spark's JVM does this; no row passes through Python."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
 _ROW_GROUP = 16 << 20
-"""Bytes of a row group: readers hold whole ones, and shuffle among them."""
+"""Size of a row group in bytes. Readers hold whole row groups, and shuffle among them."""
 
 _FILE_ERRORS = re.compile(
     r"(java\.io\.(IO|FileNotFound|UncheckedIO)Exception|java\.nio\.file\.\w+|java\.net\.\w+Exception|"
     r"org\.apache\.hadoop\.\w[\w.]*Exception|java\.lang\.ClassNotFoundException: Class org\.apache\.hadoop\.fs)[^\n]*"
 )
-"""What file systems of Hadoop raise. All else is the DataFrame's own fault, and raised as Spark raises it."""
+"""Errors of Hadoop's file systems. All others are due to the DataFrame, and are raised as Spark raises them."""
 
 _MANY = 1 << 30
 
 _LENGTHS = 4
-"""How many different lengths of a ragged column are told."""
+"""Number of different lengths of a ragged column that are reported."""
 
 _SPLIT = "hvdgloo_split"
-"""The column that says on which side of the validation split a row is; the name of folders only."""
+"""Column that tells on which side of the validation split a row is; it occurs only in names of directories."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is to be written.
+    """Description of a data set to be written.
 
     Attributes:
-        columns: names.
-        train, val: URLs.
-        validation: the fraction of rows, or the name of a column that says of each row whether it is for validation.
-        seed: of the fraction's choice.
-        partitions: how many files at most, and tasks that write them.
-        ranks: that will read.
+        columns: the columns' names.
+        train, val: URLs of the two sides.
+        validation: the fraction of rows for validation, or the name of a column that tells whether a row is.
+        seed: seed for choosing that fraction.
+        partitions: the most files, and tasks that write them.
+        ranks: number of ranks that will read.
     """
 
     columns: Sequence[str]
@@ -58,9 +58,11 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """Attributes:
-    rows: on both sides.
-    values: the largest number of values in a row of each column of arrays or vectors.
+    """Facts about a data set that was written.
+
+    Attributes:
+        rows: number of rows on both sides together.
+        values: the largest number of values in a row, for each column of arrays or vectors.
     """
 
     rows: int
@@ -68,13 +70,13 @@ class Written:
 
 
 def write(df: DataFrame, plan: Plan, files: Files) -> Written:
-    """Writes the rows and looks at them on the way; ``df`` is evaluated once.
+    """Write the rows, checking them in the same pass; ``df`` is evaluated once.
 
     Raises:
         DataError: rows of a column differ in length, or the validation column has nulls.
     """
     from pyspark.sql import Observation
-    from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+    from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
     kinds = {field.name: field.dataType for field in df.schema.fields}
     selected = [column(name) for name in plan.columns]
@@ -97,8 +99,8 @@ def write(df: DataFrame, plan: Plan, files: Files) -> Written:
     seen = observation.get
     if seen.get("unsaid"):
         raise DataError(
-            f"validation column {plan.validation!r} is null in {seen['unsaid']} rows: say of each row whether it "
-            f"is for validation"
+            f"validation column {plan.validation!r} is null in {seen['unsaid']} rows: it must tell for each row "
+            f"whether it is for validation"
         )
     for number, name in enumerate(sizes):
         if seen[f"shortest{number}"] != seen[f"longest{number}"]:
@@ -107,14 +109,14 @@ def write(df: DataFrame, plan: Plan, files: Files) -> Written:
 
 
 def column(name: str) -> Column:
-    """A column by its name, in which a dot is only a dot."""
+    """Return a column by its name, in which a dot is just a character."""
     from pyspark.sql import functions as F  # noqa: N812
 
     return F.col(f"`{name.replace('`', '``')}`")
 
 
 def _side(validation: float | str, kinds: dict[str, Any], seed: int) -> Column:
-    """True for rows that are for validation."""
+    """Return a column that is true for validation rows."""
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.types import BooleanType
 
@@ -126,9 +128,9 @@ def _side(validation: float | str, kinds: dict[str, Any], seed: int) -> Column:
 
 
 def _sizes(name: str, kind: Any) -> tuple[Column, Column] | None:
-    """The length of a column's rows, and how many values are kept of each; None for columns of scalars.
+    """Return columns of the length of a column's rows and of the number of values stored; None for scalars.
 
-    Both are null for a row that is null, whose size would be -1 where ``spark.sql.ansi.enabled`` is false.
+    Both are null for null rows, for which Spark's size would be -1 where ``spark.sql.ansi.enabled`` is false.
     """
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql import functions as F  # noqa: N812
@@ -150,7 +152,7 @@ def _sizes(name: str, kind: Any) -> tuple[Column, Column] | None:
 
 
 def _ragged(df: DataFrame, plan: Plan, files: Files, name: str, kind: Any) -> DataError:
-    """Which lengths there are, and how often."""
+    """Make the error about different lengths, which tells how often each one occurs."""
     sizes = _sizes(name, kind)
     assert sizes is not None
     counts = (
@@ -164,18 +166,18 @@ def _ragged(df: DataFrame, plan: Plan, files: Files, name: str, kind: Any) -> Da
     told = ", ".join(f"{length} elements in {count} {'row' if count == 1 else 'rows'}" for length, count in counts)
     return DataError(
         f"column {name!r} has rows of different lengths ({told}): all rows of a column need the same number of "
-        f"elements (pad them, or cut them)"
+        f"elements (pad or cut them)"
     )
 
 
 def nulls(df: DataFrame, plan: Plan, files: Files, name: str) -> DataError:
-    """In how many of the written rows this column, of which footers say that values are absent, is null."""
+    """Make the error about a column with missing values according to the footers, with the number of null rows."""
     count = _read(df, plan, files).where(_has_null(column(name), df.schema[name].dataType)).count()
     return _columns.nulls(name, count) if count else DataError(f"column {name!r} has arrays without elements")
 
 
 def _has_null(value: Column, kind: Any) -> Column:
-    """True for values that are null, or arrays with a null in them."""
+    """Return a column that is true for values that are null or arrays containing a null."""
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.types import ArrayType
 
@@ -185,20 +187,20 @@ def _has_null(value: Column, kind: Any) -> Column:
 
 
 def _read(df: DataFrame, plan: Plan, files: Files) -> DataFrame:
-    """What was written, on both sides. ``df`` is not evaluated again."""
+    """Read back both sides of the data set, so that ``df`` is not evaluated again."""
     written = [spark_url(df, url) for url in (plan.train, plan.val) if files.exists(url)]
     return df.sparkSession.read.parquet(*written)
 
 
 def _spread(rows: DataFrame, df: DataFrame, plan: Plan) -> DataFrame:
-    """As many files as were asked for at most; rows are only moved if there would be fewer than ranks."""
+    """Limit the number of files to the plan's; rows are moved only if there would be fewer files than ranks."""
     if _partitions(df) < plan.ranks:
         return rows.repartition(plan.ranks)
     return rows.coalesce(plan.partitions)
 
 
 def _partitions(df: DataFrame) -> int:
-    """How many there are. Asking an adaptive plan would run its shuffles: it is taken for enough of them."""
+    """Return the number of partitions. Asking an adaptive plan would run its shuffles, so it counts as many."""
     executed: Any = df._jdf.queryExecution().executedPlan()
     if executed.getClass().getSimpleName() == "AdaptiveSparkPlanExec":
         return _MANY
@@ -212,8 +214,8 @@ def _write(rows: DataFrame, plan: Plan, files: Files) -> None:
     if plan.validation is None:
         _save(rows, plan.train)
         return
-    # Both sides are written at once and then put in their places. Two writes would evaluate the DataFrame twice, and
-    # rows of one that is not deterministic would be on both sides, or on neither.
+    # Both sides are written at once and then moved into place. Two writes would evaluate the DataFrame twice, and rows
+    # of a nondeterministic one could end up on both sides or on neither.
     together = f"{plan.train}.{secrets.token_hex(4)}.part"
     try:
         _save(rows, together, _SPLIT)
@@ -239,7 +241,7 @@ def _save(rows: DataFrame, url: str, *partition: str) -> None:
 
 
 def _reason(error: Any) -> str | None:
-    """What a file system of Hadoop said, among an error of the JVM and its causes; None if none did."""
+    """Find the message of a Hadoop file system in an error of the JVM and its causes; None if there is none."""
     while error is not None:
         found = _FILE_ERRORS.search(str(error.toString()))
         if found is not None:
@@ -249,10 +251,10 @@ def _reason(error: Any) -> str | None:
 
 
 def spark_url(df: DataFrame, url: str) -> str:
-    """A URL as Spark knows it: Hadoop's file system for S3 is ``s3a``, if none was configured for ``s3``."""
+    """Convert a URL for Spark: Hadoop's file system for S3 is ``s3a``, unless one was configured for ``s3``."""
     scheme = scheme_of(url)
     if scheme == "memory":
-        raise ConfigError(f"{url} is in the memory of this process, where Spark cannot write: use another store")
+        raise ConfigError(f"{url} is in this process's memory, to which Spark cannot write: use another store")
     if scheme == "s3":
         hadoop: Any = df.sparkSession._jsc.hadoopConfiguration()
         if not hadoop.get("fs.s3.impl"):

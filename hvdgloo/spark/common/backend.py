@@ -1,6 +1,6 @@
-"""What an estimator trains on: Spark's executors, processes of this host, or anything else that can call a function.
+"""Backends, on which estimators train: Spark's executors, processes of this host, or your own.
 
-An estimator asks for two things only, so a Backend of one's own is a class with two methods::
+A backend needs only two methods::
 
     class InPlace(Backend):
         def run(self, fn, args=(), kwargs=None, env=None):
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def default_num_proc() -> int:
-    """Choose the default number of processes: ``defaultParallelism``, and no more than Spark runs tasks at once.
+    """Choose the default number of processes: ``defaultParallelism``, but no more than Spark runs tasks at once.
 
     Raises:
         LaunchError: there is no active SparkContext.
@@ -40,7 +40,7 @@ def default_num_proc() -> int:
 
 
 class Backend(ABC):
-    """Calls a function in all processes of a job."""
+    """Base of classes that call a function in all processes of a job."""
 
     @abstractmethod
     def run(
@@ -58,20 +58,20 @@ class Backend(ABC):
 
     @abstractmethod
     def num_processes(self) -> int:
-        """How many processes ``run`` calls the function in."""
+        """Return the number of processes in which ``run`` calls the function."""
 
     def check(self) -> None:  # noqa: B027 - a backend need not know anything beforehand
-        """Called before data are written for ``run``: an error here costs nobody the time for that."""
+        """Raise an error if ``run`` would fail. Called before data are written for it, which may take long."""
 
 
 class LocalBackend(Backend):
-    """Trains in processes of this host, the driver's: Spark only prepares the data.
+    """Backend that trains in processes on this host, the driver's: Spark only prepares the data.
 
-    For a driver with the GPUs, and for trying things out: it starts no Spark job.
+    It is for a driver with the GPUs, and for trying things out: it starts no Spark job.
 
     Args:
         num_proc: number of processes.
-        env: variables to set for them, beside those of this process.
+        env: variables to set for them, in addition to this process's.
         kwargs: further arguments of ``hvdgloo.run.run``, for example ``verbose=True``.
     """
 
@@ -95,12 +95,12 @@ class LocalBackend(Backend):
 
 
 class SparkBackend(Backend):
-    """Trains in tasks of Spark.
+    """Backend that trains in Spark's tasks.
 
     Args:
-        num_proc: number of processes; by default ``default_num_proc()``, now.
-        env: the processes' variables beside those of their executors; by default the driver's, except for those that
-            describe its host, and the GPUs that it may see.
+        num_proc: number of processes; by default ``default_num_proc()``, called at construction.
+        env: the processes' variables in addition to their executors'; by default the driver's, except for variables
+            that describe its host and its visible GPUs.
         kwargs: further arguments of ``hvdgloo.spark.run``, for example ``stdout``, ``verbose`` or ``nics``.
     """
 
@@ -116,21 +116,23 @@ class SparkBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[T]:
-        # Imported when it is called: whoever only trains on this host needs no Spark.
+        # Imported here, since programs that only train on this host need no Spark.
         from hvdgloo.spark._run import run
 
         own = {name: value for name, value in os.environ.items() if not is_host_specific(name)}
         variables = {**(own if self._env is None else self._env), **(env or {})}
-        variables.pop("CUDA_VISIBLE_DEVICES", None)  # Spark has given each task its devices
+        variables.pop("CUDA_VISIBLE_DEVICES", None)  # Spark assigns each task its devices
         return run(fn, args, kwargs, num_proc=self._num_proc, env=variables, **self._kwargs)
 
     def num_processes(self) -> int:
         return self._num_proc
 
     def check(self) -> None:
-        """Raises:
-        ConfigError: Spark has fewer task slots than there are processes.
-        LaunchError: there is no active SparkContext.
+        """Check that Spark has room for the processes.
+
+        Raises:
+            ConfigError: Spark has fewer task slots than there are processes.
+            LaunchError: there is no active SparkContext.
         """
         from hvdgloo.spark._run import check_room
 

@@ -1,4 +1,4 @@
-"""Which data sets this process has written, so that the same DataFrame is not written twice."""
+"""The data sets that this process has written, so that the same DataFrame is not written twice."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from hvdgloo.errors import ConfigError
 from hvdgloo.spark.common._claims import Release
 
 Properties = tuple[int, int, dict[str, dict[str, Any]], float]
-"""Rows to train on, rows to validate on, metadata of columns, bytes of a row on average."""
+"""Number of training rows and of validation rows, metadata of columns, average size of a row in bytes."""
 
 
 @dataclasses.dataclass
 class _Entry:
-    """Attributes:
-    key: what was written, and how. Holds what it is about, so that no id in it is used again.
-    users: how many training runs use it now.
-    lock: held while it is claimed, written and given back.
-    release: gives it back to other programs; None while nobody here uses it.
-    token: of what was written last: another program may have taken its place since then.
-    properties: None until it is written.
+    """A data set.
+
+    Attributes:
+        key: identity of the content and its options. It holds the objects that it identifies, so that no id in it is
+            reused.
+        users: number of training runs that use the data set now.
+        lock: held while the data set is claimed, written and released.
+        release: releases it to other programs; None while it is unused here.
+        token: token of the last content written, which another program may have replaced since.
+        properties: None until the data set is written.
     """
 
     key: Hashable
@@ -37,9 +40,9 @@ class _Entry:
 
 
 class TrainingDataCache:
-    """Data sets by their numbers: 0, 1, and so on, of all stores.
+    """Data sets of all stores by their numbers: 0, 1, and so on.
 
-    A data set that nobody uses any more stays until its number is needed for another one.
+    An unused data set stays until its number is needed for another one.
     """
 
     def __init__(self) -> None:
@@ -55,16 +58,16 @@ class TrainingDataCache:
         is_there: Callable[[int, str], bool],
         claim: Callable[[int], Release | None],
     ) -> Iterator[int]:
-        """The number of the data set with this key, which is written first if it has to be.
+        """Provide the number of the data set with this key, writing the data set first if necessary.
 
-        While this lasts the number belongs to no other data set. Who asks for the same key meanwhile shares it, and
-        waits until it is written.
+        While the context lasts the number belongs to no other data set. Other threads that ask for the same key
+        meanwhile share the data set, and wait until it is written.
 
         Args:
-            write: writes the data set with this number, and a token with it, and tells its properties.
-            is_there: whether what was written with the token still is in the store.
-            claim: claims a number's place in the store for this process, and returns a function that gives it back;
-                None if another program uses that place, in which case there is a next number.
+            write: writes the data set with this number and a token, and returns its properties.
+            is_there: returns whether the content written with the token is still in the store.
+            claim: claims a number in the store for this process, and returns a function that releases it; None if
+                another program uses it, in which case the next number is tried.
         """
         taken: set[int] = set()
         while True:
@@ -87,7 +90,7 @@ class TrainingDataCache:
     def _enter(self, key: Hashable, taken: Set[int]) -> tuple[int, _Entry]:
         with self._lock:
             known = [n for n, entry in self._entries.items() if entry.key == key and n not in taken]
-            if known:  # another program may have had one of them in between; then there is a second one
+            if known:  # several, if another program used one of them in between
                 number = min(known, key=lambda n: (self._entries[n].properties is None, n))
             else:
                 free = (n for n in itertools.count() if n not in self._entries or not self._entries[n].users)
@@ -107,16 +110,18 @@ class TrainingDataCache:
                 entry.release = None
 
     def properties(self, number: int) -> Properties:
-        """Raises:
-        ConfigError: there is no data set with this number.
+        """Return the properties of a data set.
+
+        Raises:
+            ConfigError: there is no data set with this number.
         """
         with self._lock:
             entry = self._entries.get(number)
         if entry is None or entry.properties is None:
-            raise ConfigError(f"no data set {number} has been prepared: prepare_data() tells its number")
+            raise ConfigError(f"no data set {number} has been prepared: use the number that prepare_data() provides")
         return entry.properties
 
     def clear(self) -> None:
-        """Forgets the data sets that nobody uses. Their files stay."""
+        """Forget unused data sets. Their files stay."""
         with self._lock:
             self._entries = {number: entry for number, entry in self._entries.items() if entry.users}

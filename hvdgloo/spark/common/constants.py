@@ -1,10 +1,10 @@
-"""Names that metadata of data sets use, and Horovod's constants."""
+"""Names used in data sets' metadata, and Horovod's constants."""
 
 ARRAY = "array"
-"""``intermediate_format`` of a column whose rows are arrays, or vectors of which any is dense."""
+"""``intermediate_format`` of a column whose rows are arrays, or vectors at least one of which is dense."""
 
 CUSTOM_SPARSE = "custom_sparse_format"
-"""``intermediate_format`` of a column of sparse vectors alone, if sparse columns were asked for."""
+"""``intermediate_format`` of a column with only sparse vectors, if sparse columns were requested."""
 
 NOCHANGE = "nochange"
 """``intermediate_format`` of all other columns."""
@@ -13,4 +13,4 @@ TOTAL_BUFFER_MEMORY_CAP_GIB = 4
 """Horovod's limit for shuffle buffers of all workers of a machine. Here a reader's window is bounded by bytes."""
 
 METRIC_PRINT_FREQUENCY = 100
-"""Steps between lines about a training's metrics."""
+"""Number of steps between lines about a training's metrics."""

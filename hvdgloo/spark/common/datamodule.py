@@ -1,4 +1,4 @@
-"""What an estimator trains from, if not from its own reader: a class given as ``data_module``."""
+"""Data modules, which replace an estimator's own reader: classes given as ``data_module``."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from hvdgloo.spark.data import ParquetBatches
 
 
 class DataModule(abc.ABC):
-    """Gives one rank its batches. Used as a context manager: what it opens it closes in ``__exit__``.
+    """Source of one rank's batches. A context manager, which closes in ``__exit__`` what it opened.
 
     Args:
         train_dir, val_dir: URLs of the data sets.
-        num_train_epochs: how often the data are gone through.
-        has_val: whether there is a data set at ``val_dir``.
+        num_train_epochs: number of passes over the data.
+        has_val: True if there is a data set at ``val_dir``.
         train_batch_size, val_batch_size: rows of a batch.
-        shuffle: whether training rows are shuffled.
-        transform_fn: of a DataFrame, as an estimator's ``transformation_fn``.
+        shuffle: shuffle training rows.
+        transform_fn: function of a DataFrame, as an estimator's ``transformation_fn``.
         inmemory_cache_all: keep all rows in memory.
         cur_shard, shard_count: rank and number of ranks.
-        schema_fields: names of the columns that are wanted.
-        storage_options: for fsspec.
-        steps_per_epoch_train, steps_per_epoch_val: batches of an epoch; None for as many as there are.
-        verbose: as the estimator's.
-        seed: of the shuffling.
-        kwargs: what later versions add; kept as ``extra``.
+        schema_fields: names of the requested columns.
+        storage_options: options for fsspec.
+        steps_per_epoch_train, steps_per_epoch_val: batches per epoch; None for as many as there are.
+        verbose: the estimator's verbosity.
+        seed: seed for shuffling.
+        kwargs: arguments that later versions add; kept as ``extra``.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class DataModule(abc.ABC):
 
     @abc.abstractmethod
     def train_data(self) -> Iterable[Mapping[str, Any]]:
-        """The batches of one epoch each time it is iterated over: ``{column: array}``."""
+        """Return an iterable that yields one epoch's batches, ``{column: array}``, each time it is iterated over."""
 
     @abc.abstractmethod
     def val_data(self) -> Iterable[Mapping[str, Any]] | None:
-        """The batches of the validation data; None if there are none."""
+        """Return the batches of the validation data; None if there are none."""
 
 
 class ParquetDataModule(DataModule):
-    """Batches of ``ParquetBatches``, the estimators' own reader."""
+    """Data module over ``ParquetBatches``, the estimators' own reader."""
 
     def train_data(self) -> ParquetBatches:
         return self._batches(self.train_dir, self.train_batch_size, self.steps_per_epoch_train, self.shuffle)

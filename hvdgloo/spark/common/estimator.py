@@ -1,8 +1,8 @@
-"""What the estimators of all frameworks do alike, and the models that they return.
+"""The common base of all frameworks' estimators, and of the models that they return.
 
-``fit`` goes: what was set is checked, the DataFrame is written to the store, shapes are checked, the backend's ranks
-train, and what rank 0 brings back becomes a model. A framework's estimator fills in the hooks (``_check_model``,
-``_trainer``, ``_make_model``); what ranks run is in modules that need no Spark.
+``fit`` checks the settings, writes the DataFrame to the store, checks shapes, has the backend's ranks train, and makes
+a model of rank 0's result. A framework's estimator fills in the hooks (``_check_model``, ``_trainer``,
+``_make_model``); the code that ranks run is in modules that need no Spark.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 __all__ = ["HorovodEstimator", "HorovodModel"]
 
 _DEFAULT_CHECKPOINT = "checkpoint"
-"""What a store calls a checkpoint where the user did not say; the framework then chooses."""
+"""A store's name for checkpoints if the user gave none; the framework then chooses another."""
 
 
 _FEW = 2
-"""Rows on which a model is tried: more than one, so that an axis of length 1 is not taken for the batch's."""
+"""Number of rows on which a model is tried: more than one, so that an axis of length 1 is not taken for the batch."""
 
 Rows = Callable[[], "list[Array]"]
 
 
 @dataclasses.dataclass(frozen=True)
 class ColumnShape:
-    """A column as the model meets it.
+    """A column as the model sees it.
 
     Attributes:
         spark_type: the class of its type: pyspark's, or a vector's.
-        size: how many numbers a row has; None where only reading the data tells.
-        scalar: whether a row is a number, and no vector or array of one.
+        size: number of values in a row; None if it is known only when the data are read.
+        scalar: True if a row is a number, and not a vector or array of one element.
     """
 
     spark_type: type[Any]
@@ -65,7 +65,7 @@ class ColumnShape:
 
 @dataclasses.dataclass(frozen=True)
 class DataShapes:
-    """What is known of the data before training, by column, in the estimator's order."""
+    """The shapes of the data as known before training, by column, in the estimator's order."""
 
     features: Mapping[str, ColumnShape]
     labels: Mapping[str, ColumnShape]
@@ -84,10 +84,10 @@ def _column_shape(facts: Mapping[str, Any]) -> ColumnShape:
 
 
 class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReadable):
-    """Trains a model on a DataFrame, on several ranks: the base of ``KerasEstimator`` and ``TorchEstimator``."""
+    """Estimator that trains a model on several ranks: the base of ``KerasEstimator`` and ``TorchEstimator``."""
 
     _run_prefix: ClassVar[str]
-    """Begins the name of a run that was not given one."""
+    """Prefix of the generated names of runs."""
 
     _checkpoint_filename: ClassVar[str]
 
@@ -140,9 +140,9 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
         )
 
     def _initialize(self, given: Mapping[str, Any]) -> None:
-        """Set what the constructor was given, and check what can be checked without data.
+        """Set the constructor's arguments, and check them as far as is possible without data.
 
-        What is not set yet may be set later, so only contradictions are errors.
+        Missing values may be set later, so only contradictions are errors.
         """
         self._with(**{name: value for name, value in given.items() if value is not None})
         self._check_contradictions()
@@ -152,36 +152,36 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
     def fit(self, df: DataFrame, params: Any = None) -> Any:
         """Train on a DataFrame.
 
-        It is written to the store first, as Parquet, where the ranks read it. A run whose ``run_id`` has a checkpoint
-        goes on after its last whole epoch.
+        The DataFrame is first written to the store as Parquet, from which the ranks read it. A run whose ``run_id`` has
+        a checkpoint continues after its last whole epoch.
 
         Args:
             df: rows with the columns of features and labels.
-            params: Params to change for this call, ``{estimator.epochs: 3}``; or a list of such, for a model each.
+            params: Params to change for this call, ``{estimator.epochs: 3}``; or a list of these, for a model each.
 
         Returns:
             the model, a ``HorovodModel``; a list of models for a list of params.
 
         Raises:
-            ConfigError: (a ValueError) something is not set, or does not fit the other things; the text says which.
+            ConfigError: (a ValueError) a setting is missing or contradicts another one; the text names it.
             DataError: (a ValueError) the data cannot be trained on: columns, types, nulls, shapes, too few rows.
             StoreError: the store cannot be written, or is not shared by driver and ranks.
             LaunchError: ranks could not be started.
-            JobFailedError: a rank was killed; what a rank raises is raised here as it is.
+            JobFailedError: a rank was killed. An exception that a rank raises is raised here unchanged.
         """
         return super().fit(df, params)
 
     def fit_on_parquet(self, params: Mapping[Any, Any] | None = None, dataset_idx: int | None = None) -> Any:
-        """Train on Parquet files that are in the store already, at ``store.get_train_data_path(dataset_idx)``.
+        """Train on Parquet files that are already in the store, at ``store.get_train_data_path(dataset_idx)``.
 
-        They may be any flat Parquet, Spark's vectors included. Validation, if ``validation`` is set, is at
+        They may be any flat Parquet files, including Spark's vectors. Validation data, if ``validation`` is set, are at
         ``store.get_val_data_path(dataset_idx)``.
 
         Args:
             params: Params to change for this call.
             dataset_idx: number of the data set in the store; None for the paths without a number.
 
-        Returns and raises as ``fit``.
+        Results and errors are as for ``fit``.
         """
         return (self.copy(params) if params else self)._fit_on_parquet(dataset_idx)
 
@@ -242,13 +242,13 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
             training = dataclasses.replace(
                 self._training(remote, run_id, train_rows, validation_rows), signature=self._signature()
             )
-            training.resume()  # a checkpoint of another model is found before ranks start
+            training.resume()  # refuses a checkpoint of another model before ranks start
             task = functools.partial(on_rank, training.store, self.getMpStartMethod(), self._trainer(training))
             with _naming(training):
                 results = _run(backend, task, self._backend_env())
         result = next((each for each in results if each is not None), None)
         if result is None:
-            raise JobFailedError(f"{type(backend).__name__}.run() returned the result of no rank")
+            raise JobFailedError(f"{type(backend).__name__}.run() returned no rank's result")
         return self._make_model(result, run_id, _with_outputs(metadata, self.getLabelCols(), result))
 
     def _training(self, store: RemoteStore, run_id: str, train_rows: int, validation_rows: int) -> Training:
@@ -286,27 +286,27 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
         )
 
     def _seed(self) -> int:
-        # The same data in the same order unless another seed is asked for, also where a run goes on.
+        # The same data in the same order unless another seed is requested, even where a run continues.
         return self.getRandomSeed() or 0
 
     def _backend(self) -> Backend:
-        """What trains, once it has been found able to."""
+        """Return the backend, after it has checked that it can run."""
         backend: Backend = self.getBackend() or SparkBackend(self.getNumProc())
-        if isinstance(backend, Backend):  # and not only something that has its methods
+        if isinstance(backend, Backend):  # a user's class may have only the two required methods
             backend.check()
         return backend
 
-    # What a framework's estimator fills in.
+    # Hooks for a framework's estimator.
 
     def _check_settings(self) -> None:
-        """Before anything is done: is all there that is needed, and does it go together?"""
+        """Check that the settings are complete and consistent, before anything is done."""
         if self.getModel() is None:
             raise self._missing("model")
         self._needed()
         self._check_contradictions()
 
     def _needed(self) -> tuple[Store, list[str], list[str]]:
-        """Store, features and labels, without which nothing is trained."""
+        """Return store, features and labels, which are required."""
         store, features, labels = self.getStore(), self.getFeatureCols(), self.getLabelCols()
         if store is None:
             raise self._missing("store")
@@ -319,7 +319,7 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
         return ConfigError(f"{name} is not set: {type(self).__name__}({name}=...)")
 
     def _check_contradictions(self) -> None:
-        """What can never go together, whatever is set later."""
+        """Refuse settings that contradict each other, whatever is set later."""
         if self.getBackend() is not None and self.getNumProc() is not None:
             raise ConfigError(
                 "backend and num_proc exclude each other: a backend has its own number of processes, "
@@ -328,11 +328,11 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
         weights, labels = self.getLossWeights(), self.getLabelCols()
         if weights is not None and labels is not None and len(weights) != len(labels):
             raise ConfigError(
-                f"loss_weights has {len(weights)} numbers for {len(labels)} label_cols: give one for each"
+                f"loss_weights has {len(weights)} numbers for {len(labels)} label_cols: give one for each label"
             )
 
     def _check_model(self, data: DataShapes, rows: Rows) -> None:
-        """Once the data are known, before ranks start: do model, optimizer and loss go with them?
+        """Check that model, optimizer and loss fit the data, before ranks start.
 
         Args:
             rows: reads the first rows; returns an array for each feature column, as ranks get them.
@@ -340,25 +340,24 @@ class HorovodEstimator(Estimator, EstimatorParams, HorovodWritable, HorovodReada
         raise NotImplementedError
 
     def _signature(self) -> Signature | None:
-        """Names and shapes of the model's parameters; None while it has none."""
+        """Return names and shapes of the model's parameters; None while it has none."""
         raise NotImplementedError
 
     def _backend_env(self) -> dict[str, str] | None:
-        """Variables for the ranks."""
+        """Return environment variables for the ranks."""
         return None
 
     def _trainer(self, training: Training) -> Callable[[], TrainingResult | None]:
-        """What every rank calls: a function of a module without Spark, with all that it needs; rank 0 returns a
-        result."""
+        """Return the function that every rank calls, from a module without Spark; on rank 0 it returns a result."""
         raise NotImplementedError
 
     def _make_model(self, result: TrainingResult, run_id: str, metadata: dict[str, dict[str, Any]]) -> HorovodModel:
-        """The trained model."""
+        """Make the trained model."""
         raise NotImplementedError
 
 
 def _first_rows(training: Training) -> list[Array]:
-    """Some rows of the features, as ranks read them. The reader of a whole training would first fill its memory."""
+    """Read some rows of the features as ranks do. A reader for the whole training would first fill its memory."""
     reading = dataclasses.replace(training.reading, shuffle=False, inmemory_cache_all=False)
     with dataclasses.replace(training, reading=reading, batch_size=_FEW, train_steps=1).batches(0, 1) as batches:
         return next(batches.epoch(0)).features
@@ -367,7 +366,7 @@ def _first_rows(training: Training) -> list[Array]:
 def _run(
     backend: Backend, task: Callable[[], TrainingResult | None], environment: dict[str, str] | None
 ) -> list[TrainingResult | None]:
-    """Call a task on all ranks; a backend that has no idea of an environment is not bothered with one."""
+    """Call a task on all ranks; a backend whose ``run`` has no ``env`` argument gets none."""
     if environment and _takes(backend.run, "env"):
         return backend.run(task, env=environment)
     return backend.run(task)
@@ -381,7 +380,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 def _with_outputs(
     metadata: Metadata, labels: Sequence[str] | None, result: TrainingResult
 ) -> dict[str, dict[str, Any]]:
-    """The metadata that a model keeps: what its outputs look like, too, so that transform need not try the model."""
+    """Return the metadata for a model, with the shapes of its outputs, so that transform need not try the model."""
     kept = {name: dict(facts) for name, facts in metadata.items()}
     for label, shape in zip(labels or (), result.outputs, strict=False):
         if label in kept:
@@ -391,19 +390,18 @@ def _with_outputs(
 
 @contextmanager
 def _naming(training: Training) -> Iterator[None]:
-    """Tell whoever reads of a failure, or of Ctrl-C, by which name the run can go on, if there is an epoch to go on
-    after."""
+    """Add to an error, or to Ctrl-C, the run_id with which the run can continue, if it completed an epoch."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         try:
             reached = training.resume()
-        except Exception:  # noqa: BLE001 - whatever is wrong with the store by now, it is not what failed first
+        except Exception:  # noqa: BLE001 - an error of the store is not the original failure
             reached = None
         if reached is None:
             raise
         epochs = f"{reached.epoch} of {training.epochs} epochs are done"
-        note = f"run_id={training.run_id!r}: {epochs}; fit() with this run_id goes on after the last whole one"
+        note = f"run_id={training.run_id!r}: {epochs}; fit() with this run_id continues after the last whole one"
         if hasattr(error, "add_note"):
             error.add_note(note)
         elif error.args and str(error) == error.args[0]:  # Python 3.10
@@ -412,7 +410,7 @@ def _naming(training: Training) -> Iterator[None]:
 
 
 class HorovodModel(Model, ModelParams, HorovodWritable, HorovodReadable):
-    """A trained model: it adds a column with its prediction for each label."""
+    """A trained model, which adds a column with its prediction for each label."""
 
     _not_saved: ClassVar[frozenset[str]] = frozenset()
 
@@ -433,26 +431,26 @@ class HorovodModel(Model, ModelParams, HorovodWritable, HorovodReadable):
 
         Rows pass through Python in Arrow batches; each Python worker loads the model once.
 
-        A label's output is of the label's own type where it is one number (rounded for integers, and kept within their
-        range; for booleans, whether it is above 0.5), an array where the label is one, else a vector.
+        A label's output has the label's own type if it is one number (rounded and clipped to the range for integers;
+        for booleans, whether it is above 0.5); it is an array if the label is one, otherwise a vector.
 
         Args:
             df: rows with the columns of features.
             params: Params to change for this call.
 
         Returns:
-            the DataFrame with a column for each label, ``<label>__output`` or as ``setOutputCols`` says. A column of
-            that name is replaced.
+            the DataFrame with a column for each label, named ``<label>__output`` or by ``setOutputCols``. An existing
+            column of that name is replaced.
 
         Raises:
-            ConfigError: (a ValueError) ``df`` is no DataFrame of Spark's, a column of features is missing, or there is
-                another number of ``outputCols`` than of labels.
-            DataError: (a ValueError) a column of features holds strings, or something else that is no number.
+            ConfigError: (a ValueError) ``df`` is not a Spark DataFrame, a feature column is missing, or the numbers of
+                ``outputCols`` and labels differ.
+            DataError: (a ValueError) a feature column holds strings or other values that are not numbers.
         """
         return super().transform(df, params)
 
     def getOutputCols(self) -> list[str]:
-        """The names of the columns that ``transform`` adds."""
+        """Return the names of the columns that ``transform`` adds."""
         return self._value("outputCols") or util.get_output_cols(self.getLabelColumns() or [])
 
     def _transform(self, df: DataFrame) -> DataFrame:
@@ -469,9 +467,9 @@ class HorovodModel(Model, ModelParams, HorovodWritable, HorovodReadable):
         kept = [place for place, name in enumerate(df.columns) if name not in outputs]
         known = self._get_metadata() or {}
         sized = [Feature(name, df.columns.index(name), known.get(name, {}).get("shape")) for name in features]
-        # One broadcast however many tasks there are.
+        # One broadcast, however many tasks there are.
         predict = predicting(df.sparkSession, self._predictor(), sized, kept, schema)
-        # By numbers meanwhile: mapInArrow takes a dot in a name for a field's beginning, and needs each name once.
+        # Columns are named by numbers meanwhile: mapInArrow takes a dot in a name for a field, and needs unique names.
         numbered = StructType(
             [StructField(str(place), each.dataType, each.nullable, each.metadata) for place, each in enumerate(schema)]
         )
@@ -479,7 +477,7 @@ class HorovodModel(Model, ModelParams, HorovodWritable, HorovodReadable):
         return result.toDF(*schema.names)
 
     def _described(self) -> dict[str, dict[str, Any]]:
-        """The metadata with the outputs' shapes, which a model that was put together by hand does not have."""
+        """Return the metadata with the outputs' shapes, which a model assembled by hand lacks."""
         metadata: dict[str, dict[str, Any]] = self._get_metadata() or {}
         labels = self.getLabelColumns() or []
         if all("output_shape" in metadata.get(label, {}) for label in labels):
@@ -490,9 +488,9 @@ class HorovodModel(Model, ModelParams, HorovodWritable, HorovodReadable):
         return described
 
     def _predictor(self) -> Predictor:
-        """The model as Spark's Python workers are to load it."""
+        """Return the model in the form that Spark's Python workers load."""
         raise NotImplementedError
 
     def _outputs(self) -> Sequence[tuple[int, ...]]:
-        """The shapes of the outputs, without the batch, found by running the model on zeros."""
+        """Return the shapes of the outputs, without the batch dimension, by running the model on zeros."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """The Params of estimators and of the models that they return, with Horovod's names.
 
-Each Param has a ``set`` and a ``get`` method; the documentation of a Param says what it is for
-(``estimator.explainParams()``). None stands for "not given", and every setter takes it.
+Each Param has a ``set`` and a ``get`` method; ``estimator.explainParams()`` shows what the Params are for. None stands
+for "not given", and every setter accepts it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = ["EstimatorParams", "ModelParams"]
 T = TypeVar("T")
 
 
-# Converters: what is given, as the value that is kept. pyspark passes None by them.
+# Converters from a given value to the one that is kept. pyspark does not call them for None.
 
 
 def _at_least(least: int) -> Callable[[str], Callable[[Any], int]]:
     def of(name: str) -> Callable[[Any], int]:
         def convert(value: Any) -> int:
             if isinstance(value, float) and value.is_integer():
-                value = int(value)  # as pyspark.ml takes them; read from JSON, for example
+                value = int(value)  # as in pyspark.ml; values read from JSON, for example
             try:
                 number = operator.index(value)
             except TypeError:
-                raise ConfigError(f"{name}={value!r}: it is not a whole number") from None
+                raise ConfigError(f"{name}={value!r}: it must be a whole number") from None
             if isinstance(value, bool) or number < least:
                 raise ConfigError(f"{name}={value!r}: it must be a whole number of at least {least}")
             return number
@@ -51,7 +51,7 @@ def _at_least(least: int) -> Callable[[str], Callable[[Any], int]]:
 def _a_bool(name: str) -> Callable[[Any], bool]:
     def convert(value: Any) -> bool:
         if value not in (True, False):
-            raise ConfigError(f"{name}={value!r}: it is True or False")
+            raise ConfigError(f"{name}={value!r}: it must be True or False")
         return bool(value)
 
     return convert
@@ -60,7 +60,7 @@ def _a_bool(name: str) -> Callable[[Any], bool]:
 def _text(name: str) -> Callable[[Any], str]:
     def convert(value: Any) -> str:
         if not isinstance(value, str) or not value:
-            raise ConfigError(f"{name}={value!r}: it is a text that is not empty")
+            raise ConfigError(f"{name}={value!r}: it must be a nonempty string")
         return value
 
     return convert
@@ -70,7 +70,7 @@ def _run_name(name: str) -> Callable[[Any], str]:
     def convert(value: Any) -> str:
         text = _text(name)(value)
         if not {"", ".", ".."}.isdisjoint(text.split("/")):
-            raise ConfigError(f"{name}={value!r}: it names a folder below the store's runs")
+            raise ConfigError(f"{name}={value!r}: it must name a directory below the store's runs")
         return text
 
     return convert
@@ -81,7 +81,7 @@ def _names(name: str) -> Callable[[Any], list[str]]:
         if isinstance(value, str):
             raise ConfigError(f"{name}={value!r}: give a list of names: [{value!r}]")
         if not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
-            raise ConfigError(f"{name}={value!r}: it is a list of names")
+            raise ConfigError(f"{name}={value!r}: it must be a list of names")
         return list(value)
 
     return convert
@@ -90,7 +90,7 @@ def _names(name: str) -> Callable[[Any], list[str]]:
 def _a_list(name: str) -> Callable[[Any], list[Any]]:
     def convert(value: Any) -> list[Any]:
         if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-            raise ConfigError(f"{name}={value!r}: it is a list")
+            raise ConfigError(f"{name}={value!r}: it must be a list")
         return list(value)
 
     return convert
@@ -101,7 +101,7 @@ def _numbers(name: str) -> Callable[[Any], list[float]]:
         try:
             numbers = [float(each) for each in value]
         except (TypeError, ValueError):
-            raise ConfigError(f"{name}={value!r}: it is a list of numbers") from None
+            raise ConfigError(f"{name}={value!r}: it must be a list of numbers") from None
         if not all(math.isfinite(each) for each in numbers):
             raise ConfigError(f"{name}={value!r}: a number in it is not finite")
         return numbers
@@ -114,10 +114,10 @@ def shapes(name: str) -> Callable[[Any], list[list[int]]]:
         try:
             shapes = [[operator.index(size) for size in shape] for shape in value]
         except TypeError:
-            raise ConfigError(f"{name}={value!r}: it is a list of shapes, for example [[-1, 28, 28]]") from None
+            raise ConfigError(f"{name}={value!r}: it must be a list of shapes, for example [[-1, 28, 28]]") from None
         for shape in shapes:
             if sum(size == -1 for size in shape) > 1 or any(size < -1 or size == 0 for size in shape):
-                raise ConfigError(f"{name}={value!r}: a shape has positive sizes and one -1, for the batch")
+                raise ConfigError(f"{name}={value!r}: a shape must have positive sizes and one -1, for the batch")
         return shapes
 
     return convert
@@ -126,7 +126,7 @@ def shapes(name: str) -> Callable[[Any], list[list[int]]]:
 def _a_function(name: str) -> Callable[[Any], Callable[..., Any]]:
     def convert(value: Any) -> Callable[..., Any]:
         if not callable(value):
-            raise ConfigError(f"{name}={value!r}: it is a function")
+            raise ConfigError(f"{name}={value!r}: it must be a function")
         return value
 
     return convert
@@ -141,7 +141,7 @@ def _a_validation(name: str) -> Callable[[Any], float | str]:
         except (TypeError, ValueError):
             part = math.nan
         if isinstance(value, (bool, str)) or not 0 <= part < 1:
-            raise ConfigError(f"{name}={value!r}: give a part of the rows from 0 to below 1, or the name of a column")
+            raise ConfigError(f"{name}={value!r}: give a fraction of the rows in [0, 1), or the name of a column")
         return part
 
     return convert
@@ -150,7 +150,7 @@ def _a_validation(name: str) -> Callable[[Any], float | str]:
 def _a_pool(name: str) -> Callable[[Any], str]:
     def convert(value: Any) -> str:
         if value not in ("thread", "process", "dummy"):
-            raise ConfigError(f"{name}={value!r}: it is 'thread', or as before 'process' or 'dummy'")
+            raise ConfigError(f"{name}={value!r}: it must be 'thread' ('process' and 'dummy' mean the same)")
         return str(value)
 
     return convert
@@ -162,7 +162,7 @@ def _a_backend(name: str) -> Callable[[Any], Any]:
             callable(getattr(value, each, None)) for each in ("run", "num_processes")
         ):
             raise ConfigError(
-                f"{name}={value!r}: it is a SparkBackend(num_proc), a LocalBackend(num_proc), or an object of a class "
+                f"{name}={value!r}: give a SparkBackend(num_proc), a LocalBackend(num_proc), or an object of a class "
                 "with run() and num_processes()"
             )
         return value
@@ -177,7 +177,7 @@ def _a_store(name: str) -> Callable[[Any], Any]:
         if isinstance(value, (str, os.PathLike)):
             raise ConfigError(f"{name}={value!r}: make a store of the path: Store.create({os.fspath(value)!r})")
         if not isinstance(value, Store):
-            raise ConfigError(f"{name}={value!r}: it is what Store.create(path) returns")
+            raise ConfigError(f"{name}={value!r}: it must be a store, such as Store.create(path) returns")
         return value
 
     return convert
@@ -186,61 +186,61 @@ def _a_store(name: str) -> Callable[[Any], Any]:
 def _a_compression(name: str) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         if not all(callable(getattr(value, each, None)) for each in ("compress", "decompress")):
-            raise ConfigError(f"{name}={value!r}: it is one of the framework's hvd.Compression, hvd.Compression.fp16")
+            raise ConfigError(f"{name}={value!r}: give one of the framework's hvd.Compression, hvd.Compression.fp16")
         return value
 
     return convert
 
 
 def parameter(name: str, doc: str, convert: Callable[[str], Callable[[Any], T]] | None = None) -> Any:
-    """A Param of the class in whose body this is called; ``convert(name)`` checks what it is set to."""
+    """Declare a Param of the class in whose body this is called; ``convert(name)`` checks its values."""
     if convert is None:
         return Param(Params._dummy(), name, doc)
     return Param(Params._dummy(), name, doc, typeConverter=convert(name))
 
 
 class _Values(Params):
-    """Params by their names, so that accessors are short."""
+    """Access to Params by name, for short accessors."""
 
     def _with(self, **values: Any) -> Self:
-        """This, with the Params set; None is a value, too: it undoes what was set."""
+        """Set the Params, and return self. None removes a value."""
         return self._set(**values)
 
     def _value(self, name: str) -> Any:
-        """What was set, if that is not None, else the default, else None."""
+        """Return the value that was set unless it is None, otherwise the default, otherwise None."""
         param = self.getParam(name)
         value = self.getOrDefault(param) if self.isDefined(param) else None
         return self._defaultParamMap.get(param) if value is None else value
 
 
 class EstimatorParams(_Values):
-    """What all estimators can be told."""
+    """Params of all estimators."""
 
     num_proc = parameter("num_proc", "number of ranks; by default as many as Spark runs tasks at once", _at_least(1))
     model = parameter("model", "the model to train")
-    backend = parameter("backend", "what runs the ranks; by default SparkBackend(num_proc)", _a_backend)
-    store = parameter("store", "where data, checkpoints and logs are", _a_store)
+    backend = parameter("backend", "the backend that runs the ranks; by default SparkBackend(num_proc)", _a_backend)
+    store = parameter("store", "the store for data, checkpoints and logs", _a_store)
     optimizer = parameter(
         "optimizer",
-        "the optimizer; its learning rate is multiplied by the number of ranks while it trains",
+        "the optimizer; its learning rate is multiplied by the number of ranks during training",
     )
     loss = parameter("loss", "a loss, or a list with one for each label")
-    metrics = parameter("metrics", "what is measured beside the loss", _a_list)
+    metrics = parameter("metrics", "metrics in addition to the loss", _a_list)
     loss_weights = parameter("loss_weights", "the weight of each label's loss", _numbers)
-    sample_weight_col = parameter("sample_weight_col", "column of each row's weight in the loss", _text)
+    sample_weight_col = parameter("sample_weight_col", "column with each row's weight in the loss", _text)
     gradient_compression = parameter(
         "gradient_compression",
-        "how gradients are sent: hvd.Compression.fp16, for example",
+        "compression of gradients: hvd.Compression.fp16, for example",
         _a_compression,
     )
     compress_sparse_cols = parameter("compress_sparse_cols", "store columns of sparse vectors compressed", _a_bool)
-    feature_cols = parameter("feature_cols", "columns that the model is given, in this order", _names)
-    label_cols = parameter("label_cols", "columns that the model is to predict", _names)
-    continuous_cols = parameter("continuous_cols", "kept, and not used: for NVTabular", _names)
-    categorical_cols = parameter("categorical_cols", "kept, and not used: for NVTabular", _names)
+    feature_cols = parameter("feature_cols", "the model's input columns, in this order", _names)
+    label_cols = parameter("label_cols", "columns that the model learns to predict", _names)
+    continuous_cols = parameter("continuous_cols", "kept but not used: for NVTabular", _names)
+    categorical_cols = parameter("categorical_cols", "kept but not used: for NVTabular", _names)
     validation = parameter(
         "validation",
-        "part of the rows to validate with, in [0, 1), or a column that is above 0 for them",
+        "fraction of the rows for validation, in [0, 1), or a column that is above 0 for these rows",
         _a_validation,
     )
     callbacks = parameter("callbacks", "callbacks of the framework", _a_list)
@@ -249,30 +249,30 @@ class EstimatorParams(_Values):
     epochs = parameter("epochs", "number of epochs", _at_least(1))
     train_steps_per_epoch = parameter(
         "train_steps_per_epoch",
-        "steps of an epoch; by default as many as it takes to see each row once",
+        "steps per epoch; by default as many as it takes to see each row once",
         _at_least(1),
     )
     validation_steps_per_epoch = parameter("validation_steps_per_epoch", "the same for validation", _at_least(1))
     verbose = parameter("verbose", "0: silent; 1: a line for each epoch; 2: more", _at_least(0))
-    shuffle = parameter("shuffle", "shuffle the training data, in another order in each epoch", _a_bool)
+    shuffle = parameter("shuffle", "shuffle the training data differently in each epoch", _a_bool)
     shuffle_buffer_size = parameter(
         "shuffle_buffer_size",
-        "rows that are shuffled among each other; 0 for none, by default as many as memory allows",
+        "number of rows that are shuffled together; 0 for none, by default as many as memory allows",
         _at_least(0),
     )
     partitions_per_process = parameter(
         "partitions_per_process",
-        "files of the written data set for each rank",
+        "number of files of the written data set for each rank",
         _at_least(1),
     )
     run_id = parameter(
         "run_id",
-        "names the run in the store; the same again goes on after its last whole epoch",
+        "the run's name in the store; a run of the same name continues after its last whole epoch",
         _run_name,
     )
     transformation_fn = parameter(
         "transformation_fn",
-        "what is applied to the data as they are read: from a pandas.DataFrame to another one",
+        "function from a pandas.DataFrame to another one, applied to the data as they are read",
         _a_function,
     )
     transformation_edit_fields = parameter(
@@ -307,13 +307,13 @@ class EstimatorParams(_Values):
     mp_start_method = parameter("mp_start_method", "multiprocessing's start method in the ranks", _text)
     backward_passes_per_step = parameter(
         "backward_passes_per_step",
-        "batches whose gradients add up to one step",
+        "number of batches whose gradients add up to one step",
         _at_least(1),
     )
-    data_module = parameter("data_module", "class of the DataModule that gives the batches")
+    data_module = parameter("data_module", "class of the DataModule that provides the batches")
     tensorflow_dataset_prefetch_buffer_size = parameter(
         "tensorflow_dataset_prefetch_buffer_size",
-        "kept, and not used: threads read ahead",
+        "kept but not used: threads read ahead",
         _at_least(0),
     )
 
@@ -565,11 +565,11 @@ class EstimatorParams(_Values):
 
 
 class ModelParams(_Values):
-    """What all trained models know."""
+    """Params of all trained models."""
 
-    history = parameter("history", "what was measured in each epoch")
+    history = parameter("history", "metrics of each epoch")
     model = parameter("model", "the trained model")
-    feature_columns = parameter("feature_columns", "columns that the model is given, in this order", _names)
+    feature_columns = parameter("feature_columns", "the model's input columns, in this order", _names)
     label_columns = parameter("label_columns", "columns that it predicts", _names)
     run_id = parameter("run_id", "the run that trained it", _text)
     outputCols = parameter("outputCols", "columns that transform() adds; by default <label>__output", _names)
@@ -610,10 +610,10 @@ class ModelParams(_Values):
     def getOutputCols(self) -> list[str]:
         return self._value("outputCols")
 
-    _metadata = parameter("_metadata", "what is known of the columns: types and shapes")
+    _metadata = parameter("_metadata", "types and shapes of the columns")
 
     def _get_metadata(self) -> Any:
         return self._value("_metadata")
 
-    # The spelling of Horovod's first versions, and of programs since.
+    # The misspelling of Horovod's first versions, which programs still use.
     setLabelColoumns = setLabelColumns

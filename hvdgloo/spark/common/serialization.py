@@ -1,16 +1,16 @@
-"""Saving and loading estimators, models, and pipelines with them.
+"""Saving and loading of estimators, models, and pipelines with them.
 
-A folder holds ``metadata``, JSON as pyspark writes it, with all plain values; and ``params``, a file or two for each
+A directory holds ``metadata``, JSON as pyspark writes it, with all plain values; and ``params``, a file or two for each
 value that JSON cannot hold: models and optimizers in their framework's format, metadata of columns as JSON. Functions
-(losses, metrics, transformations, callbacks) have no other format than cloudpickle's, and so have the classes of
-torch's modules. **Unpickling executes code**: ``load`` is for folders of people who may run code as you. With
-``trusted=False`` it refuses pickles; what would have to be unpickled can be given instead::
+(losses, metrics, transformations, callbacks) and the classes of torch's modules can only be pickled by cloudpickle.
+**Unpickling executes code**: ``load`` is for directories of people whom you trust to run code as you. With
+``trusted=False`` it refuses pickles; the pickled values can be given instead::
 
     model = TorchModel.load(path, trusted=False, model=Net(), loss=loss)
 
-Backend and store are not saved: they are of the place where an estimator is used, not of the estimator.
+Backend and store are not saved, since they belong to the place where an estimator is used, not to the estimator.
 
-Files go through Hadoop's file systems, as those of Spark itself do, so a path may be anything that Spark can write to.
+Files go through Hadoop's file systems, as Spark's own do, so a path may be anything to which Spark can write.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ if TYPE_CHECKING:
 __all__ = ["HorovodParamsReader", "HorovodParamsWriter", "HorovodReadable", "HorovodWritable"]
 
 Files = dict[str, bytes]
-"""What a value is saved as: contents by the endings of file names."""
+"""Files of a saved value: contents by file extension."""
 
 
 class Refused(Exception):  # noqa: N818 - never leaves this package
-    """A value cannot be had without unpickling, and that was not allowed."""
+    """A value cannot be loaded without unpickling, which was not allowed."""
 
 
 class Codec:
-    """How the value of a Param is saved: by cloudpickle, if a framework knows nothing better."""
+    """Format in which a Param's value is saved: by cloudpickle, unless a framework has a better one."""
 
     def encode(self, value: Any, instance: Any) -> Files:
-        """The files of a value.
+        """Convert a value to files.
 
         Args:
-            instance: the estimator or model that has it.
+            instance: the estimator or model that has the value.
         """
         return {"pkl": cloudpickle.dumps(value)}
 
     def decode(self, files: Files, loaded: Mapping[str, Any], *, trusted: bool) -> Any:
-        """The value.
+        """Convert files to the value.
 
         Args:
             loaded: values of other Params: plain ones, and those whose codecs come before this one.
-            trusted: whether anything may be unpickled.
+            trusted: allow unpickling.
 
         Raises:
-            Refused: it is not.
+            Refused: the value has to be unpickled, and ``trusted`` is False.
         """
         if not trusted:
             raise Refused
         return cloudpickle.loads(files["pkl"])
 
     def complete(self, given: Any, files: Files) -> Any:
-        """What a caller gave instead, completed from the files as far as that needs no unpickling."""
+        """Complete a value that the caller gave instead, from the files as far as that needs no unpickling."""
         return given
 
 
 class _Metadata(Codec):
-    """What is known of columns: it refers to types of pyspark's by name."""
+    """Format of columns' metadata, which refers to pyspark's types by name."""
 
     def encode(self, value: Any, instance: Any) -> Files:
         return {"json": metadata_to_json(value).encode()}
@@ -84,7 +84,7 @@ _METADATA = _Metadata()
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON gives back exactly this."""
+    """Return whether a value survives conversion to JSON and back unchanged."""
     if isinstance(value, list):
         return all(_is_plain(each) for each in value)
     if isinstance(value, dict):
@@ -93,10 +93,10 @@ def _is_plain(value: Any) -> bool:
 
 
 class _Folder:
-    """Files below a path of Hadoop's."""
+    """Files below a path in one of Hadoop's file systems."""
 
     _CHUNK = 8 << 20
-    """Bytes that go through py4j at once: it sends them as text."""
+    """Number of bytes that go through py4j at once, which sends them as text."""
 
     def __init__(self, spark: Any, path: str) -> None:
         self._path = path
@@ -129,20 +129,20 @@ class _Folder:
 
 
 class HorovodParamsWriter(MLWriter):
-    """Writes an estimator or a model; ``overwrite()`` first replaces what is at the path."""
+    """Writer of an estimator or a model; ``overwrite()`` before ``save`` allows replacing an existing path."""
 
     def __init__(self, instance: Any) -> None:
         super().__init__()
         self.instance = instance
 
     def save(self, path: str) -> None:
-        """Write to a folder.
+        """Write to a directory.
 
         Raises:
             ConfigError: the path exists, and ``overwrite()`` was not called.
         """
         if not self.shouldOverwrite and _Folder(self.sparkSession, path).exists():
-            raise ConfigError(f"{path} exists already; .write().overwrite().save({path!r}) replaces it")
+            raise ConfigError(f"{path} already exists; .write().overwrite().save({path!r}) replaces it")
         super().save(path)
 
     def saveImpl(self, path: str) -> None:
@@ -171,14 +171,14 @@ class HorovodParamsWriter(MLWriter):
 
 
 class HorovodParamsReader(MLReader):
-    """Reads what ``HorovodParamsWriter`` wrote."""
+    """Reader of the directories that ``HorovodParamsWriter`` wrote."""
 
     def __init__(self, cls: type[Any]) -> None:
         super().__init__()
         self.cls = cls
 
     def load(self, path: str, trusted: bool = True, **given: Any) -> Any:
-        """Read a folder; see ``HorovodReadable.load``."""
+        """Read a directory; see ``HorovodReadable.load``."""
         spark = self.sparkSession
         folder = _Folder(spark, path)
         if not folder.exists():
@@ -186,7 +186,7 @@ class HorovodParamsReader(MLReader):
         metadata = json.loads(spark.read.text(posixpath.join(path, "metadata")).first()[0])
         instance = self.cls()
         if "files" not in metadata or metadata["class"].rpartition(".")[2] != self.cls.__name__:
-            raise ConfigError(f"{path} holds a {metadata['class']}, which {self.cls.__name__}.load() cannot read")
+            raise ConfigError(f"{path} contains a {metadata['class']}, which {self.cls.__name__}.load() cannot read")
         unknown = [name for name in given if not instance.hasParam(name)]
         if unknown:
             raise ConfigError(f"{self.cls.__name__} has no {unknown[0]!r}")
@@ -204,8 +204,8 @@ class HorovodParamsReader(MLReader):
                 refused.append(name)
         if refused:
             raise ConfigError(
-                f"{path}: {', '.join(refused)} would be unpickled, which executes code. If you trust whoever wrote it, "
-                f"load it with trusted=True; else give what is missing: load(path, trusted=False, {refused[0]}=...)"
+                f"{path}: {', '.join(refused)} would be unpickled, which executes code. If you trust its author, load "
+                f"it with trusted=True; otherwise give the value: load(path, trusted=False, {refused[0]}=...)"
             )
         instance._resetUid(metadata["uid"])
         for name, value in values.items():
@@ -221,7 +221,7 @@ def _codec(instance: Any, name: str) -> Codec:
 
 
 def _in_order(instance: Any, names: Mapping[str, Any]) -> list[str]:
-    """The framework's own Params first, in its order: an optimizer is rebuilt on a model's parameters."""
+    """Sort Params, the framework's own first, in its order: an optimizer is rebuilt on a model's parameters."""
     return sorted(
         names, key=lambda name: list(instance._codecs).index(name) if name in instance._codecs else len(names)
     )
@@ -232,34 +232,34 @@ def _file(name: str, ending: str) -> str:
 
 
 class HorovodWritable(MLWritable):
-    """``save`` and ``write``, for estimators and models."""
+    """Base of estimators and models, with ``save`` and ``write``."""
 
     _codecs: ClassVar[Mapping[str, Codec]] = {}
-    """How Params of a framework are saved; those that others refer to come first."""
+    """Formats of a framework's Params; Params to which others refer come first."""
 
     _not_saved: ClassVar[frozenset[str]] = frozenset()
 
     def write(self) -> HorovodParamsWriter:
-        """A writer: ``write().overwrite().save(path)``."""
+        """Return a writer: ``write().overwrite().save(path)``."""
         return HorovodParamsWriter(self)
 
 
 class HorovodReadable(MLReadable):
-    """``load`` and ``read``, for estimators and models."""
+    """Base of estimators and models, with ``load`` and ``read``."""
 
     @classmethod
     def read(cls) -> HorovodParamsReader:
-        """A reader: ``read().load(path)``."""
+        """Return a reader: ``read().load(path)``."""
         return HorovodParamsReader(cls)
 
     @classmethod
     def load(cls, path: str, trusted: bool = True, **given: Any) -> Self:
-        """Load what ``save`` wrote. **This executes code that the folder contains**, unless ``trusted=False``.
+        """Load what ``save`` wrote. **This executes code that the directory contains**, unless ``trusted=False``.
 
         Args:
-            path: the folder.
+            path: the directory.
             trusted: False to refuse pickles, in which functions and torch's modules are saved.
-            given: values for Params, instead of those in the folder. A model that is given receives the saved weights.
+            given: values for Params, instead of the saved ones. A given model receives the saved weights.
 
         Raises:
             ConfigError: there is nothing of this class at the path, or pickles were refused.

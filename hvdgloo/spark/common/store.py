@@ -1,4 +1,4 @@
-"""Stores: where the estimators keep intermediate data, checkpoints and logs, for the driver, Spark and all ranks.
+"""Stores, in which estimators keep intermediate data, checkpoints and logs for the driver, Spark and all ranks.
 
 ::
 
@@ -6,8 +6,8 @@
     <prefix>/runs/<run_id>/<checkpoint file>
     <prefix>/runs/<run_id>/logs/
 
-A program may put a function of its own in the place of a store's method (``store.get_train_data_path = lambda idx=None:
-...``): everything here asks the methods.
+A program may replace a store's method by a function of its own (``store.get_train_data_path = lambda idx=None: ...``):
+all code here goes through the methods.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetDataset
 
 METADATA_FILE = "_hvdgloo_metadata.json"
-"""In a data set's folder. Readers of Parquet pass over names that begin with an underscore."""
+"""Name of a file in a data set's directory. Readers of Parquet skip names that begin with an underscore."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteStore:
-    """What ranks are given of a store: paths, and how to reach them. It can be pickled, and needs no Spark.
+    """The ranks' view of a store: paths, and access to them. It can be pickled, and needs no Spark.
 
     The paths are None where the store keeps no runs.
     """
@@ -69,16 +69,18 @@ class RemoteStore:
         return self.files.exists(path)
 
     def read(self, path: str) -> bytes:
-        """Raises:
-        StoreError: there is no such file, or it cannot be read.
+        """Return a file's content.
+
+        Raises:
+            StoreError: the file does not exist or cannot be read.
         """
         return self.files.read(path)
 
     def write_bytes(self, path: str, data: bytes) -> None:
-        """Replaces a file in one step.
+        """Replace a file atomically.
 
         Raises:
-            StoreError: it cannot be written; the old content is still there.
+            StoreError: the file cannot be written; the old content is intact.
         """
         self.files.write(path, data)
 
@@ -89,11 +91,11 @@ class RemoteStore:
         self.files.delete(path)
 
     def batches(self, path: str, columns: Any = None, **arguments: Any) -> ParquetBatches:
-        """A reader of the data set at ``path``; see ``ParquetBatches``."""
+        """Return a reader of the data set at ``path``; see ``ParquetBatches``."""
         return self.files.batches(path, columns, **arguments)
 
     def check(self) -> None:
-        """Finds out whether this process sees the store that the driver has written to.
+        """Check that this process sees the store to which the driver wrote.
 
         Raises:
             StoreError: it does not: the store is local to the driver's machine.
@@ -101,8 +103,8 @@ class RemoteStore:
         for path, token in self.probes.items():
             if not self.files.exists(path) or self.files.read(path) != token.encode():
                 raise StoreError(
-                    f"{path.rpartition('/')[0]} is not the same folder here as on the driver's machine: a store has to "
-                    f"be on a file system that the driver and all executors share (NFS, HDFS, S3, ...)"
+                    f"{path.rpartition('/')[0]} is not the same directory here as on the driver's machine: a store "
+                    f"must be on a file system that the driver and all executors share (NFS, HDFS, S3, ...)"
                 )
 
 
@@ -111,11 +113,11 @@ class Store:
 
     @staticmethod
     def create(prefix_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Store:
-        """The store for this path: DBFSLocalStore for DBFS on Databricks, HDFSStore for ``hdfs://``, else a
-        FilesystemStore.
+        """Create the store for a path: a DBFSLocalStore for DBFS on Databricks, an HDFSStore for ``hdfs://``, otherwise
+        a FilesystemStore.
 
         Raises:
-            ConfigError: it is no path.
+            ConfigError: the argument is not a path.
         """
         if not isinstance(prefix_path, (str, os.PathLike)) or not os.fspath(prefix_path):
             raise ConfigError(f"Store.create({prefix_path!r}): give a path or a URL, such as '/shared/me'")
@@ -126,16 +128,16 @@ class Store:
             return HDFSStore(prefix_path, *args, **kwargs)
         return FilesystemStore(prefix_path, *args, **kwargs)
 
-    # What subclasses define.
+    # Defined by subclasses.
 
     @property
     def prefix_path(self) -> str:
-        """The URL of the store."""
+        """URL of the store."""
         raise NotImplementedError
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """How its file system is reached."""
+        """Options for access to its file system."""
         raise NotImplementedError
 
     def get_train_data_path(self, idx: int | None = None) -> str:
@@ -148,38 +150,38 @@ class Store:
         raise NotImplementedError
 
     def saving_runs(self) -> bool:
-        """Whether checkpoints and logs are kept."""
+        """Return whether checkpoints and logs are kept."""
         raise NotImplementedError
 
     def get_runs_path(self) -> str:
         raise NotImplementedError
 
     def get_full_path(self, path: str) -> str:
-        """A path of this store's file system as a URL."""
+        """Return the URL of a path in this store's file system."""
         raise NotImplementedError
 
-    # What follows from that.
+    # Derived from these.
 
     @property
     def files(self) -> Files:
         return Files(self.storage_options)
 
     def filesystem(self) -> FileSystem:
-        """The file system, as one of ``pyarrow.fs``."""
+        """Return the file system, as one of ``pyarrow.fs``."""
         return self.files.open(self.prefix_path)[0]
 
     def get_run_path(self, run_id: str) -> str:
         return f"{self.get_runs_path()}/{run_id}"
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """The folder of this run's checkpoints; None if none are kept."""
+        """Return the directory of this run's checkpoints; None if none are kept."""
         return self.get_run_path(run_id) if self.saving_runs() else None
 
     def get_checkpoint_filename(self) -> str:
         return "checkpoint"
 
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
-        """The run's checkpoint files with this suffix, sorted."""
+        """Return the run's checkpoint files with this suffix, sorted."""
         folder = self.get_checkpoint_path(run_id)
         if folder is None:
             return []
@@ -187,25 +189,25 @@ class Store:
         return [f"{folder}/{name}" for name in names if name.endswith(suffix)]
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """The folder of this run's logs; None if none are kept."""
+        """Return the directory of this run's logs; None if none are kept."""
         return f"{self.get_run_path(run_id)}/{self.get_logs_subdir()}" if self.saving_runs() else None
 
     def get_logs_subdir(self) -> str:
         return "logs"
 
     def get_data_metadata_path(self, path: str) -> str:
-        """The file that describes the data set at ``path``: JSON."""
+        """Return the path of the JSON file that describes the data set at ``path``."""
         return f"{path.rstrip('/')}/{METADATA_FILE}"
 
     def get_full_path_fn(self) -> Callable[[str], str]:
         return self.get_full_path
 
     def get_localized_path(self, path: str) -> str:
-        """A URL of this store as its file system knows it."""
+        """Return a path of this store without its scheme, as its file system takes it."""
         return self.files.open(self.get_full_path(path))[1]
 
     def is_parquet_dataset(self, path: str) -> bool:
-        """Whether there is a data set of Parquet files at ``path``."""
+        """Return whether there is a data set of Parquet files at ``path``."""
         try:
             return self.get_parquet_dataset(path) is not None
         except (OSError, ValueError, StoreError):
@@ -217,44 +219,46 @@ class Store:
         filesystem, local = self.files.open(self.get_full_path(path))
         dataset = ParquetDataset(local, filesystem=filesystem)
         if not dataset.files:
-            raise StoreError(f"{path} holds no Parquet file")
+            raise StoreError(f"{path} contains no Parquet file")
         return dataset
 
     def exists(self, path: str) -> bool:
         return self.files.exists(self.get_full_path(path))
 
     def read(self, path: str) -> bytes:
-        """Raises:
-        StoreError: there is no such file, or it cannot be read.
+        """Return a file's content.
+
+        Raises:
+            StoreError: the file does not exist or cannot be read.
         """
         return self.files.read(self.get_full_path(path))
 
     def read_serialized_keras_model(
         self, ckpt_path: str, model: Any = None, custom_objects: Mapping[str, Any] | None = None
     ) -> str:
-        """The Keras model of a checkpoint, as text.
+        """Return the Keras model of a checkpoint as text.
 
         Args:
             ckpt_path: a ``.keras`` or HDF5 file in this store, of a model or of its weights only.
-            model: the model that the weights are of; it stays as it is. A file of a whole model needs none.
-            custom_objects: classes and functions of the model's own, by name.
+            model: the model to which the weights belong; it is not changed. Not needed for a file of a whole model.
+            custom_objects: the model's custom classes and functions, by name.
 
         Returns:
             the bytes of a file that ``keras.models.load_model`` reads, in base64.
 
         Raises:
-            StoreError: there is no such file, or it cannot be read.
-            ConfigError: (a ValueError) there are only weights in it, and they are not this model's.
+            StoreError: the file does not exist or cannot be read.
+            ConfigError: (a ValueError) the file contains only weights, and not this model's.
         """
         from hvdgloo.spark.keras._models import whole_model
 
         return base64.b64encode(whole_model(self.read(ckpt_path), model, custom_objects or {})).decode()
 
     def write_bytes(self, path: str, data: bytes) -> None:
-        """Replaces a file in one step.
+        """Replace a file atomically.
 
         Raises:
-            StoreError: it cannot be written; the old content is still there.
+            StoreError: the file cannot be written; the old content is intact.
         """
         self.files.write(self.get_full_path(path), data)
 
@@ -262,24 +266,24 @@ class Store:
         self.write_bytes(path, text.encode())
 
     def delete(self, path: str) -> None:
-        """Deletes a file or folder, if it is there."""
+        """Delete a file or directory if it exists."""
         self.files.delete(self.get_full_path(path))
 
     def get_local_output_dir_fn(self, run_id: str) -> Callable[[], AbstractContextManager[str]]:
-        """A function that makes a local folder for what a framework writes only to local files. It goes again."""
+        """Return a function that makes a temporary local directory, for frameworks that write only local files."""
         return functools.partial(_local_output_dir, run_id)
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """A function that copies what is in a local folder into the run's folder."""
+        """Return a function that copies the contents of a local directory into the run's directory."""
         return functools.partial(_sync, self.files, self.get_full_path(self.get_run_path(run_id)))
 
     def to_remote(
         self, run_id: str, dataset_idx: int | None = None, *, probes: Mapping[str, str] | None = None
     ) -> RemoteStore:
-        """What ranks need of this store.
+        """Return the ranks' view of this store.
 
         Args:
-            probes: what ``probed`` gave, for ``RemoteStore.check`` to look for.
+            probes: the files from ``probed``, for ``RemoteStore.check``.
         """
 
         def full(path: str) -> str:
@@ -305,10 +309,10 @@ class Store:
 
     @contextlib.contextmanager
     def probed(self) -> Iterator[dict[str, str]]:
-        """While this lasts the store holds small files that ``RemoteStore.check`` looks for on every rank.
+        """Keep small files in the store, which ``RemoteStore.check`` looks for on every rank, while the context lasts.
 
         Yields:
-            what is in them, by their URLs; for ``to_remote``.
+            the files' contents by their URLs, for ``to_remote``.
 
         Raises:
             StoreError: the store cannot be written.
@@ -320,8 +324,8 @@ class Store:
                 folders.add(path.rstrip("/").rpartition("/")[0])
         token = secrets.token_hex(8)
         for folder in sorted(folders):
-            self.files.open(folder)  # what cannot be opened at all is said of the folder, and not of a file in it
-        # Of this call alone: two estimators may train on one store at once.
+            self.files.open(folder)  # so that an error names the directory, not a file in it
+        # The names are unique to this call: two estimators may train on one store at once.
         probes = {f"{folder}/.hvdgloo-probe-{token}": token for folder in sorted(folders)}
         try:
             for path in probes:
@@ -339,14 +343,14 @@ class Store:
 
 
 class AbstractFilesystemStore(Store):
-    """The documented layout below a prefix.
+    """Store with the documented layout below a prefix.
 
     Args:
         prefix_path: the URL or path of the store.
-        train_path, val_path, test_path, runs_path: where they are, if not below the prefix.
+        train_path, val_path, test_path, runs_path: their paths, if not below the prefix.
         save_runs: keep checkpoints and logs.
-        storage_options: how the file system is reached.
-        checkpoint_filename: of the file in a run's folder.
+        storage_options: options for access to the file system.
+        checkpoint_filename: name of the checkpoint in a run's directory.
     """
 
     def __init__(
@@ -400,9 +404,9 @@ class AbstractFilesystemStore(Store):
 
 
 class FilesystemStore(AbstractFilesystemStore):
-    """A store on a file system that fsspec knows: local files, ``s3://``, ``gs://``, ``abfs://``, ``memory://``, ...
+    """A store on a file system supported by fsspec: local files, ``s3://``, ``gs://``, ``abfs://``, ``memory://``, ...
 
-    A path without a scheme is a local one, and is made absolute.
+    A path without a scheme is local, and is made absolute.
     """
 
     def get_full_path(self, path: str) -> str:
@@ -410,30 +414,30 @@ class FilesystemStore(AbstractFilesystemStore):
 
     @property
     def fs(self) -> Any:
-        """The file system, as one of fsspec."""
+        """The file system as one of fsspec."""
         import fsspec
 
         return fsspec.core.url_to_fs(self.prefix_path, **self.storage_options)[0]
 
 
 LocalStore = FilesystemStore
-"""The name of earlier versions of Horovod."""
+"""Name of FilesystemStore in earlier versions of Horovod."""
 
 
 class HDFSStore(AbstractFilesystemStore):
-    """A store on HDFS, by Arrow's binding to libhdfs (``HADOOP_HOME``, ``JAVA_HOME`` and ``CLASSPATH`` are needed).
+    """A store on HDFS, through Arrow's binding to libhdfs (needs ``HADOOP_HOME``, ``JAVA_HOME`` and ``CLASSPATH``).
 
     Args:
-        prefix_path: ``hdfs://namenode:8020/path``; or ``hdfs:///path`` or ``/path``, with the name node that ``host``
-            and ``port`` say, or else Hadoop's configuration.
-        host, port: of the name node.
-        user: on whose behalf files are read and written.
+        prefix_path: ``hdfs://namenode:8020/path``; or ``hdfs:///path`` or ``/path``, with the name node from ``host``
+            and ``port``, or otherwise from Hadoop's configuration.
+        host, port: the name node.
+        user: the user on whose behalf files are read and written.
         kerb_ticket: path of a Kerberos ticket cache.
         driver, temp_dir: without effect; older versions of Arrow needed them.
-        extra_conf: settings of Hadoop.
+        extra_conf: Hadoop settings.
 
     Raises:
-        ConfigError: a URL with another scheme, or with another name node than ``host`` and ``port`` say.
+        ConfigError: the URL has another scheme, or a name node that contradicts ``host`` or ``port``.
     """
 
     def __init__(
@@ -452,7 +456,7 @@ class HDFSStore(AbstractFilesystemStore):
         del driver, temp_dir
         if "://" in prefix_path and not self.matches(prefix_path):
             raise ConfigError(
-                f"{prefix_path} is no path on HDFS: HDFSStore takes hdfs://host:port/path, hdfs:///path and /path"
+                f"{prefix_path} is not a path on HDFS: HDFSStore takes hdfs://host:port/path, hdfs:///path and /path"
             )
         if prefix_path.startswith("file:"):
             raise ConfigError(f"{prefix_path} is a local path: use LocalStore, or Store.create")
@@ -474,7 +478,7 @@ class HDFSStore(AbstractFilesystemStore):
 
     @classmethod
     def matches(cls, path: str) -> bool:
-        """Whether this is a URL of HDFS."""
+        """Return whether this is a URL of HDFS."""
         return path.startswith("hdfs://")
 
     def get_full_path(self, path: str) -> str:
@@ -488,12 +492,12 @@ class HDFSStore(AbstractFilesystemStore):
 
     @property
     def fs(self) -> FileSystem:
-        """The file system, as one of ``pyarrow.fs``."""
+        """The file system as one of ``pyarrow.fs``."""
         return self.filesystem()
 
 
 class DBFSLocalStore(FilesystemStore):
-    """A store on Databricks' file system, through the folder ``/dbfs`` of every machine."""
+    """A store on Databricks' file system, through the directory ``/dbfs`` on every machine."""
 
     def __init__(self, prefix_path: str, *args: Any, **kwargs: Any) -> None:
         if not self.matches_dbfs(prefix_path):
@@ -502,12 +506,12 @@ class DBFSLocalStore(FilesystemStore):
 
     @classmethod
     def matches_dbfs(cls, path: str) -> bool:
-        """Whether this is a path on DBFS, in any of its spellings."""
+        """Return whether this is a path on DBFS, in any spelling."""
         return _DBFS.match(path) is not None
 
     @staticmethod
     def normalize_path(path: str) -> str:
-        """Any spelling of a path on DBFS as a local one: ``/dbfs/...``."""
+        """Convert any spelling of a path on DBFS to a local path: ``/dbfs/...``."""
         return _DBFS.sub("/dbfs/", path)
 
     def get_full_path(self, path: str) -> str:
@@ -518,7 +522,7 @@ _DBFS = re.compile(r"(dbfs:/+|file:/+dbfs/+|/dbfs/+)")
 
 
 def is_databricks() -> bool:
-    """Whether this program runs on Databricks."""
+    """Return whether this program runs on Databricks."""
     return bool(os.environ.get("DATABRICKS_RUNTIME_VERSION"))
 
 

@@ -1,4 +1,4 @@
-"""Preparing data for the estimators: checks, the data set in the store, and what is known of it."""
+"""Preparation of data for the estimators: checks, the data set in the store, and its metadata."""
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ def prepare_data(
     *,
     seed: int | None = None,
 ) -> Iterator[int]:
-    """Writes a DataFrame to the store as Parquet, unless this very DataFrame was written there before.
+    """Write a DataFrame to the store as Parquet, unless the same DataFrame object was written there before.
 
-    Spark writes the columns as they are, vectors too. The DataFrame is evaluated once, for training and validation
-    rows together.
+    Spark writes the columns as they are, including vectors. The DataFrame is evaluated once, for training and
+    validation rows together.
 
     Args:
-        num_processes: ranks that are going to read.
-        validation: the fraction of rows to validate on, chosen at random; or a column that is true, or above 0, in
-            those rows.
-        compress_sparse: say in the metadata that columns of sparse vectors are sparse. What is sparse in the DataFrame
-            is in the store and in the readers' memory in any case.
-        partitions_per_process: files for each rank at most.
-        verbose: above 1, tell how many rows there are.
-        seed: of the choice of validation rows.
+        num_processes: number of ranks that will read.
+        validation: the fraction of rows for validation, chosen at random; or a column that is true, or above 0, in
+            these rows.
+        compress_sparse: mark columns of sparse vectors as sparse in the metadata. Values that are sparse in the
+            DataFrame are sparse in the store and in the readers' memory in any case.
+        partitions_per_process: the most files for each rank.
+        verbose: above 1, log the numbers of rows.
+        seed: seed for choosing validation rows.
 
     Yields:
         The data set's number, for ``store.get_train_data_path`` and ``get_dataset_properties``. While the context lasts
@@ -82,15 +82,15 @@ def prepare_data(
 
     Raises:
         DataError: the data cannot be trained on: unknown columns, strings, nulls, rows of different lengths, fewer rows
-            than ranks, nothing to validate on.
-        ConfigError: ``validation`` is of the wrong kind, or ``df`` is no DataFrame of Spark's.
+            than ranks, no validation rows.
+        ConfigError: ``validation`` is of the wrong type, or ``df`` is not a Spark DataFrame.
         LaunchError: its session has ended.
-        StoreError: the store cannot be written, or the driver does not see what executors have written.
+        StoreError: the store cannot be written, or the driver does not see the executors' files.
     """
     if not label_columns:
-        raise ConfigError("label_cols is empty: name the columns that the model is to predict")
+        raise ConfigError("label_cols is empty: name the columns that the model learns to predict")
     if not feature_columns:
-        raise ConfigError("feature_cols is empty: name the columns that the model is given")
+        raise ConfigError("feature_cols is empty: name the model's input columns")
     check_dataframe(df, "fit")
     validation = check_validation(validation, df)
     columns = _columns(label_columns, feature_columns, sample_weight_col)
@@ -99,7 +99,7 @@ def prepare_data(
     with store.probed():
         pass
     train, val = (store.get_full_path(path()) for path in (store.get_train_data_path, store.get_val_data_path))
-    # The DataFrame itself, not a hash of it: an id or a plan can come again for other rows.
+    # The DataFrame itself, not a hash of it: an id or a plan can recur for other rows.
     key = (df, train, val, tuple(columns), validation, seed, compress_sparse, num_processes, partitions_per_process)
 
     def write(number: int, token: str) -> Properties:
@@ -126,7 +126,7 @@ def prepare_data(
         claimed = claims.claim(store.files, url)
         if not isinstance(claimed, claims.Claim):
             return claimed
-        if url in tried:  # paths of the user's own, which are the same for all numbers
+        if url in tried:  # the user's own paths, which are the same for all numbers
             raise StoreError(f"{claimed} is training on the data set at {url}: give each training paths of its own")
         tried.add(url)
         return None
@@ -140,7 +140,7 @@ def prepare_data(
 
 
 def _written(store: Store, df: DataFrame, plan: _writing.Plan, compress_sparse: bool, token: str) -> Properties:
-    """Writes a data set and looks at what has come of it; what cannot be trained on does not stay."""
+    """Write a data set and check the result; a data set that cannot be trained on is deleted."""
     try:
         written = _writing.write(df, plan, store.files)
         return _looked_at(store, df, plan, written, compress_sparse, token)
@@ -159,11 +159,11 @@ def _looked_at(
     rows = {url: found[url].total_rows if url in found else 0 for url in sides}
     if sum(rows.values()) != written.rows:
         raise StoreError(
-            f"Spark has written {written.rows} rows to {plan.train}, and the driver finds {sum(rows.values())} there: "
-            f"a store has to be on a file system that the driver and all executors share (NFS, HDFS, S3, ...)"
+            f"Spark wrote {written.rows} rows to {plan.train}, but the driver finds {sum(rows.values())} there: "
+            f"a store must be on a file system that the driver and all executors share (NFS, HDFS, S3, ...)"
         )
     if not rows[plan.train]:
-        raise DataError("no rows are left to train on" if written.rows else "the DataFrame has no rows")
+        raise DataError("no rows are left for training" if written.rows else "the DataFrame has no rows")
     for dataset in found.values():
         for name in _metadata.null_counts(dataset, plan.columns):
             raise _writing.nulls(df, plan, store.files, name)
@@ -179,23 +179,27 @@ def _looked_at(
 
 
 def _dataset(store: Store, url: str) -> Dataset | None:
-    """The data set at ``url``; None if there is none."""
+    """Open the data set at ``url``; return None if there is none."""
     if not store.files.exists(url):
         return None
     try:
         return Dataset.open(url, options=store.storage_options)
     except DataError:
-        # Spark leaves a folder without Parquet files where there were no rows.
+        # Spark leaves a directory without Parquet files where there were no rows.
         return None
 
 
 def get_dataset_properties(dataset_idx: int) -> Properties:
-    """Rows to train on, rows to validate on, metadata and bytes of a row on average of what ``prepare_data`` wrote."""
+    """Return the properties of a data set that ``prepare_data`` wrote.
+
+    Returns:
+        the numbers of training and validation rows, the metadata, and the average size of a row in bytes.
+    """
     return _cache.properties(dataset_idx)
 
 
 def clear_training_cache() -> None:
-    """Forgets what ``prepare_data`` wrote, so that it writes anew. The files stay."""
+    """Forget the data sets that ``prepare_data`` wrote, so that it writes them again. The files stay."""
     _cache.clear()
 
 
@@ -206,16 +210,16 @@ def get_simple_meta_from_parquet(
     sample_weight_col: str | None = None,
     dataset_idx: int | None = None,
 ) -> Properties:
-    """What ``get_dataset_properties`` tells, of any Parquet files at the store's paths: read from their footers.
+    """Read the properties of any Parquet files at the store's paths from their footers; see ``get_dataset_properties``.
 
     Raises:
-        DataError: there are no rows, an unknown column, or one that is no number, or that has nulls.
+        DataError: there are no rows, or a column is unknown, not numeric, or has nulls.
     """
     columns = _columns(label_columns, feature_columns, sample_weight_col)
     url = store.get_full_path(store.get_train_data_path(dataset_idx))
     train = _dataset(store, url)
     if train is None or not train.total_rows:
-        raise DataError(f"there are no Parquet files with rows to train on at {url}")
+        raise DataError(f"there are no Parquet files with training rows at {url}")
     val = _dataset(store, store.get_full_path(store.get_val_data_path(dataset_idx)))
     if val is not None and val.total_rows:
         _metadata.describe(val, columns)
@@ -227,29 +231,29 @@ def get_simple_meta_from_parquet(
 
 
 def check_dataset(num_processes: int, train_rows: int, val_rows: int, validation: float | str | None) -> None:
-    """Raises:
-    DataError: there are fewer rows than ranks, or none to validate on although there should be.
+    """Check that each rank gets at least one row.
+
+    Raises:
+        DataError: there are fewer training rows than ranks, or fewer validation rows although there is validation.
     """
     if train_rows < num_processes:
         raise DataError(
-            f"{train_rows} rows to train on cannot be divided among {num_processes} ranks: each needs at least one"
+            f"{train_rows} training rows cannot be divided among {num_processes} ranks: each needs at least one"
         )
     if validation and val_rows < num_processes:
         chosen = f"column {validation!r}" if isinstance(validation, str) else f"validation={validation}"
-        raise DataError(
-            f"{chosen} leaves {val_rows} rows to validate on, and {num_processes} ranks need at least one each"
-        )
+        raise DataError(f"{chosen} leaves {val_rows} validation rows, but {num_processes} ranks need at least one each")
 
 
 def check_validation(validation: float | str | None, df: DataFrame | None = None) -> float | str | None:
-    """The fraction or column as which ``validation`` is to be understood; None for no validation.
+    """Return ``validation`` as a fraction or a column; None for no validation.
 
     Raises:
-        ConfigError: it is neither a number from 0 to below 1 nor a name.
+        ConfigError: it is neither a number in [0, 1) nor a name.
         DataError: there is no such column in ``df``, or it holds neither booleans nor numbers.
     """
     if isinstance(validation, str) and (df is None or validation not in df.columns):
-        # Earlier versions of Horovod made texts of fractions.
+        # Earlier versions of Horovod converted fractions to strings.
         with contextlib.suppress(ValueError):
             validation = float(validation)
     if validation is None:
@@ -262,14 +266,12 @@ def check_validation(validation: float | str | None, df: DataFrame | None = None
             kind = df.schema[validation].dataType
             if not isinstance(kind, (BooleanType, NumericType)):
                 raise DataError(
-                    f"validation column {validation!r} is of type {kind.simpleString()}: it has to be a boolean, or a "
-                    f"number above 0 for rows to validate on"
+                    f"validation column {validation!r} is of type {kind.simpleString()}: it must hold booleans, or "
+                    f"numbers above 0 for validation rows"
                 )
         return validation
     if isinstance(validation, bool) or not isinstance(validation, (int, float)) or not 0 <= validation < 1:
-        raise ConfigError(
-            f"validation is {validation!r}: it has to be a fraction of the rows, from 0 to below 1, or a column's name"
-        )
+        raise ConfigError(f"validation={validation!r}: give a fraction of the rows in [0, 1), or the name of a column")
     return float(validation) or None
 
 
@@ -281,10 +283,10 @@ def check_shape_compatibility(
     output_shapes: Sequence[Sequence[int | None]] | None = None,
     label_shapes: Sequence[Sequence[int | None]] | None = None,
 ) -> None:
-    """Compares columns with what a model takes and gives. The first dimension of a shape is the batch's.
+    """Compare columns with a model's inputs and outputs. The first dimension of a shape is the batch.
 
     Raises:
-        DataError: a column's size is not that of its shape; or there are not as many shapes as columns.
+        DataError: a column's size does not match its shape, or the numbers of shapes and columns differ.
     """
     for what, columns, shapes, whose in (
         ("feature", feature_columns, input_shapes, "the model's input"),
@@ -295,7 +297,7 @@ def check_shape_compatibility(
             continue
         if len(shapes) != len(columns):
             raise DataError(
-                f"there are {len(columns)} {what} columns ({', '.join(columns)}) and {len(shapes)} shapes of {whose}"
+                f"there are {len(columns)} {what} columns ({', '.join(columns)}), but {len(shapes)} shapes of {whose}"
             )
         for index, (name, shape) in enumerate(zip(columns, shapes, strict=True)):
             size = metadata[name]["shape"]
@@ -307,7 +309,7 @@ def check_shape_compatibility(
 
 
 def _fits(size: int, shape: Sequence[int | None]) -> bool:
-    """Whether rows of so many values fit a shape, of which the first dimension is the batch's."""
+    """Return whether rows of ``size`` values fit a shape whose first dimension is the batch."""
     inner = list(shape[1:])
     fixed = math.prod(length for length in inner if length is not None and length >= 0)
     if any(length is None or length < 0 for length in inner):
@@ -316,7 +318,7 @@ def _fits(size: int, shape: Sequence[int | None]) -> bool:
 
 
 def to_list(value: Any, length: int) -> list[Any] | None:
-    """``value`` as a list of this length: one value is repeated, None stays None.
+    """Return ``value`` as a list of this length: a single value is repeated, None stays None.
 
     Raises:
         ConfigError: it is a list of another length.
@@ -327,21 +329,21 @@ def to_list(value: Any, length: int) -> list[Any] | None:
     if len(values) == 1:
         return values * length
     if len(values) != length:
-        raise ConfigError(f"there are {len(values)} values where one or {length} are needed: {value!r}")
+        raise ConfigError(f"there are {len(values)} values, but one or {length} are needed: {value!r}")
     return values
 
 
 def get_output_cols(label_columns: Sequence[str], output_columns: Sequence[str] | None = None) -> list[str]:
-    """The columns that a model adds: those that were asked for, or ``<label>__output``.
+    """Return the columns that a model adds: ``output_columns``, or by default ``<label>__output``.
 
     Raises:
-        ConfigError: there are not as many as labels.
+        ConfigError: their number differs from the labels'.
     """
     if not output_columns:
         return [f"{name}__output" for name in label_columns]
     if len(output_columns) != len(label_columns):
         raise ConfigError(
-            f"there are {len(output_columns)} output columns ({', '.join(output_columns)}) and {len(label_columns)} "
+            f"there are {len(output_columns)} output columns ({', '.join(output_columns)}), but {len(label_columns)} "
             f"label columns ({', '.join(label_columns)})"
         )
     return list(output_columns)
@@ -350,11 +352,11 @@ def get_output_cols(label_columns: Sequence[str], output_columns: Sequence[str] 
 def get_spark_df_output_schema(
     input_schema: StructType, label_columns: Sequence[str], output_columns: Sequence[str], metadata: Metadata
 ) -> StructType:
-    """The schema of a DataFrame to which a model has added its outputs. A column that was there is replaced.
+    """Return the schema of a DataFrame with a model's outputs. Existing columns of the same names are replaced.
 
-    An output has its label's type: a vector for vectors, an array of float64 for arrays. For a label that is a number
-    it is a number of the same type if the model gives one for each row (``output_shape`` in the metadata), and a
-    vector if it gives several.
+    An output has its label's type: a vector for vectors, an array of float64 for arrays. For a numeric label it is a
+    number of the same type if the model returns one for each row (``output_shape`` in the metadata), and a vector if it
+    returns several.
     """
     from pyspark.sql.types import StructField, StructType
 
@@ -380,7 +382,7 @@ def _output_type(entry: dict[str, Any]) -> Any:
 
 
 def data_type_to_str(kind: Any) -> str:
-    """A type of ``metadata`` in one word: Vector, Array, Double, Float, Int, Long, Boolean, Binary, ..."""
+    """Return a type from ``metadata`` as one word: Vector, Array, Double, Float, Int, Long, Boolean, Binary, ..."""
     name = getattr(kind, "__name__", None) or type(kind).__name__
     if name in ("DenseVector", "SparseVector", "VectorUDT"):
         return "Vector"
@@ -389,12 +391,12 @@ def data_type_to_str(kind: Any) -> str:
 
 
 def host_hash(salt: str | None = None) -> str:
-    """Equal in processes that can share memory, and different otherwise; ``salt`` divides them further."""
+    """Return a text that is equal in processes that can share memory, unless their ``salt`` differs."""
     return host_identity() if salt is None else f"{host_identity()}-{salt}"
 
 
 def _columns(labels: Sequence[str], features: Sequence[str], weights: str | None) -> list[str]:
-    """Every column that is read, once."""
+    """Return every column that is read, without duplicates."""
     return list(dict.fromkeys([*labels, *features, *([weights] if weights else [])]))
 
 
@@ -405,24 +407,26 @@ def _check_names(df: DataFrame, columns: Sequence[str]) -> None:
 
 
 def check_dataframe(df: DataFrame, method: str) -> None:
-    """Raises:
-    ConfigError: what a method was given is no DataFrame of Spark's, or one of Spark Connect.
-    LaunchError: its session has ended.
+    """Check that a method's argument is a usable DataFrame.
+
+    Raises:
+        ConfigError: it is not a Spark DataFrame, or belongs to Spark Connect.
+        LaunchError: its session has ended.
     """
     from pyspark.sql import DataFrame
 
     if not isinstance(df, DataFrame) and not type(df).__module__.startswith("pyspark.sql.connect"):
         kind = f"{type(df).__module__.partition('.')[0]}.{type(df).__qualname__}"
-        hint = "; spark.createDataFrame(df) makes one of it" if kind == "pandas.DataFrame" else ""
-        raise ConfigError(f"{method}(df): give a DataFrame of Spark, not {kind.removeprefix('builtins.')}{hint}")
+        hint = "; spark.createDataFrame(df) converts it" if kind == "pandas.DataFrame" else ""
+        raise ConfigError(f"{method}(df): give a Spark DataFrame, not {kind.removeprefix('builtins.')}{hint}")
     _session.active(df.sparkSession)
 
 
 def check_types(df: DataFrame, columns: Sequence[str]) -> None:
-    """What can be told from a DataFrame's schema.
+    """Check the types in a DataFrame's schema.
 
     Raises:
-        DataError: a model cannot be given what is in a column.
+        DataError: a column holds values that no model accepts.
     """
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql.types import ArrayType, BinaryType, BooleanType, NumericType, StringType
@@ -435,11 +439,11 @@ def check_types(df: DataFrame, columns: Sequence[str]) -> None:
             kind = kind.elementType
         if isinstance(kind, StringType):
             raise DataError(
-                f"column {name!r} holds strings, which no model takes: turn them into numbers first "
+                f"column {name!r} holds strings, which no model accepts: convert them to numbers first "
                 f"(pyspark.ml.feature.StringIndexer does that)"
             )
         if not isinstance(kind, (NumericType, BooleanType)):
             raise DataError(
-                f"column {name!r} is of type {df.schema[name].dataType.simpleString()}, which no model takes: columns "
-                f"of numbers, booleans, arrays of them, vectors and binary values can be read"
+                f"column {name!r} is of type {df.schema[name].dataType.simpleString()}, which no model accepts: "
+                f"columns of numbers, booleans, arrays of them, vectors and binary values can be read"
             )

@@ -1,7 +1,7 @@
-"""Parquet data sets as batches of numpy arrays: what the estimators of ``hvdgloo.spark`` train from.
+"""Parquet data sets as batches of numpy arrays, from which the estimators of ``hvdgloo.spark`` train.
 
-Needs pyarrow (and pandas for a ``transformation_fn``), neither Spark nor a framework: a training loop of one's own can
-read what Spark has written.
+It needs pyarrow (and pandas for a ``transformation_fn``), but neither Spark nor a framework: your own training loop can
+read data that Spark wrote.
 """
 
 from hvdgloo.spark.data._reader import ParquetBatches

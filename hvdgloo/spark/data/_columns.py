@@ -1,7 +1,7 @@
-"""From Arrow's columns to numpy's: what a Parquet column is for a model, and the memory it is kept in.
+"""Conversion of Arrow's columns to numpy arrays, and the memory in which they are kept.
 
 A column is dense (an array with one row each), sparse (compressed sparse rows, made dense batch by batch) or holds
-objects (binary values). Nothing here goes row by row, but for binary values.
+objects (binary values). Only binary values are processed row by row.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Array = NDArray[Any]
 Indices = NDArray[np.int64]
 
 VECTOR_FIELDS = ["type", "size", "indices", "values"]
-"""The fields of a struct as which Spark writes a vector of ``pyspark.ml.linalg``."""
+"""Fields of the struct as which Spark writes a vector of ``pyspark.ml.linalg``."""
 
 _SPARSE = 0
-"""What ``type`` is in a sparse vector's struct; a dense vector's has 1, and null for ``size`` and ``indices``."""
+"""Value of ``type`` in a sparse vector's struct; a dense vector's has 1, and null for ``size`` and ``indices``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,9 @@ class CSR:
     """Rows of sparse vectors, one after the other.
 
     Attributes:
-        starts: int64, one more than there are rows: where each row's entries begin.
-        positions: int32, of each entry in its row.
-        values: of each entry.
+        starts: int64, one more than rows: index of each row's first entry.
+        positions: int32: each entry's position in its row.
+        values: each entry's value.
         width: length of every row.
     """
 
@@ -51,7 +51,7 @@ class CSR:
         return self.starts.nbytes + self.positions.nbytes + self.values.nbytes
 
     def __getitem__(self, rows: slice) -> CSR:
-        """Neighbouring rows, without copying their entries."""
+        """Return consecutive rows, without copying their entries."""
         begin, end, _ = rows.indices(len(self))
         first, last = self.starts[begin], self.starts[end]
         return CSR(
@@ -59,14 +59,14 @@ class CSR:
         )
 
     def dense(self, rows: Indices | slice) -> Array:
-        """These rows as an array (rows, width)."""
+        """Return these rows as an array of shape (rows, width)."""
         begins, ends = self.starts[:-1][rows], self.starts[1:][rows]
         counts = ends - begins
         total = int(counts.sum())
         out = np.zeros((len(counts), self.width), self.values.dtype)
         if total:
             row = np.repeat(np.arange(len(counts)), counts)
-            # An entry's place: its row's beginning, and how many of the row's entries come before it.
+            # An entry's index is its row's start plus the number of the row's entries before it.
             before = np.cumsum(counts) - counts
             entries = np.arange(total) + np.repeat(begins - before, counts)
             out[row, self.positions[entries]] = self.values[entries]
@@ -74,7 +74,7 @@ class CSR:
 
 
 def is_vector(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds vectors of ``pyspark.ml.linalg``."""
+    """Return whether a column of this type holds vectors of ``pyspark.ml.linalg``."""
     import pyarrow as pa
 
     return bool(pa.types.is_struct(kind)) and [field.name for field in kind] == VECTOR_FIELDS
@@ -87,7 +87,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Whether values of this type are numbers to a model: decimal ones become float64."""
+    """Return whether a model can take values of this type as numbers; decimal ones become float64."""
     import pyarrow as pa
 
     return bool(
@@ -113,8 +113,10 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def check_type(name: str, kind: pa.DataType, *, text: bool = False) -> None:
-    """Raises:
-    DataError: a column of this type cannot be read for training; the text says what to do.
+    """Check that a column of this type can be read for training.
+
+    Raises:
+        DataError: it cannot; the text tells what to do.
     """
     import pyarrow as pa
 
@@ -128,10 +130,10 @@ def check_type(name: str, kind: pa.DataType, *, text: bool = False) -> None:
     if inner is not kind and is_number(inner):
         return
     if is_text(inner):
-        advice = "turn its strings into numbers first (pyspark.ml.feature.StringIndexer does that)"
+        advice = "convert its strings to numbers first (pyspark.ml.feature.StringIndexer does that)"
     else:
         advice = "columns of numbers, booleans, arrays of them, vectors and binary values can be read"
-    raise DataError(f"column {name!r} is of type {kind}, which no model takes: {advice}")
+    raise DataError(f"column {name!r} is of type {kind}, which no model accepts: {advice}")
 
 
 def nulls(name: str, count: int) -> DataError:
@@ -145,17 +147,17 @@ def ragged(name: str, lengths: tuple[int, int]) -> DataError:
     shorter, longer = sorted(lengths)
     return DataError(
         f"column {name!r} has rows of {shorter} and of {longer} elements: all rows of a column need the same number "
-        f"(pad them, or cut them)"
+        f"(pad or cut them)"
     )
 
 
 def convert(name: str, array: pa.Array) -> Array | CSR:
-    """What numpy has of a column.
+    """Convert a column to a numpy array.
 
     Returns:
         An array with one row for each of the column's: dtype and shape are the column's own, float64 of two dimensions
-        for vectors, object for binary values and strings. Rows of vectors of which any is sparse: a CSR. The memory
-        may be Arrow's, and read only.
+        for vectors, object for binary values and strings; or a CSR for vectors at least one of which is sparse. The
+        memory may be Arrow's, and so read-only.
 
     Raises:
         DataError: there is a null, or rows differ in length.
@@ -183,7 +185,7 @@ def _lists(name: str, array: pa.Array) -> Array:
 
     rows = len(array)
     width = array.type.list_size if pa.types.is_fixed_size_list(array.type) else _width(name, array)
-    # Not .values, which ignores a slice's beginning and end.
+    # Not .values, which ignores a slice's bounds.
     inner = array.flatten()
     if inner.null_count:
         position = np.flatnonzero(inner.is_null().to_numpy(zero_copy_only=False))
@@ -194,7 +196,7 @@ def _lists(name: str, array: pa.Array) -> Array:
 
 
 def _width(name: str, lists: pa.Array) -> int:
-    """The length that all lists have."""
+    """Return the common length of all lists."""
     if not len(lists):
         return 0
     offsets = lists.offsets.to_numpy()
@@ -224,7 +226,7 @@ def _vectors(name: str, array: pa.StructArray) -> Array | CSR:
     if sparse.all():
         positions = given.astype(np.int32, copy=False)
     else:
-        # A dense row has all positions in their order; a sparse one's are taken from what is given, in order.
+        # A dense row has all positions in order; a sparse row's positions are the next ones in the indices.
         positions = np.empty(len(values), np.int32)
         entries_sparse = np.repeat(sparse, counts)
         positions[entries_sparse] = given
@@ -233,17 +235,17 @@ def _vectors(name: str, array: pa.StructArray) -> Array | CSR:
 
 
 class Column(Protocol):
-    """A column of a window: room for its rows, filled from its beginning."""
+    """A column of a window: memory for its rows, filled from the start."""
 
     def put(self, values: Array | CSR) -> None:
-        """Adds rows behind those that are there."""
+        """Append rows."""
 
     def take(self, rows: Indices | slice) -> Array:
-        """A copy of these rows."""
+        """Return a copy of these rows."""
 
 
 class Dense:
-    """Rows of equal shape, in memory that is allocated once."""
+    """Column of rows of equal shape, in memory that is allocated once."""
 
     def __init__(self, name: str, rows: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._name = name
@@ -255,11 +257,11 @@ class Dense:
             values = values.dense(slice(None))
         if values.shape[1:] != self._rows.shape[1:]:
             raise misfit(self._name, values.shape[1:], self._rows.shape[1:])
-        # Only a transformation can give several types. The first rows' may not hold the others' numbers.
+        # Only a transformation can return several types, of which the first may not be able to hold the others.
         if not np.can_cast(values.dtype, self._rows.dtype, "same_kind"):
             raise DataError(
                 f"transformation_fn returns column {self._name!r} of type {self._rows.dtype} for some rows and "
-                f"{values.dtype} for others: say in transformation_edit_fields of which type it is"
+                f"{values.dtype} for others: declare its type in transformation_edit_fields"
             )
         self._rows[self._filled : self._filled + len(values)] = values
         self._filled += len(values)
@@ -270,7 +272,7 @@ class Dense:
 
 
 class Sparse:
-    """Rows of sparse vectors, in memory that grows with what is put in: how many entries a row has is not known."""
+    """Column of sparse vectors, in memory that grows with each ``put``, since rows' numbers of entries are unknown."""
 
     def __init__(self, name: str, rows: int, dtype: np.dtype[Any], width: int) -> None:
         self._name = name
@@ -290,7 +292,7 @@ class Sparse:
         held = len(self._values)
         self._starts[self._filled : self._filled + len(values) + 1] = values.starts + held
         self._filled += len(values)
-        # Grown in place: a joined copy beside the parts would be a second window.
+        # Grown in place: concatenating would need memory for a second window.
         for mine, new in ((self._positions, values.positions), (self._values, values.values)):
             mine.resize(held + len(new), refcheck=False)
             mine[held:] = new
@@ -302,4 +304,4 @@ class Sparse:
 def misfit(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> DataError:
     if len(shape) == len(expected) == 1:
         return ragged(name, (shape[0], expected[0]))
-    return DataError(f"column {name!r} has rows of shape {shape} and of shape {expected}: all need the same")
+    return DataError(f"column {name!r} has rows of shape {shape} and of shape {expected}: all rows need the same shape")

@@ -1,4 +1,4 @@
-"""What the footers of a Parquet data set say: its files, their row groups, its columns. No row is read for that."""
+"""A Parquet data set as described by its footers, without reading rows: its files, their row groups, its columns."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ if TYPE_CHECKING:
     from pyarrow.parquet import FileMetaData
 
 _FOOTERS_AT_ONCE = 16
-"""Footers are small and far away, on an object store: several are asked for at once."""
+"""Number of footers requested at once: they are small, and an object store answers slowly."""
 
 _LARGE = 32 << 20
-"""Bytes of a compressed row group from which on it is read through buffers, and not in one piece."""
+"""Compressed size in bytes from which a row group is read through buffers instead of in one piece."""
 
 _BUFFER = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class RowGroup:
-    """Attributes:
-    path: of its file, within the file system.
-    index: its number in the file.
-    rows: how many it has.
-    nbytes: its size in the file, of all columns.
+    """A row group.
+
+    Attributes:
+        path: its file's path within the file system.
+        index: its number in the file.
+        rows: number of rows.
+        nbytes: size of all columns in the file.
     """
 
     path: str
@@ -47,11 +49,11 @@ class RowGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """The Parquet files of one folder (or one file), in the order of their names.
+    """The Parquet files of one directory (or one file), sorted by name.
 
     Attributes:
-        url: as it was given, for messages.
-        schema: Arrow's, of the first file.
+        url: the given URL, for messages.
+        schema: Arrow's schema of the first file.
     """
 
     url: str
@@ -61,14 +63,14 @@ class Dataset:
 
     @classmethod
     def open(cls, url: str, filesystem: FileSystem | None = None, options: Options | None = None) -> Dataset:
-        """Reads the footers.
+        """Read the footers.
 
         Args:
             url: a path or URL; within ``filesystem`` if one is given.
 
         Raises:
             StoreError: there is nothing at ``url``, or it cannot be read.
-            DataError: there is no Parquet file in it, or files differ in their columns' types.
+            DataError: it contains no Parquet file, or files differ in their columns' types.
         """
         from pyarrow.parquet import ParquetFile
 
@@ -77,7 +79,7 @@ class Dataset:
             filesystem, path = open_filesystem(url, options)
         paths = list_files(filesystem, path, url)
         if not paths:
-            raise DataError(f"{url} holds no Parquet file")
+            raise DataError(f"{url} contains no Parquet file")
 
         def footer(path: str) -> FileMetaData:
             try:
@@ -106,7 +108,7 @@ class Dataset:
 
     @functools.cached_property
     def rows(self) -> NDArray[np.int64]:
-        """Rows of each row group."""
+        """Number of rows in each row group."""
         return np.array([group.rows for group in self.groups], np.int64)
 
     @property
@@ -115,7 +117,7 @@ class Dataset:
 
     @property
     def row_bytes(self) -> float:
-        """Bytes of a row on average, before compression."""
+        """Average size of a row in bytes, before compression."""
         total: int = sum(
             footer.row_group(index).total_byte_size
             for footer in self.footers.values()
@@ -124,8 +126,10 @@ class Dataset:
         return total / max(self.total_rows, 1)
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Raises:
-        DataError: there is no such column.
+        """Check that the columns exist.
+
+        Raises:
+            DataError: one does not.
         """
         unknown = [name for name in columns if name not in self.schema.names]
         if unknown:
@@ -134,7 +138,7 @@ class Dataset:
             )
 
     def sample(self, columns: Sequence[str], rows: int) -> dict[str, Array | CSR]:
-        """The first rows, ``rows`` at most."""
+        """Read the first rows, at most ``rows``."""
         group = next(group for group in self.groups if group.rows)
         with contextlib.closing(self.read(group, columns, rows, use_threads=False)) as chunks:
             chunk = next(chunks)
@@ -143,11 +147,11 @@ class Dataset:
     def read(
         self, group: RowGroup, columns: Sequence[str], chunk: int, *, use_threads: bool = True
     ) -> Generator[pa.RecordBatch, None, None]:
-        """The rows of a row group, ``chunk`` rows at a time.
+        """Yield the rows of a row group, ``chunk`` rows at a time.
 
         Raises:
-            StoreError: its file is no longer there.
-            DataError: the file is damaged behind a footer that is whole.
+            StoreError: its file no longer exists.
+            DataError: the file is damaged, although its footer is intact.
         """
         from pyarrow.parquet import ParquetFile
 
@@ -164,11 +168,13 @@ class Dataset:
         try:
             return self.filesystem.open_input_file(path)
         except FileNotFoundError as error:
-            raise StoreError(f"{path} is gone: {self.url} was deleted or replaced while it was being read") from error
+            raise StoreError(
+                f"{path} no longer exists: {self.url} was deleted or replaced while it was being read"
+            ) from error
 
 
 def list_files(filesystem: FileSystem, path: str, url: str) -> list[str]:
-    """Paths of the files at ``path``, sorted; those that Spark and Hadoop hide (``_SUCCESS``, ``.crc``) left out."""
+    """Return the sorted paths of the files at ``path``, without Spark's and Hadoop's hidden ones (``_SUCCESS``)."""
     from pyarrow.fs import FileSelector, FileType
 
     try:
@@ -195,7 +201,7 @@ def _kinds(schema: pa.Schema) -> list[tuple[str, Any]]:
 
 
 def _kind(kind: pa.DataType | None) -> Any:
-    """What has to be the same in all files of a type; programs differ in whether they call values nullable."""
+    """Return the part of a type that must be the same in all files; programs differ in marking values nullable."""
     import pyarrow as pa
 
     if kind is None:

@@ -1,4 +1,4 @@
-"""From a path or URL to a file system of ``pyarrow.fs`` and the path within it."""
+"""Conversion of a path or URL to a file system of ``pyarrow.fs`` and a path within it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Options = Mapping[str, Any]
 
 
 def local_url(path: str | os.PathLike[str]) -> str:
-    """A path without a scheme as a ``file://`` URL, made absolute; a URL as it is."""
+    """Convert a path without a scheme to an absolute ``file://`` URL; URLs are returned unchanged."""
     text = os.fspath(path)
     if "://" in text:
         return text
@@ -31,7 +31,7 @@ def scheme_of(url: str) -> str:
 
 
 def without_scheme(url: str) -> str:
-    """The path of a URL as a file system takes it: with its bucket or container, without its scheme."""
+    """Return the path of a URL as a file system takes it: with its bucket or container, without its scheme."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return url
@@ -41,15 +41,15 @@ def without_scheme(url: str) -> str:
 
 
 def open_filesystem(url: str, options: Options | None = None) -> tuple[FileSystem, str]:
-    """The file system that has ``url``, and the path within it.
+    """Return the file system of ``url``, and the path within it.
 
-    Local files are read by Arrow itself; ``hdfs://`` by Arrow's binding to libhdfs, with ``host``, ``port``, ``user``,
-    ``kerb_ticket`` and ``extra_conf`` among the options; all else by fsspec, to which the options go (s3fs, gcsfs and
-    adlfs are packages of their own).
+    Local files are read by Arrow itself; ``hdfs://`` by Arrow's binding to libhdfs, with the options ``host``,
+    ``port``, ``user``, ``kerb_ticket`` and ``extra_conf``; all others by fsspec, to which the options are passed (s3fs,
+    gcsfs and adlfs are separate packages).
 
     Raises:
-        ConfigError: no file system is known for this scheme.
-        MissingDependencyError: the package that fsspec needs for it is not installed, or libhdfs.
+        ConfigError: there is no file system for this scheme.
+        MissingDependencyError: libhdfs, or the package that fsspec needs for this scheme, is not installed.
         StoreError: HDFS does not answer.
     """
     from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
@@ -85,8 +85,8 @@ def _hdfs(url: str, options: Options) -> tuple[FileSystem, str]:
     except OSError as error:
         if any(name in str(error) for name in ("libhdfs", "libjvm")):
             advice = (
-                "Arrow reads HDFS by libhdfs, which HADOOP_HOME, JAVA_HOME and CLASSPATH (`hadoop classpath --glob`) "
-                "lead to, on all hosts"
+                "Arrow reads HDFS through libhdfs, which it finds by HADOOP_HOME, JAVA_HOME and CLASSPATH (`hadoop "
+                "classpath --glob`): set them on all hosts"
             )
             raise MissingDependencyError(f"{url} cannot be opened: {followed_by(error, advice)}") from error
         raise StoreError(f"{url} cannot be opened: {error}") from error

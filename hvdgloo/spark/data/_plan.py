@@ -1,8 +1,8 @@
-"""Who reads which rows in which batch: arithmetic on the row counts of row groups. No file is touched here.
+"""The assignment of rows to ranks and batches: arithmetic on the row counts of row groups, without reading any file.
 
-The rows of all row groups, in the epoch's order of row groups, are one line. Each rank reads an even cut of it, so a
-row group is divided at a rank's two ends at most, and any number of row groups will do. Since the cuts' lengths depend
-on the number of rows alone, a rank reads equally many rows in every epoch, and all ranks take equally many steps.
+The rows of all row groups, in the epoch's order of row groups, form one line. Each rank reads an even part of it, so
+only the row groups at a rank's two ends are divided, and any number of row groups will do. Since the parts' lengths
+depend only on the number of rows, a rank reads equally many rows in every epoch, and all ranks take equally many steps.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Piece:
 
 
 def bounds(total: int, rank: int, size: int) -> tuple[int, int]:
-    """Where in the line of ``total`` rows this rank begins, and where it ends."""
+    """Return the begin and end of this rank's part of the line of ``total`` rows."""
     return rank * total // size, (rank + 1) * total // size
 
 
 def order_of_groups(groups: int, seed: int, epoch: int, *, shuffle: bool) -> NDArray[np.int64]:
-    """Indices of all row groups in the order of this epoch; the same on all ranks."""
+    """Return the indices of all row groups in this epoch's order, which is the same on all ranks."""
     if not shuffle:
         return np.arange(groups)
     return np.random.default_rng([seed, epoch]).permutation(groups)
 
 
 def pieces(rows: NDArray[np.int64], order: NDArray[np.int64], rank: int, size: int) -> list[Piece]:
-    """This rank's cut of the line.
+    """Return this rank's part of the line.
 
     Args:
         rows: number of rows of each row group; may be 0.
@@ -52,7 +52,7 @@ def pieces(rows: NDArray[np.int64], order: NDArray[np.int64], rank: int, size: i
     found: list[Piece] = []
     if low == high:
         return found
-    # The first row group that ends behind the cut's beginning, and so on to the one that holds its end.
+    # From the row group that contains the part's begin to the one that contains its end.
     for position in range(int(np.searchsorted(ends, low, side="right")), len(order)):
         group = int(order[position])
         begin = int(ends[position]) - int(rows[group])
@@ -64,23 +64,23 @@ def pieces(rows: NDArray[np.int64], order: NDArray[np.int64], rank: int, size: i
 
 
 _ENOUGH = 2
-"""Rows over which something of a batch can be normalized."""
+"""The fewest rows over which a batch can be normalized."""
 
 
 def steps(total: int, size: int, batch_size: int) -> int:
-    """Batches of one pass over the data, the same number on every rank."""
+    """Return the number of batches in one pass over the data, which is the same on every rank."""
     if batch_size == 1:
-        # A rank with one row fewer could not fill the last batch of the others; they take two rows in it.
+        # A rank with one row fewer would have none for a further batch; the others take two rows in their last one.
         return total // size
     longest = -(-total // size)
     return -(-longest // batch_size)
 
 
 def batch_sizes(total: int, rank: int, size: int, batch_size: int) -> list[int]:
-    """Rows of each batch of one pass on this rank: full ones, and a short one at the end. None is empty.
+    """Return the rows of each batch in one pass on this rank: full batches, and a short one at the end, none empty.
 
-    Where the short one would have no row, or a single one, the batches before it give up a row each, or two, so that
-    it has two: layers that normalize over a batch refuse a single row. Where there is no way, it has one.
+    If the last batch would have fewer than two rows, the batches before it give up a row or two each, so that it has
+    two, since layers that normalize over a batch refuse a single row. If that is impossible, it has one.
 
     Raises:
         DataError: there are fewer rows than ranks.
@@ -105,7 +105,7 @@ def batch_sizes(total: int, rank: int, size: int, batch_size: int) -> list[int]:
 
 
 def windows(sizes: Sequence[int], rows: int) -> list[list[int]]:
-    """Divides a pass into windows of whole batches: up to ``rows`` rows in each, and at least one batch."""
+    """Divide a pass into windows of whole batches: up to ``rows`` rows in each, and at least one batch."""
     divided: list[list[int]] = []
     held = 0
     for size in sizes:

@@ -1,4 +1,4 @@
-"""Batches of a Parquet data set for one rank, shuffled, in bounded memory."""
+"""Reader of a Parquet data set for one rank: shuffled batches in bounded memory."""
 
 from __future__ import annotations
 
@@ -27,70 +27,70 @@ Batch = dict[str, Array]
 Window = dict[str, Column]
 
 _WINDOW = 256 << 20
-"""Bytes of a window at most, where its rows are not given."""
+"""Largest size in bytes of a window whose number of rows is not given."""
 
 _SEQUENTIAL = 16 << 20
-"""Bytes of a window that is not shuffled, and so need not be large."""
+"""Size in bytes of a window that is not shuffled, and so does not have to be large."""
 
 _CHUNK = 4 << 20
-"""Bytes that are decoded at a time."""
+"""Number of bytes that are decoded at a time."""
 
 _SAMPLE = 64
-"""Rows from which shapes and sizes are learnt."""
+"""Number of rows from which shapes and sizes are determined."""
 
 
 class ParquetBatches:
     """The batches of one rank: an iterable over ``{column: array}``, one epoch each time it is iterated over.
 
-    All ranks together read every row once in an epoch. Their numbers of rows differ by one at most, and all take the
-    same number of steps. Any Parquet files of flat columns will do, however many row groups they have: those that Spark
-    writes, with vectors too, and others'.
+    All ranks together read every row once per epoch. Their numbers of rows differ by at most one, and all take the same
+    number of steps. Any Parquet files of flat columns will do, with any number of row groups: files written by Spark,
+    including vectors, or by other programs.
 
-    An array in a batch has the batch's rows as its first dimension, and belongs to the caller. Scalars have no
-    further dimension, arrays and vectors (dense, sparse and mixed; float64) have one, binary values are ``bytes`` in an
-    array of objects. dtypes are the file's, unless ``dtype`` is given; decimal numbers are float64.
+    An array in a batch has the batch's rows as its first dimension, and belongs to the caller. Scalars have no further
+    dimension, arrays and vectors (dense, sparse and mixed; float64) have one, binary values are ``bytes`` in an array
+    of objects. dtypes are the file's, unless ``dtype`` is given; decimal numbers are float64.
 
-    With ``shuffle``, the order is a function of ``seed`` and epoch: row groups are read in a random order, the same for
-    all ranks, and rows are drawn at random from a window of those that come next. A thread fills the next window while
-    batches are drawn from this one: memory is two windows and what is being decoded, however large the data set is.
+    With ``shuffle``, the order depends on ``seed`` and epoch: row groups are read in a random order, the same for all
+    ranks, and rows are drawn at random from a window of the next ones. A thread fills the next window while batches are
+    drawn from the current one. So memory use is two windows plus the data being decoded, however large the data set.
 
-    Row groups of a data set that is no larger than one window stay in memory once they have been read, for the epochs
-    that follow; not if there is a ``transformation_fn``, which may be random.
+    Row groups of a data set that is no larger than one window stay in memory for later epochs once they have been read,
+    unless there is a ``transformation_fn``, which may be random.
 
     Args:
-        path: a folder or file: a local path, or a URL (``filesystem`` given: a path within it).
-        columns: those to read; None for all.
-        batch_size: rows of a batch; the last of an epoch may be shorter. (Where ``batch_size`` is 1 and a rank has one
+        path: a directory or file, as a local path or a URL; with ``filesystem``, a path within it.
+        columns: the columns to read; None for all.
+        batch_size: rows of a batch; the last of an epoch may be shorter. (If ``batch_size`` is 1 and a rank has one
             row fewer than others, the others' last batch has two.)
-        rank, size: of this reader among those that share the data set.
-        shuffle: False reads rows in the order of the files.
-        seed: of the order; 0 or larger.
-        shuffle_buffer_size: rows of the window; 0 is no shuffling; None is what fits into an eighth of the memory that
-            this process may use, and 256 MB at most.
-        inmemory_cache_all: keep this rank's rows in memory and only draw them in another order in each epoch. They are
-            then the same rows in all epochs.
-        steps_per_epoch: batches in an epoch, if not as many as there are: a larger number goes round into the next
-            shuffle, after a smaller one the next epoch goes on with another shuffle.
-        transformation_fn: is given a pandas DataFrame of some rows and returns one of the same rows; without parameters
-            it returns such a function.
-        edit_fields: what transformation_fn adds or changes: tuples of a name, a numpy dtype, a row's shape, and
+        rank, size: rank and number of the readers that share the data set.
+        shuffle: False to read rows in the order of the files.
+        seed: seed of the order; 0 or larger.
+        shuffle_buffer_size: rows of the window; 0 for no shuffling; None for as many as fit into an eighth of the
+            memory that this process may use, but at most 256 MB.
+        inmemory_cache_all: keep this rank's rows in memory and only change their order in each epoch. All epochs then
+            have the same rows.
+        steps_per_epoch: batches in an epoch, if not as many as there are. A larger number continues into the next
+            shuffle; after a smaller one the next epoch starts with another shuffle.
+        transformation_fn: takes a pandas DataFrame of some rows and returns one of the same rows; or a function
+            without parameters that returns such a function.
+        edit_fields: columns that transformation_fn adds or changes: tuples of a name, a numpy dtype, a row's shape, and
             whether it may be null.
-        removed_fields: names that transformation_fn needs and batches do not.
+        removed_fields: names of columns that transformation_fn needs but batches do not.
         num_workers: with more than one, columns are decoded by several threads.
-        dtype: of all numbers in batches. Windows hold them so, and half of float64's memory is enough for float32.
-        filesystem: of ``pyarrow.fs``.
-        storage_options: for fsspec, with a URL.
+        dtype: dtype of all numbers in batches, and in windows: float32 needs half of float64's memory.
+        filesystem: a file system of ``pyarrow.fs``.
+        storage_options: options for fsspec, with a URL.
 
     Attributes:
-        rows: of this rank in one pass over the data.
-        total_rows: of all ranks.
+        rows: this rank's number of rows in one pass over the data.
+        total_rows: all ranks' number of rows.
         schema: ``{column: (dtype, shape of a row)}`` of batches.
 
     Raises:
-        DataError: no Parquet file, unknown column, a column that is no number, fewer rows than ranks; while it is read:
-            a null, or rows of different lengths.
+        DataError: there is no Parquet file, a column is unknown or not numeric, or there are fewer rows than ranks;
+            during iteration: a null, or rows of different lengths.
         StoreError: there is nothing at ``path``.
-        ConfigError: an argument that cannot be used.
+        ConfigError: an argument cannot be used.
     """
 
     def __init__(
@@ -151,15 +151,15 @@ class ParquetBatches:
         self._fits = self.total_rows <= self._window and transformation_fn is None
 
     def __len__(self) -> int:
-        """Batches in an epoch: the same number on every rank."""
+        """Return the number of batches in an epoch, which is the same on every rank."""
         return self._steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch the next iteration is; without a call the epochs follow one another from 0."""
+        """Set the number of the epoch that the next iteration yields; without a call, epochs count from 0."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of the next epoch."""
+        """Yield the batches of the next epoch."""
         epoch, self._epoch = self._epoch, self._epoch + 1
         passes = -(-self._steps // len(self._sizes))
         batches = itertools.chain.from_iterable(
@@ -168,7 +168,7 @@ class ParquetBatches:
         return itertools.islice(batches, self._steps)
 
     def close(self) -> None:
-        """Frees the rows that are kept. Iterations end their threads themselves."""
+        """Free the rows that are kept. Iterations end their threads themselves."""
         self._all = self._held = None
 
     def __enter__(self) -> ParquetBatches:
@@ -180,7 +180,7 @@ class ParquetBatches:
         self.close()
 
     def _sample(self) -> tuple[dict[str, Array | CSR], int]:
-        """Some rows as batches have them, and how many bytes a row has at most."""
+        """Return some rows in the form of batches, and the average size of a row in bytes, rounded up."""
         sample = self._transformation(self._dataset.sample(self._columns, _SAMPLE))
         if not sample:
             raise DataError(f"no column of {self._dataset.url} is left to read")
@@ -199,7 +199,7 @@ class ParquetBatches:
         return min(_WINDOW, limit // 8 if limit else _WINDOW) // row_bytes
 
     def _pass(self, number: int) -> Iterator[Batch]:
-        """The batches of one pass over the data."""
+        """Yield the batches of one pass over the data."""
         if self._keep:
             yield from self._draw(self._kept(), self._sizes, number, 0)
             return
@@ -213,7 +213,7 @@ class ParquetBatches:
             contextlib.closing(self._fill(order, [sum(sizes) for sizes in divided])) as filled,
             ThreadPoolExecutor(1, "hvdgloo-reader") as thread,
         ):
-            # One window is filled while the last one is used. It was freed before that began: never are there three.
+            # The next window is filled while this one is used. The one before was freed first: there are never three.
             coming = thread.submit(next, filled)
             for index, sizes in enumerate(divided):
                 window = coming.result()
@@ -229,7 +229,7 @@ class ParquetBatches:
         return self._all
 
     def _looked_up(self, cut: Sequence[Piece]) -> tuple[Window, Indices]:
-        """All row groups that have been read, those of this cut among them, and where in them the cut's rows are."""
+        """Return the window of all row groups read so far, including this part's, and the part's rows in it."""
         held = self._held = self._held or _Held(self._room(self.total_rows))
         try:
             for piece in cut:
@@ -241,7 +241,7 @@ class ParquetBatches:
                     held.begins[piece.group] = held.rows
                     held.rows += len(whole)
         except BaseException:
-            self._held = None  # it may have a part of a row group
+            self._held = None  # it may contain an incomplete row group
             raise
         begins = held.begins
         return held.window, np.concatenate(
@@ -251,10 +251,10 @@ class ParquetBatches:
     def _draw(
         self, window: Window, sizes: Sequence[int], number: int, index: int, places: Indices | None = None
     ) -> Iterator[Batch]:
-        """Cuts a window into batches.
+        """Divide a window into batches.
 
         Args:
-            places: where in the window their rows are, if there are others in it.
+            places: indices of the batches' rows in the window, if it contains others, too.
         """
         rows = sum(sizes)
         if self._shuffle:
@@ -267,7 +267,7 @@ class ParquetBatches:
             begin += size
 
     def _fill(self, order: Any, sizes: Sequence[int]) -> Generator[Window, None, None]:
-        """Windows of these numbers of rows, from this rank's cut of the row groups in this order."""
+        """Yield windows of these numbers of rows, from this rank's part of the row groups in this order."""
         chunks = self._chunks(pieces(self._dataset.rows, order, self._rank, self._size))
         rest: dict[str, Array | CSR] = {}
         held = 0
@@ -287,14 +287,14 @@ class ParquetBatches:
             yield window
 
     def _room(self, rows: int) -> Window:
-        """An empty window."""
+        """Allocate an empty window."""
         return {
             name: Sparse(name, rows, dtype, *shape) if name in self._sparse else Dense(name, rows, dtype, shape)
             for name, (dtype, shape) in self.schema.items()
         }
 
     def _chunks(self, cut: Sequence[Piece]) -> Iterator[dict[str, Array | CSR]]:
-        """The rows of these pieces as arrays, after the transformation, some thousands at a time."""
+        """Yield the rows of these pieces as transformed arrays, some thousands at a time."""
         for piece in cut:
             group = self._dataset.groups[piece.group]
             position = 0
@@ -321,8 +321,8 @@ class _Held:
 
     Attributes:
         window: their rows, in the order in which they were read.
-        begins: where in it each row group begins.
-        rows: how many there are.
+        begins: index of each row group's first row in the window.
+        rows: number of rows in the window.
     """
 
     window: Window
@@ -331,7 +331,7 @@ class _Held:
 
 
 def _cast(values: Array | CSR, dtype: np.dtype[Any]) -> Array | CSR:
-    """Numbers in this type; binary values and strings as they are."""
+    """Convert numbers to this type; binary values and strings stay as they are."""
     if isinstance(values, CSR):
         return dataclasses.replace(values, values=values.values.astype(dtype))
     return values if values.dtype == object else values.astype(dtype)
@@ -354,9 +354,9 @@ def _check(
 ) -> None:
     for name, value in (("batch_size", batch_size), ("size", size), ("steps_per_epoch", steps_per_epoch)):
         if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it has to be at least 1")
+            raise ConfigError(f"{name}={value}: it must be at least 1")
     for name, value in (("seed", seed), ("shuffle_buffer_size", shuffle_buffer_size), ("num_workers", num_workers)):
         if value is not None and value < 0:
-            raise ConfigError(f"{name} is {value}; it cannot be negative")
+            raise ConfigError(f"{name}={value}: it cannot be negative")
     if not 0 <= rank < size:
-        raise ConfigError(f"rank is {rank}; with size {size} it has to be between 0 and {size - 1}")
+        raise ConfigError(f"rank={rank}: with size {size} it must be between 0 and {size - 1}")

@@ -1,4 +1,4 @@
-"""A user's function of a pandas DataFrame, between what is read and what is batched."""
+"""A user's function of pandas DataFrames, applied between reading and batching."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 EditField = tuple[str, Any, tuple[int | None, ...], bool]
-"""A column after the transformation: name, numpy dtype, shape of one row, and whether it may be null (it may not)."""
+"""A column after the transformation: name, numpy dtype, shape of one row, and whether it may be null (ignored)."""
 
 
 class Transformation:
-    """Calls the function and brings what it returns into arrays.
+    """Call of the function, with conversion of its result to arrays.
 
     Args:
-        function: of a DataFrame of some rows, which returns one of the same rows; or a function without parameters that
-            returns such a function.
+        function: takes a DataFrame of some rows, and returns one of the same rows; or a function without parameters
+            that returns such a function.
         edit_fields: columns that are added or changed.
         removed_fields: names of columns that are left out of batches.
 
@@ -44,23 +44,23 @@ class Transformation:
         self._removed = frozenset(removed_fields)
 
     def __call__(self, columns: dict[str, Array | CSR]) -> dict[str, Array | CSR]:
-        """Raises:
-        DataError: the function returns other rows, or columns of another shape than was said.
+        """Transform some rows.
+
+        Raises:
+            DataError: the function returned other rows, or columns of another shape than declared.
         """
         if self._function is None:
             return {name: values for name, values in columns.items() if name not in self._removed}
         try:
             import pandas as pd
         except ImportError as error:
-            raise MissingDependencyError(
-                "transformation_fn is given DataFrames of pandas: pip install pandas"
-            ) from error
+            raise MissingDependencyError("transformation_fn needs pandas: pip install pandas") from error
 
         rows = len(next(iter(columns.values())))
         dense = {
             name: values.dense(slice(None)) if isinstance(values, CSR) else values for name, values in columns.items()
         }
-        # A row of an array column is an array. Copied, since Arrow's memory cannot be written and a function may try.
+        # A row of an array column is an array. Copied, since Arrow's memory is read-only and a function may write.
         frame = pd.DataFrame(
             {name: list(values.copy()) if values.ndim > 1 else values.copy() for name, values in dense.items()}
         )
@@ -68,8 +68,8 @@ class Transformation:
         if not isinstance(changed, pd.DataFrame) or len(changed) != rows:
             what = f"{len(changed)} rows" if isinstance(changed, pd.DataFrame) else f"a {type(changed).__name__}"
             raise DataError(
-                f"transformation_fn was given {rows} rows and returned {what}: it has to return a DataFrame of the "
-                f"same rows, since the steps of an epoch are counted before"
+                f"transformation_fn was given {rows} rows and returned {what}: it must return a DataFrame of the same "
+                f"rows, since the steps of an epoch are counted in advance"
             )
         absent = [name for name in self._edited if name not in changed.columns and name not in self._removed]
         if absent:
@@ -92,16 +92,16 @@ class Transformation:
             except (TypeError, ValueError) as error:
                 raise DataError(
                     f"transformation_fn's column {name!r} has rows of shape {values.shape[1:]} and type "
-                    f"{values.dtype}; transformation_edit_fields says {shape} and {dtype}"
+                    f"{values.dtype}, but transformation_edit_fields declares {shape} and {dtype}"
                 ) from error
         return values
 
 
 def _parameters(function: Callable[..., Any]) -> int:
-    """How many arguments the function can be given by position."""
+    """Return the number of the function's positional parameters."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        # Built in, and so no constructor of a function.
+        # A built-in function, which does not return another function.
         return 1
     return sum(p.kind is not p.KEYWORD_ONLY and p.kind is not p.VAR_KEYWORD for p in parameters)

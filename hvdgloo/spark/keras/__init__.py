@@ -1,6 +1,6 @@
 """``import hvdgloo.spark.keras as hvd``: train Keras models on DataFrames, with ``KerasEstimator``.
 
-Names are imported when they are first used: ranks import what is beside this module, and need no Spark.
+Names are imported when they are first used: ranks import other modules of this package, and need no Spark.
 """
 
 from __future__ import annotations

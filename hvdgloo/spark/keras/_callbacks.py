@@ -1,6 +1,6 @@
-"""What the estimator adds to a rank's ``fit``: a checkpoint after each epoch, and the learning rate that it records.
+"""Callbacks that the estimator adds to a rank's ``fit``, for checkpoints after each epoch and their learning rate.
 
-Imports Keras: see ``_library``.
+This module imports Keras: see ``_library``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from hvdgloo.spark.keras._models import archive_of, array_of
 __all__ = ["EpochEnded", "EpochEnds", "History", "LearningRate", "Seeds", "Unscaled"]
 
 History = dict[str, list[Any]]
-"""What was measured, by name: a value for each epoch."""
+"""Metrics by name, each with a value for each epoch."""
 
 EpochEnded = Callable[[int, bytes], None]
 
 
 class LearningRate:
-    """An optimizer's learning rate, multiplied from now on by the number of ranks.
+    """An optimizer's learning rate, multiplied by the number of ranks from construction on.
 
-    All ranks together take batches that are larger by this factor. What is stored must not contain it: another run may
-    have another number of ranks.
+    The batches of all ranks together are larger by this factor. Stored optimizers must not contain it, since a later
+    run may have another number of ranks.
 
     Args:
-        optimizer: of either library; its rate is a number or a schedule.
+        optimizer: an optimizer of either library; its rate is a number or a schedule.
         factor: the number of ranks.
     """
 
@@ -45,13 +45,13 @@ class LearningRate:
         self._scaled = _scaled(library, rate, factor) if self._is_schedule else self._plain * factor
         self._optimizer.learning_rate = self._scaled
         if not self._is_schedule:
-            self._scaled = self._value()  # as the optimizer's precision has it
+            self._scaled = self._value()  # in the optimizer's precision
 
     @contextmanager
     def unscaled(self) -> Iterator[None]:
-        """While the optimizer is stored: it has the rate of one process."""
+        """Give the optimizer the rate for one process while the context lasts, in which it is stored."""
         now = self._scaled if self._is_schedule else self._value()
-        # What no callback has changed is restored exactly.
+        # A rate that no callback changed is restored exactly.
         plain = self._plain if self._is_schedule or now == self._scaled else now / self._factor
         self._optimizer.learning_rate = plain
         try:
@@ -69,7 +69,7 @@ def _scaled(library: Library, schedule: Any, factor: int) -> Any:
         return lambda: schedule() * factor
 
     class Scaled(base):  # type: ignore[misc, valid-type]
-        """A schedule times the number of ranks; never stored."""
+        """A schedule multiplied by the number of ranks; never stored."""
 
         def __call__(self, step: Any) -> Any:
             return schedule(step) * factor
@@ -81,11 +81,11 @@ def _scaled(library: Library, schedule: Any, factor: int) -> Any:
 
 
 class Seeds(ForTfKeras, keras.callbacks.Callback):
-    """Begins each epoch with random numbers of its own, so that a run that goes on drops what it would have dropped.
+    """Callback that sets new seeds for each epoch, so that a resumed run has the same dropout as an uninterrupted one.
 
     Args:
-        seed: of the training; not below 0.
-        rank: each has other numbers.
+        seed: the training's seed; not below 0.
+        rank: this rank, since each has its own random numbers.
     """
 
     def __init__(self, library: Library, seed: int, rank: int) -> None:
@@ -98,10 +98,10 @@ class Seeds(ForTfKeras, keras.callbacks.Callback):
 
 
 def set_seeds(library: Library, model: Any, entropy: Sequence[int]) -> None:
-    """Set the seeds of Python, numpy and the backend, and those of each of a model's layers.
+    """Set the seeds of Python, numpy, the backend, and each of a model's layers.
 
     Args:
-        entropy: numbers that are not below 0; others give other seeds.
+        entropy: numbers, not below 0, from which the seeds are derived.
     """
     generators = _stateful_generators(model) if library.name == "tf_keras" else _seed_states(model)
     own, *each = (np.random.SeedSequence(entropy).generate_state(1 + len(generators)) >> 1).tolist()
@@ -114,15 +114,14 @@ def set_seeds(library: Library, model: Any, entropy: Sequence[int]) -> None:
 
 
 def _seed_states(model: Any) -> list[Any]:
-    """The variables of Keras's SeedGenerators, which are not among a model's weights."""
+    """Return the variables of Keras's SeedGenerators, which are not among a model's weights."""
     return [variable for variable in model.variables if variable.name == "seed_generator_state"]
 
 
 def _stateful_generators(model: Any) -> list[Any]:
-    """TensorFlow's generators in a model of tf_keras.
+    """Return TensorFlow's generators in a tf_keras model, after making its layers use them.
 
-    Layers have them if they are asked to. Otherwise random numbers follow from how often a traced function has been
-    called, which nothing sets back.
+    By default random numbers depend on how often a traced function has been called, which cannot be reset.
     """
     found = []
     for layer in model.submodules:
@@ -130,7 +129,7 @@ def _stateful_generators(model: Any) -> list[Any]:
         if numbers is None or numbers._rng_type == numbers.RNG_STATELESS:
             continue
         if numbers._rng_type != numbers.RNG_STATEFUL:
-            # The type itself stays as it is: a layer's configuration has it, and goes into archives.
+            # The type itself is not changed, since it is part of the layer's configuration, which goes into archives.
             numbers.RNG_STATEFUL, numbers._built = numbers._rng_type, False
         numbers._maybe_init()
         found.append(numbers._generator)
@@ -138,11 +137,11 @@ def _stateful_generators(model: Any) -> list[Any]:
 
 
 class EpochEnds(ForTfKeras, keras.callbacks.Callback):
-    """Keeps the history, and reports each epoch. On the first rank only.
+    """Callback, on the first rank, that keeps the history and reports each epoch.
 
     Args:
-        history: what epochs before this run have left; added to.
-        ended: called with the number of whole epochs and the model's archive; None if nobody wants them.
+        history: the history of earlier epochs, to which new ones are added.
+        ended: called with the number of whole epochs and the model's archive; None if these are not needed.
     """
 
     def __init__(self, rate: LearningRate, history: History, ended: EpochEnded | None) -> None:
@@ -160,7 +159,7 @@ class EpochEnds(ForTfKeras, keras.callbacks.Callback):
 
 
 class Unscaled(ForTfKeras, keras.callbacks.Callback):
-    """Calls another callback, which stores the model, while the model has the learning rate of one process.
+    """Callback that calls another one, which stores the model, with the learning rate for one process set.
 
     Args:
         inner: the user's ``checkpoint_callback``.

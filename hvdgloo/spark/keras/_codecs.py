@@ -1,4 +1,4 @@
-"""How Keras's objects are saved with estimators and models: in Keras's own formats, and functions by cloudpickle."""
+"""Formats in which Keras objects are saved with estimators and models: Keras's own, and cloudpickle for functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class _CustomObjects(Codec):
-    """Classes and functions, if there are any."""
+    """Format of a possibly empty dictionary of classes and functions."""
 
     def encode(self, value: Any, instance: Any) -> Files:
         return super().encode(value, instance) if value else {"json": b"{}"}
@@ -28,14 +28,14 @@ class _CustomObjects(Codec):
 
 
 class _Model(Codec):
-    """A ``.keras`` archive, with the optimizer's state if the model is compiled."""
+    """Format of models: a ``.keras`` archive, with the optimizer's state if the model is compiled."""
 
     def encode(self, value: Any, instance: Any) -> Files:
         library = library_of_model(value)
         if not ensure_savable(value):
             logger.warning(
-                "%s is saved without its loss and metrics: among them is a lambda whose source is not on this machine; "
-                "use a function with a name, or compile the model again when it is loaded",
+                "%s is saved without its loss and metrics, since they include a lambda whose source is not on this "
+                "machine; use a named function, or compile the model again after loading it",
                 value.name,
             )
         return {"keras": archive_of(value), "json": json.dumps({"library": library.name}).encode()}
@@ -47,11 +47,11 @@ class _Model(Codec):
         except ConfigError:
             if trusted:
                 raise
-            raise Refused from None  # a Lambda; or it has classes that are in custom_objects, which are refused as well
+            raise Refused from None  # a Lambda, or classes from custom_objects, which are refused as well
 
 
 class _Objects(Codec):
-    """An optimizer, losses or metrics: JSON for names and for objects of Keras, cloudpickle where there are others."""
+    """Format of an optimizer, losses or metrics: JSON for names and Keras objects, cloudpickle if there are others."""
 
     def encode(self, value: Any, instance: Any) -> Files:
         owners = {owner.name for leaf in _leaves(value) if (owner := library_of(leaf)) is not None}

@@ -1,4 +1,4 @@
-"""How ``fit`` gets the batches of a reader. Imports Keras: see ``_library``."""
+"""Adapter from a reader's batches to the input of ``fit``. This module imports Keras: see ``_library``."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["Feed", "FollowEpochs", "feed_of"]
 
 
 class Feed(Protocol):
-    """What ``fit`` takes, in place of arrays.
+    """Input of ``fit``, in place of arrays.
 
     Attributes:
-        epoch: whose batches it gives.
+        epoch: number of the epoch whose batches it provides.
     """
 
     epoch: int
 
 
 def feed_of(library: Library, steps: int, batches: Callable[[int], Iterator[Any]], epoch: int) -> Feed:
-    """Batches that are read one after the other, as the indexed ones that ``fit`` can begin anew.
+    """Make sequentially read batches accessible by index, so that ``fit`` can restart an epoch.
 
-    Keras looks at the first batches before an epoch, and with some backends begins an epoch of validation again where
-    the last one has stopped: a generator, which cannot go back, would give it batches twice or not at all.
+    Keras looks at the first batches before an epoch, and with some backends restarts validation where the last epoch
+    stopped: a generator, which cannot go back, would provide batches twice or not at all.
 
     Args:
-        steps: how many batches an epoch has.
-        batches: begins to read an epoch, of which it is given the number.
-        epoch: the first one.
+        steps: number of batches in an epoch.
+        batches: starts reading the epoch with the given number.
+        epoch: number of the first epoch.
     """
     base: Any = library.module.utils.Sequence if library.name == "tf_keras" else library.module.utils.PyDataset
 
@@ -60,7 +60,7 @@ def feed_of(library: Library, steps: int, batches: Callable[[int], Iterator[Any]
 
 
 class FollowEpochs(ForTfKeras, keras.callbacks.Callback):
-    """Has a feed give the batches of the epoch that begins."""
+    """Callback that makes a feed provide the batches of the epoch that begins."""
 
     def __init__(self, feed: Feed) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How the columns of a batch become what a model takes, and what its outputs are compared with."""
+"""Conversion of a batch's columns to a model's inputs and targets."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Slot:
     """An input or an output of a model.
 
     Args:
-        name: for messages; and its key, where the model takes a dictionary.
-        shape: without the batch, None for a length that is free; None if the model does not say.
-        dtype: of numpy's names; None if the model does not say.
-        is_given: the shape is not the model's: the user said so.
-        takes_rows: an input of a shape that is not known is a row of numbers, so one number is a row of one.
+        name: name for messages, and the key where the model takes a dictionary.
+        shape: shape without the batch dimension, with None for any length; None if the model does not define it.
+        dtype: numpy's name of the dtype; None if the model does not define it.
+        is_given: True if the user gave the shape, not the model.
+        takes_rows: True if an input of unknown shape takes rows of numbers, so that a single number is a row of one.
     """
 
     name: str
@@ -41,23 +41,23 @@ class Side:
 
     Args:
         slots: one for each column.
-        keyed: whether the model has a dictionary of them.
+        keyed: True if the model has a dictionary of them.
     """
 
     slots: tuple[Slot, ...]
     keyed: bool
 
     def structure(self, arrays: Sequence[Array]) -> Any:
-        """One array as it is, several as a tuple or a dictionary."""
+        """Return a single array unchanged, and several as a tuple or a dictionary."""
         if self.keyed:
             return {slot.name: array for slot, array in zip(self.slots, arrays, strict=True)}
         return arrays[0] if len(arrays) == 1 else tuple(arrays)
 
     def arrays(self, structure: Any) -> list[Any]:
-        """The inverse of ``structure``, of what a model returns.
+        """Return a model's results as a list; the inverse of ``structure``.
 
         Raises:
-            ConfigError: (a ValueError) it is a dictionary in which the columns' names are not found.
+            ConfigError: (a ValueError) they are a dictionary without the columns' names.
         """
         if isinstance(structure, Mapping):
             names = [slot.name for slot in self.slots]
@@ -66,20 +66,20 @@ class Side:
             if len(names) == len(structure) == 1:
                 return list(structure.values())
             raise ConfigError(
-                f"the model returns a dictionary of {', '.join(map(repr, structure))}, and label_cols are "
-                f"{', '.join(map(repr, names))}: name its outputs as the labels, or return them in the labels' order"
+                f"the model returns a dictionary of {', '.join(map(repr, structure))}, but label_cols are "
+                f"{', '.join(map(repr, names))}: name its outputs like the labels, or return them in the labels' order"
             )
         return list(structure) if isinstance(structure, (list, tuple)) else [structure]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How columns become inputs and targets.
+    """Correspondence of columns to inputs and targets.
 
     Args:
-        inputs: of the feature columns.
-        targets: of the label columns; their shapes are those that labels are given where they fit.
-        floatx: the type of floating-point numbers that the library computes with.
+        inputs: the inputs for the feature columns.
+        targets: the targets for the label columns, which are reshaped to these shapes where they fit.
+        floatx: the library's default floating-point type.
     """
 
     inputs: Side
@@ -87,7 +87,7 @@ class Layout:
     floatx: str
 
     def features(self, columns: Sequence[Array]) -> Any:
-        """Inputs of a batch; columns have shape (rows,) or (rows, ...), inputs that of the model."""
+        """Return a batch's inputs in the model's shapes, from columns of shape (rows,) or (rows, ...)."""
         return self.inputs.structure(
             [
                 _reshaped(column, (1,) if slot.takes_rows and column.ndim == 1 else slot.shape).astype(
@@ -98,7 +98,7 @@ class Layout:
         )
 
     def labels(self, columns: Sequence[Array]) -> Any:
-        """Targets of a batch. A label that is not as large as the output (a class beside scores) keeps its shape."""
+        """Return a batch's targets. A label of another size than the output (a class for scores) keeps its shape."""
         return self.targets.structure(
             [
                 (_reshaped(column, slot.shape) if _fits(column, slot.shape) else column).astype(self.floatx, copy=False)
@@ -114,21 +114,20 @@ def layout_of(
     label_cols: Sequence[str],
     label_shapes: Sequence[Sequence[int]] | None,
 ) -> Layout:
-    """The layout of a model.
+    """Return the layout for a model.
 
     Args:
-        label_shapes: of each label, with or without a first -1 for the batch; None for those of the outputs.
+        label_shapes: each label's shape, with or without a first -1 for the batch; None for the outputs' shapes.
 
     Raises:
-        ConfigError: (a ValueError) there are more or fewer columns than inputs or outputs, or than ``label_shapes``.
+        ConfigError: (a ValueError) the number of columns differs from the inputs', outputs' or ``label_shapes``'.
     """
     inputs = _side(model, "input", "feature_cols", feature_cols)
     outputs = _side(model, "output", "label_cols", label_cols)
     if label_shapes is not None:
         if len(label_shapes) != len(label_cols):
             raise ConfigError(
-                f"label_shapes has {len(label_shapes)} shapes, and label_cols {len(label_cols)} columns; give one for "
-                "each"
+                f"label_shapes has {len(label_shapes)} shapes for {len(label_cols)} label_cols: give one for each label"
             )
         slots = [
             Slot(slot.name, tuple(shape[1:] if shape[:1] == [-1] else shape), slot.dtype, is_given=True)
@@ -141,13 +140,13 @@ def layout_of(
 def check_shapes(
     layout: Layout, sizes: Mapping[str, int | None], feature_cols: Sequence[str], label_cols: Sequence[str]
 ) -> None:
-    """Check that columns fit the inputs and, where the user gives shapes of labels, these.
+    """Check that columns fit the inputs and the labels' shapes, if the user gives any.
 
     Args:
-        sizes: how many numbers a row has, by column; None, or no entry, if that is not known.
+        sizes: number of values in a row, by column; None, or no entry, if unknown.
 
     Raises:
-        ConfigError: (a ValueError) naming a column, its size and the input's.
+        ConfigError: (a ValueError) a column does not fit; the text has its size and the input's.
     """
     for name, slot in zip(feature_cols, layout.inputs.slots, strict=True):
         _check_size(name, sizes.get(name), slot.shape, f"input {slot.name!r} of the model takes")
@@ -163,7 +162,7 @@ def _check_size(name: str, size: int | None, shape: Shape | None, whose: str) ->
     if known != size if None not in shape else not known or size % known:
         spelled = ", ".join("any" if length is None else str(length) for length in shape)
         raise ConfigError(
-            f"column {name!r} has {size} number{'s' * (size != 1)} in a row, and {whose} ({spelled}), which is {known}"
+            f"column {name!r} has {size} number{'s' * (size != 1)} in a row, but {whose} ({spelled}), which is {known}"
             f"{' times any number' if None in shape else ''}"
         )
 
@@ -171,7 +170,7 @@ def _check_size(name: str, size: int | None, shape: Shape | None, whose: str) ->
 def _side(model: Any, what: str, argument: str, columns: Sequence[str]) -> Side:
     try:
         structure = getattr(model, what)
-    except (AttributeError, ValueError):  # a Sequential; a model that is a class of the user's, or that is not built
+    except (AttributeError, ValueError):  # a Sequential, a model of the user's own class, or one that is not built
         structure = getattr(model, f"{what}s", None)
     keyed = isinstance(structure, Mapping)
     if structure is None:
@@ -184,7 +183,7 @@ def _side(model: Any, what: str, argument: str, columns: Sequence[str]) -> Side:
         named = [(tensor.name, tensor) for tensor in tensors]
     if len(named) != len(columns):
         raise ConfigError(
-            f"{argument} has {len(columns)} columns, {', '.join(columns)}, and the model {len(named)} {what}s, "
+            f"{argument} has {len(columns)} columns, {', '.join(columns)}, but the model has {len(named)} {what}s, "
             f"{', '.join(name for name, _ in named)}; give one column for each"
         )
     return Side(tuple(Slot(name, tuple(tensor.shape[1:]), _dtype(tensor)) for name, tensor in named), keyed)
@@ -198,9 +197,9 @@ def _unknown(columns: Sequence[str], takes_rows: Sequence[bool] = ()) -> tuple[S
 
 
 def _called_with(model: Any, columns: Sequence[str]) -> Side:
-    """The inputs of a model of the user's own class, from what Keras remembers of its first call.
+    """Return the inputs of a model of the user's own class, from Keras's record of its first call.
 
-    That may have been on other rows than those that come, so it tells only the number of axes.
+    That call may have been on other rows than the data's, so only the number of axes is used.
     """
     shapes = (model.get_build_config() or {}).get("input_shape")
     keyed = False
@@ -219,7 +218,7 @@ def _is_shape(value: Any) -> bool:
 
 def _dtype(tensor: Any) -> str | None:
     name = str(getattr(tensor.dtype, "name", tensor.dtype))
-    return name if name in np.sctypeDict else None  # bfloat16 is not, and Keras casts to it
+    return name if name in np.sctypeDict else None  # bfloat16 is not in it; Keras casts to it
 
 
 def _reshaped(column: Array, shape: Shape | None) -> Array:

@@ -1,7 +1,7 @@
-"""The two libraries that are called Keras: Keras 3 on one of its backends, and tf_keras, which is Keras 2.
+"""The two libraries called Keras: Keras 3 on one of its backends, and tf_keras, which is Keras 2.
 
-An estimator's model, optimizer, losses and metrics belong to one of them. Ranks must use the same one, on the same
-backend, and Keras chooses its backend when it is imported. So this module imports neither of them: a rank calls
+An estimator's model, optimizer, losses and metrics belong to one of them. Ranks must use the same library on the same
+backend, and Keras chooses its backend when it is imported. So this module imports neither: a rank calls
 ``Library.use()`` before it unpickles anything that does.
 """
 
@@ -20,11 +20,11 @@ _NAMES = ("keras", "tf_keras")
 
 @dataclass(frozen=True)
 class Library:
-    """One of the libraries, in the way that one process uses it.
+    """One of the libraries, with the backend that a process uses.
 
     Args:
-        name: of its module, ``"keras"`` or ``"tf_keras"``.
-        backend: ``"tensorflow"``, ``"torch"`` or ``"jax"``; of tf_keras always ``"tensorflow"``.
+        name: the module's name, ``"keras"`` or ``"tf_keras"``.
+        backend: ``"tensorflow"``, ``"torch"`` or ``"jax"``; for tf_keras always ``"tensorflow"``.
     """
 
     name: str
@@ -32,43 +32,43 @@ class Library:
 
     @property
     def module(self) -> Any:
-        """The library itself, imported when it is first asked for."""
+        """The library's module, imported at first use."""
         return importlib.import_module(self.name)
 
     @property
     def floatx(self) -> str:
-        """The type of floating-point numbers that it computes with by default."""
+        """The library's default floating-point type."""
         return str(self.module.backend.floatx())
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that make a new process use it."""
-        # With the second one, a model's code finds tf_keras as tf.keras.
+        """Environment variables that make a new process use this library and backend."""
+        # The second one lets a model's code find tf_keras as tf.keras.
         return {"KERAS_BACKEND": self.backend, **({"TF_USE_LEGACY_KERAS": "1"} if self.name == "tf_keras" else {})}
 
     @classmethod
     def here(cls, name: str) -> Library:
-        """The library of this name, in the way that this process uses it.
+        """Return the library of this name, with this process's backend.
 
         Raises:
             ConfigError: (a ValueError) it is neither of the two; the name may have been read from a file.
             MissingDependencyError: it is not installed.
         """
         if name not in _NAMES:
-            raise ConfigError(f"this belongs to {name!r}, and a KerasEstimator knows {' and '.join(_NAMES)} only")
+            raise ConfigError(f"this object belongs to {name!r}, but a KerasEstimator needs {' or '.join(_NAMES)}")
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
-            raise MissingDependencyError(f"this belongs to {name}, which is not installed here") from error
+            raise MissingDependencyError(f"this object belongs to {name}, which is not installed here") from error
         return cls(name, "tensorflow" if name == "tf_keras" else module.backend.backend())
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Name for messages."""
         return "tf_keras" if self.name == "tf_keras" else f"Keras 3 on {self.backend}"
 
     def use(self) -> None:
-        """Make this process use the library in this way. To be called before anything imports it.
+        """Make this process use the library with this backend. Must be called before anything imports it.
 
         Raises:
             ConfigError: (a ValueError) this process has already imported Keras with another backend.
@@ -83,11 +83,11 @@ class Library:
             importlib.import_module(self.name)
         except ModuleNotFoundError as error:
             raise MissingDependencyError(
-                f"the model is one of {self.title}, and {error.name} is not installed where it is to be used"
+                f"the model belongs to {self.title}, but {error.name} is not installed on this host"
             ) from error
         if backend != self.backend:
             raise ConfigError(
-                f"the model is one of {self.title}, and this process has imported Keras on {backend}; set "
+                f"the model belongs to {self.title}, but this process has imported Keras on {backend}; set "
                 f"KERAS_BACKEND={self.backend}"
             )
         if is_first and backend != "tensorflow":
@@ -95,14 +95,14 @@ class Library:
 
 
 def _look_for_tensorflow(keras: Any) -> None:
-    """Have Keras find out that it need not expect tensors of TensorFlow.
+    """Make Keras conclude that TensorFlow is not installed, and so not expect its tensors.
 
-    It does so when it first saves or loads something, by importing TensorFlow if it is installed: seconds, and hundreds
-    of MB, in every rank and Python worker that has another backend. What imports it afterwards gets it as ever.
+    Otherwise Keras imports an installed TensorFlow when it first saves or loads something, which takes seconds and
+    hundreds of MB in every rank and Python worker with another backend. Later imports of TensorFlow work as usual.
     """
     if "tensorflow" in sys.modules:
         return
-    sys.modules["tensorflow"] = None  # type: ignore[assignment] # which makes an import of it fail
+    sys.modules["tensorflow"] = None  # type: ignore[assignment] # makes importing it fail
     try:
         keras.saving.serialize_keras_object(keras.layers.Flatten())
     finally:
@@ -110,10 +110,10 @@ def _look_for_tensorflow(keras: Any) -> None:
 
 
 def library_of(value: Any) -> Library | None:
-    """The library to which a model, an optimizer, a loss, a metric or a callback belongs; None if to neither.
+    """Return the library of a model, optimizer, loss, metric or callback; None if it belongs to neither.
 
     Raises:
-        MissingDependencyError: it belongs to an older Keras than 3.
+        MissingDependencyError: it belongs to a Keras older than 3.
     """
     for base in type(value).__mro__:
         name = base.__module__.partition(".")[0]
@@ -121,7 +121,7 @@ def library_of(value: Any) -> Library | None:
             continue
         if name == "keras" and int((version := importlib.import_module(name).__version__).partition(".")[0]) < 3:
             raise MissingDependencyError(
-                f"KerasEstimator needs Keras 3 or tf_keras, and Keras {version} is installed: pip install --upgrade "
+                f"KerasEstimator needs Keras 3 or tf_keras, but Keras {version} is installed: pip install --upgrade "
                 "'hvdgloo[keras]'"
             )
         return Library.here(name)
@@ -129,7 +129,7 @@ def library_of(value: Any) -> Library | None:
 
 
 def library_of_model(model: Any) -> Library:
-    """The library of a model.
+    """Return a model's library.
 
     Raises:
         ConfigError: (a ValueError) it is not a model of Keras 3 or tf_keras.

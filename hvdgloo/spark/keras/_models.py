@@ -1,7 +1,7 @@
-"""Models, and what they are compiled with, as bytes and values that travel between processes.
+"""Conversion of models and their compilation to bytes and values that can be sent to other processes.
 
-A model travels and is stored as a ``.keras`` archive, which either library reads back whole. What it is compiled with
-travels as classes and their configurations: a loss may be a function, which an archive can only name.
+A model is sent and stored as a ``.keras`` archive, which both libraries read back completely. Its optimizer, losses and
+metrics are sent as classes and configurations, since a loss may be a function, which an archive can only name.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 _HDF5 = b"\x89HDF"
 _NUMBERED = re.compile(r"_\d+(?=/|$)")
 _KEPT = ("jit_compile", "run_eagerly", "steps_per_execution", "weighted_metrics")
-"""What a compiled model keeps when it is given another optimizer, loss or metrics."""
+"""Arguments of compile() that a model keeps when it is given another optimizer, loss or metrics."""
 
 _OF_COMPILE = ("accuracy", "acc", "crossentropy", "ce")
-"""Names of metrics that only compile() knows: what they are depends on the model's output and loss."""
+"""Names of metrics that only compile() knows, since their meaning depends on the model's output and loss."""
 
 
 # Models.
 
 
 def archive_of(model: Any) -> bytes:
-    """A model, and its optimizer's state if it is compiled, as the bytes of a ``.keras`` file.
+    """Convert a model, with its optimizer's state if it is compiled, to the bytes of a ``.keras`` file.
 
     Raises:
         ConfigError: (a ValueError) the library cannot save it.
@@ -56,19 +56,19 @@ def archive_of(model: Any) -> bytes:
                 model.save(path)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ConfigError(
-                f"{model.name} cannot be saved, and is sent to the ranks as it would be saved: {error}"
+                f"{model.name} cannot be saved, as it must be to be sent to the ranks: {error}"
             ) from error
         return path.read_bytes()
 
 
 def ensure_savable(model: Any) -> bool:
-    """Have a model saved even while it is compiled with a lambda whose source is not on this machine.
+    """Make sure that a model can be saved even if it is compiled with a lambda whose source is not on this machine.
 
-    Keras quotes a lambda's source in a warning, and fails where there is none: the lambda comes from a notebook on
-    another host, or from a saved estimator. The model is then saved as if it were compiled with its optimizer only.
+    Keras quotes a lambda's source in a warning, and fails if there is none, since the lambda comes from a notebook on
+    another host or from a saved estimator. The model is then saved as if it were compiled with its optimizer only.
 
     Returns:
-        Whether it is saved with all that it is compiled with.
+        True if it will be saved with its whole compilation.
     """
     compile_config = type(model).get_compile_config
     saving = library_of_model(model).module.saving
@@ -76,7 +76,7 @@ def ensure_savable(model: Any) -> bool:
     def with_its_optimizer() -> Any:
         try:
             return compile_config(model)
-        except OSError:  # inspect has not found the source
+        except OSError:  # inspect did not find the source
             return {"optimizer": saving.serialize_keras_object(model.optimizer)}
 
     with _silent_about_lambdas():
@@ -85,21 +85,21 @@ def ensure_savable(model: Any) -> bool:
         except OSError:
             model.get_compile_config = with_its_optimizer
             return False
-        except Exception:  # noqa: BLE001 - whoever saves the model is told
+        except Exception:  # noqa: BLE001 - saving the model will raise it again
             return True
     return True
 
 
 @contextmanager
 def _silent_about_lambdas() -> Iterator[None]:
-    # A loss may well be one: it does not travel in the archive.
+    # The warning is irrelevant: a loss may be a lambda, which is not sent in the archive.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
         yield
 
 
 def model_of(library: Library, data: bytes, custom_objects: Mapping[str, Any]) -> Any:
-    """The model of a ``.keras`` or ``.h5`` file's bytes, not compiled, and from a source that is trusted.
+    """Load a model from a ``.keras`` or ``.h5`` file's bytes, without compiling it, from a trusted source.
 
     Raises:
         ConfigError: (a ValueError) the library cannot read it.
@@ -108,24 +108,26 @@ def model_of(library: Library, data: bytes, custom_objects: Mapping[str, Any]) -
 
 
 def loaded_model(library: Library, data: bytes, custom_objects: Mapping[str, Any], *, trusted: bool) -> Any:
-    """The same, compiled as it was saved if that is possible.
+    """Load a model like ``model_of``, but compiled as it was saved, if that is possible.
 
     Args:
-        trusted: whether functions in it may be unmarshalled, which a ``Lambda`` needs.
+        trusted: allow unmarshalling functions, which a ``Lambda`` needs.
 
     Raises:
-        ConfigError: (a ValueError) the library cannot read it; it is not trusted, and has such functions or is not a
+        ConfigError: (a ValueError) the library cannot read it, or it is not trusted and has such functions or is not a
             ``.keras`` archive.
     """
     if not trusted and (data.startswith(_HDF5) or not zipfile.is_zipfile(io.BytesIO(data))):
-        # In its older formats tf_keras unmarshals functions whatever safe_mode says.
-        raise ConfigError("this is not a .keras archive, and other files of models are read only if they are trusted")
+        # In its older formats tf_keras unmarshals functions regardless of safe_mode.
+        raise ConfigError("this is not a .keras archive; model files of other formats are read only with trusted=True")
     try:
         return _loaded(library, data, custom_objects, compile=True, trusted=trusted)
     except ConfigError:
         model = _loaded(library, data, custom_objects, compile=False, trusted=trusted)
     logger.warning(
-        "%s is not compiled: what it was compiled with is not known here; name it in custom_objects=", model.name
+        "%s is not compiled, since classes or functions that it was compiled with are not known here; name them in "
+        "custom_objects=",
+        model.name,
     )
     return model
 
@@ -140,16 +142,16 @@ def _loaded(library: Library, data: bytes, custom_objects: Mapping[str, Any], *,
                 path, custom_objects=dict(custom_objects), compile=compile, safe_mode=not trusted
             )
         except (TypeError, ValueError, OSError) as error:
-            advice = "if it has classes or functions of its own, name them in custom_objects="
-            if "objects could not be loaded" in str(error):  # all are known, and weights are missing
-                advice = "before a model of your own class is saved, it has to be called on some rows"
+            advice = "if it has custom classes or functions, name them in custom_objects="
+            if "objects could not be loaded" in str(error):  # all classes are known, but weights are missing
+                advice = "a model of your own class must be called on some rows before it is saved"
             raise ConfigError(
                 f"this is not a model that {library.title} can load: {followed_by(_reason(error), advice)}"
             ) from error
 
 
 def _reason(error: BaseException) -> str:
-    """What the library met first, without the model's whole configuration, which it adds at every level."""
+    """Return the library's original error, without the model's whole configuration, which it adds at every level."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     return str(error).partition(" Full object config:")[0]
@@ -158,11 +160,11 @@ def _reason(error: BaseException) -> str:
 def build(model: Any, names: Sequence[str], floatx: str, rows: Callable[[], Sequence[Array]]) -> None:
     """Build a model that does not know its inputs' shapes yet, by calling it on the data's first rows.
 
-    ``model.build`` is not enough: Keras saves a model of one's own class without its layers' weights after it.
+    ``model.build`` is not enough: after it, Keras saves a model of a custom class without its layers' weights.
 
     Args:
-        names: of the feature columns.
-        floatx: the type of floating-point numbers that the library computes with.
+        names: names of the feature columns.
+        floatx: the library's default floating-point type.
         rows: returns some rows, an array for each of the columns.
 
     Raises:
@@ -170,7 +172,7 @@ def build(model: Any, names: Sequence[str], floatx: str, rows: Callable[[], Sequ
     """
     if is_built(model):
         return
-    # As Keras has always had it for models that it builds: a number is a row of one number.
+    # Single numbers are passed as rows of one number, as Keras always did for models that it builds.
     columns = [column.reshape(len(column), -1) if column.ndim == 1 else column for column in rows()]
     columns = [column.astype(floatx) for column in columns]
     first: Exception | None = None
@@ -179,46 +181,46 @@ def build(model: Any, names: Sequence[str], floatx: str, rows: Callable[[], Sequ
             model(given)
         except Exception as error:  # noqa: BLE001 - the model's code is the user's
             first = first or error
-            model.built = False  # which a call that fails half-way leaves True
+            model.built = False  # a call that fails halfway leaves it True
         else:
             return
     assert first is not None
     shapes = ", ".join(f"{name!r} of shape {column.shape}" for name, column in zip(names, columns, strict=True))
-    advice = "begin it with keras.Input, or call it on some rows, in the way in which it takes them"
+    advice = "begin it with keras.Input, or call it on some rows in the form that it accepts"
     raise ConfigError(
-        f"{model.name} is not built, and cannot be called on the data's first rows, {shapes}: "
+        f"{model.name} is not built and cannot be called on the data's first rows, {shapes}: "
         f"{followed_by(_in_short(first), advice)}"
     ) from first
 
 
 def is_built(model: Any) -> bool:
-    """Tell whether all of a model's weights are there."""
+    """Return whether all of a model's weights exist."""
     if not model.built:
         return False
     return getattr(model, "inputs", None) is not None or all(layer.built for layer in model.layers)
 
 
 def _in_short(error: Exception) -> str:
-    """The reason why a call of a model failed, without colours, and without the arguments that Keras lists."""
+    """Return the reason why a call of a model failed, without colours and without Keras's list of arguments."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", _reason(error)).partition("\n\nArguments received")[0]
     return " ".join(text.split())
 
 
 def load_weights(model: Any, data: bytes) -> None:
-    """Give a model what a file of the same model's weights has, the bytes of an HDF5 file."""
+    """Load a model's weights from the bytes of an HDF5 file of the same model's weights."""
     with tempfile.TemporaryDirectory() as folder:
-        # Libraries tell their present format and their older one apart by the ending.
+        # The libraries distinguish their current and older formats by the file extension.
         path = Path(folder, "model.h5" if "layer_names" in _attributes_of(data) else "model.weights.h5")
         path.write_bytes(data)
         model.load_weights(path)
 
 
 def whole_model(data: bytes, model: Any, custom_objects: Mapping[str, Any]) -> bytes:
-    """A file of a model: ``data`` itself, or if that has only weights, the archive of ``model`` with these weights.
+    """Return a whole model's file: ``data`` itself, or the archive of ``model`` with the weights from ``data``.
 
     Args:
-        data: of a ``.keras`` or HDF5 file.
-        model: it stays as it is; not needed for a file of a whole model.
+        data: content of a ``.keras`` or HDF5 file.
+        model: the model for a file of weights only; it is not changed.
 
     Raises:
         ConfigError: (a ValueError) the weights are another model's.
@@ -230,12 +232,12 @@ def whole_model(data: bytes, model: Any, custom_objects: Mapping[str, Any]) -> b
     try:
         load_weights(filled, data)
     except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"the file has weights of another model than {model.name}: {error}") from error
+        raise ConfigError(f"the file contains weights of another model than {model.name}: {error}") from error
     return archive_of(filled)
 
 
 def _attributes_of(data: bytes) -> set[str]:
-    """Names of the attributes of an HDF5 file: ``model_config`` if it has a whole model."""
+    """Return the names of an HDF5 file's attributes, including ``model_config`` if it contains a whole model."""
     import h5py
 
     with h5py.File(io.BytesIO(data), "r") as file:
@@ -243,9 +245,9 @@ def _attributes_of(data: bytes) -> set[str]:
 
 
 def load_state(model: Any, data: bytes) -> None:
-    """Give a compiled model the weights and the optimizer's state of an archive of the same model.
+    """Load a compiled model's weights and optimizer state from an archive of the same model.
 
-    Gradients that had only been added up are left out where the two add up over different numbers of steps.
+    Accumulated gradients are dropped if the two accumulate over different numbers of steps.
     """
     own = model.optimizer
     passes = getattr(own, "gradient_accumulation_steps", None)
@@ -258,7 +260,7 @@ def load_state(model: Any, data: bytes) -> None:
             model.load_weights(path)
             set_rate(own, config.get("learning_rate"))
             return
-        # Keras would leave all of the state out, because there are more or fewer variables.
+        # Keras would drop the whole state, because the numbers of variables differ.
         plain: Any = next(base for base in type(own).__mro__ if "_hvd_options" not in vars(base))
         other = plain.from_config({**own.get_config(), "gradient_accumulation_steps": saved})
         other.build(model.trainable_variables)
@@ -272,9 +274,9 @@ def load_state(model: Any, data: bytes) -> None:
 
 
 def signature_of(model: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a model's weights, without its own name and the numbers that tell its layers apart.
+    """Return names and shapes of a model's weights, without its own name and its layers' numbers.
 
-    Keras counts the layers of a kind in a process: the same program, run again in a notebook, has others.
+    Keras numbers the layers of each kind in a process, so the same code run again in a notebook gets other numbers.
     """
     names = [getattr(weight, "path", weight.name).partition(":")[0] for weight in model.weights]
     own = f"{model.name}/"
@@ -285,7 +287,7 @@ def signature_of(model: Any) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def registered_objects(library: Library) -> dict[str, Any]:
-    """What the program has registered with the library, by the names that archives use."""
+    """Return the objects that the program registered with the library, by their names in archives."""
     known = library.module.saving.get_custom_objects()
     return {
         name: value
@@ -295,10 +297,10 @@ def registered_objects(library: Library) -> dict[str, Any]:
 
 
 def register(library: Library, names: Mapping[str, Any]) -> None:
-    """Register here what the program has registered, of what ``registered_objects`` found there.
+    """Register objects that ``registered_objects`` found in the program, in this process, too.
 
-    A class of the program's main module, or of a notebook, comes without having been imported, so that nothing has
-    registered it; and a model with it would be saved under a name that the program does not know.
+    A class from the program's main module or a notebook arrives by pickle, without being registered by an import, and
+    a model with it would be saved under a name that the program does not know.
     """
     known = library.module.saving.get_custom_objects()
     for name, value in names.items():
@@ -307,32 +309,32 @@ def register(library: Library, names: Mapping[str, Any]) -> None:
             library.module.saving.register_keras_serializable(package, short)(value)
 
 
-# What they are compiled with.
+# Compilation.
 
 
 @dataclass(frozen=True)
 class Part:
-    """An optimizer, a loss or a metric: its class, and the configuration that makes another one."""
+    """An optimizer, a loss or a metric as its class and configuration, from which another one can be made."""
 
     kind: type
     config: Mapping[str, Any]
 
     def make(self) -> Any:
-        """A new one."""
+        """Make a new object."""
         kind: Any = self.kind
         return kind.from_config(dict(self.config))
 
 
 def is_part(value: Any) -> bool:
-    """Whether it is an object that its class can make again from its configuration."""
+    """Return whether ``value`` is an object that its class can make again from its configuration."""
     return not isinstance(value, type) and hasattr(value, "get_config") and hasattr(value, "from_config")
 
 
 def parts_of(value: Any) -> Any:
-    """A structure of losses or metrics with ``Part`` in place of the library's objects; names and functions stay.
+    """Replace the library's objects by ``Part`` in a structure of losses or metrics; names and functions stay.
 
     Raises:
-        ConfigError: (a ValueError) a class, which stands for an object of it, takes arguments.
+        ConfigError: (a ValueError) a class, given instead of an object, requires arguments.
     """
     if isinstance(value, Mapping):
         return {name: parts_of(each) for name, each in value.items()}
@@ -342,14 +344,14 @@ def parts_of(value: Any) -> Any:
         try:
             value = value()
         except TypeError as error:
-            raise ConfigError(f"{value.__name__} is a class: give an object of it. {error}") from error
+            raise ConfigError(f"{value.__name__} is a class: give an instance of it. {error}") from error
     if is_part(value):
         return Part(type(value), value.get_config())
     return value
 
 
 def made_of(value: Any) -> Any:
-    """The inverse of ``parts_of``, with new objects."""
+    """Replace each ``Part`` by a new object; the inverse of ``parts_of``."""
     if isinstance(value, Part):
         return value.make()
     if isinstance(value, dict):
@@ -361,12 +363,12 @@ def made_of(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Compilation:
-    """The arguments of ``compile``, and the state that the optimizer has.
+    """The arguments of ``compile``, and the optimizer's state.
 
     Args:
-        optimizer: what makes it.
-        state: the values of its variables; empty if it has none yet.
-        loss, loss_weights, metrics: as ``compile`` takes them, with ``Part`` for objects of the library.
+        optimizer: class and configuration of the optimizer.
+        state: values of its variables; empty if it has none yet.
+        loss, loss_weights, metrics: as ``compile`` takes them, with ``Part`` for the library's objects.
         options: other arguments of ``compile``.
     """
 
@@ -378,10 +380,10 @@ class Compilation:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def compile(self, library: Library, model: Any, custom_objects: Mapping[str, Any], wrap: Any = None) -> None:
-        """Compile a built model, with an optimizer that has its state.
+        """Compile a built model, and restore the optimizer's state.
 
         Args:
-            wrap: a function of the optimizer that returns the one to be used.
+            wrap: converts the optimizer to the one to use.
         """
         with library.module.saving.custom_object_scope(dict(custom_objects)):
             optimizer = self.optimizer.make()
@@ -393,7 +395,7 @@ class Compilation:
                 **{name: made_of(value) for name, value in self.options.items()},
             )
         build_optimizer(model)
-        ensure_savable(model)  # by the user's callbacks
+        ensure_savable(model)  # since the user's callbacks may save it
         if self.state:
             for variable, value in zip(variables_of(model.optimizer), self.state, strict=True):
                 variable.assign(value)
@@ -407,15 +409,15 @@ def compilation_of(
     loss_weights: Sequence[float] | None = None,
     metrics: Any = None,
 ) -> Compilation:
-    """What a model is to be compiled with: what is given, and for the rest what it has been compiled with.
+    """Return the compilation for a model: the given arguments, and otherwise the model's own.
 
     Args:
         optimizer: an object, a name or a configuration, as ``compile`` takes it.
         loss, metrics: as ``compile`` takes them; None or empty for the model's own.
 
     Raises:
-        ConfigError: (a ValueError) neither gives an optimizer or a loss; the optimizer is of another library, has been
-            distributed already, or is unknown.
+        ConfigError: (a ValueError) there is no optimizer or no loss, or the optimizer belongs to another library, is
+            already distributed, or is unknown.
     """
     own: dict[str, Any] = dict(model.get_compile_config() or {}) if _is_compiled(model) else {}
     chosen = optimizer if optimizer is not None else getattr(model, "optimizer", None) if own else None
@@ -425,7 +427,7 @@ def compilation_of(
         try:
             chosen = library.module.optimizers.get(chosen)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"optimizer={optimizer!r} is none that {library.title} knows: {error}") from error
+            raise ConfigError(f"optimizer={optimizer!r}: {library.title} does not know it: {error}") from error
     _check_optimizer(library, chosen)
     has_loss = loss is not None and not (isinstance(loss, (list, dict)) and not loss)
     chosen_loss = loss if has_loss else getattr(model, "loss", None) if own else None
@@ -445,16 +447,16 @@ def compilation_of(
 
 
 def check_names(library: Library, what: str, given: Any, custom_objects: Mapping[str, Any]) -> None:
-    """Find names that the library does not know, in a structure of losses or metrics.
+    """Refuse names that the library does not know, in a structure of losses or metrics.
 
     Args:
         what: ``loss`` or ``metrics``.
 
     Raises:
-        ConfigError: (a ValueError) there is one; the text has it.
+        ConfigError: (a ValueError) there is such a name; it is in the text.
     """
     if isinstance(given, (list, tuple, dict)):
-        if "class_name" not in given:  # else it is a configuration
+        if "class_name" not in given:  # otherwise it is a configuration
             for each in given.values() if isinstance(given, dict) else given:
                 check_names(library, what, each, custom_objects)
     elif isinstance(given, str) and not (what == "metrics" and given.lower() in _OF_COMPILE):
@@ -463,33 +465,33 @@ def check_names(library: Library, what: str, given: Any, custom_objects: Mapping
             try:
                 known.get(given)
             except (TypeError, ValueError) as error:
-                raise ConfigError(f"{what}: {given!r} is none that {library.title} knows: {error}") from error
+                raise ConfigError(f"{what}={given!r}: {library.title} does not know it: {error}") from error
 
 
 def variables_of(optimizer: Any) -> list[Any]:
-    """An optimizer's variables, its learning rate among them, without those in which gradients add up."""
+    """Return an optimizer's variables, including its learning rate, but without accumulated gradients."""
     variables = getattr(optimizer, "variables", ())
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     sums = {id(variable) for variable in getattr(inner, "_accumulated_gradients", ())}
-    # Those of tf_keras are a list that can be called.
+    # In tf_keras they are a callable list.
     return [each for each in (variables() if callable(variables) else variables) if id(each) not in sums]
 
 
 def array_of(variable: Any) -> np.ndarray[Any, Any]:
-    """The value of a variable of either library."""
+    """Return the value of a variable of either library."""
     from hvdgloo.keras._functions import array_of as value
 
     return value(variable)
 
 
 def rate_of(optimizer: Any) -> float | None:
-    """An optimizer's learning rate; None if it is a schedule."""
+    """Return an optimizer's learning rate; None if it is a schedule."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return None if _has_schedule(inner) else float(array_of(inner.learning_rate))
 
 
 def set_rate(optimizer: Any, rate: Any) -> None:
-    """Set the learning rate, which is no part of the state that tf_keras stores, unless either is a schedule."""
+    """Set the learning rate, unless either is a schedule: it is not part of the state that tf_keras stores."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if isinstance(rate, (int, float)) and not _has_schedule(inner):
         inner.learning_rate = rate
@@ -500,7 +502,7 @@ def _has_schedule(optimizer: Any) -> bool:
 
 
 def build_optimizer(model: Any) -> None:
-    """Give a compiled model's optimizer the variables that it otherwise gets with its first step."""
+    """Create the variables of a compiled model's optimizer, which otherwise happens at its first step."""
     optimizer = model.optimizer
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if hasattr(optimizer, "build"):
@@ -528,11 +530,13 @@ def _check_optimizer(library: Library, optimizer: Any) -> None:
     owner = library_of(optimizer)
     if owner is None or owner.name != library.name or not hasattr(optimizer, "apply_gradients"):
         what = type(optimizer).__name__ if owner is None else f"{type(optimizer).__name__} of {owner.title}"
-        raise ConfigError(f"the model is one of {library.title}, and optimizer= is {what}; use one of the same library")
+        raise ConfigError(
+            f"the model belongs to {library.title}, but optimizer= is {what}; use one of the same library"
+        )
     if hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_hvd"):
-        raise ConfigError("optimizer= has been distributed already; give the plain one, which every rank distributes")
+        raise ConfigError("optimizer= is already distributed; give the plain one, which every rank distributes")
 
 
 def _plain(library: Library, config: Any) -> Any:
-    """What is in a compile configuration, with ``Part`` for objects."""
+    """Convert a part of a compile configuration, with ``Part`` for objects."""
     return parts_of(library.module.saving.deserialize_keras_object(config, safe_mode=False))

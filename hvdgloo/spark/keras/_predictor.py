@@ -1,4 +1,4 @@
-"""A Keras model as Spark's Python workers load it for ``transform``."""
+"""A Keras model in the form that Spark's Python workers load for ``transform``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class KerasPredictor:
-    """A model that can be sent.
+    """A model that can be pickled.
 
     Args:
-        library: to be used before ``packed`` is unpickled, which may import it.
+        library: the library to set up before ``packed`` is unpickled, which may import it.
         archive: the model.
-        packed: by cloudpickle, what names in the archive stand for, and a ``Layout``.
+        packed: the archive's custom objects and a ``Layout``, pickled by cloudpickle.
     """
 
     library: Library
@@ -32,7 +32,7 @@ class KerasPredictor:
     packed: bytes
 
     def load(self) -> Callable[[list[Array]], list[Array]]:
-        """A function from columns to columns, of shapes (rows,) or (rows, ...).
+        """Return a function from columns to columns, of shapes (rows,) or (rows, ...).
 
         Raises:
             ConfigError: (a ValueError) this process has imported Keras on another backend, or the model cannot be read.
@@ -45,7 +45,7 @@ class KerasPredictor:
 
 
 def applying(model: Any, layout: Layout) -> Callable[[list[Array]], list[Array]]:
-    """The function from columns to columns that a model is."""
+    """Return a function from columns to columns that applies a model."""
 
     def apply(columns: list[Array]) -> list[Array]:
         outputs = model.predict_on_batch(layout.features(columns))

@@ -1,6 +1,6 @@
-"""What each rank of a KerasEstimator's job does.
+"""The code that each rank of a KerasEstimator's job runs.
 
-Keras is imported only when it is known which one, and on which backend.
+Keras is imported only when the library and its backend are known.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """What ranks need beside what every estimator's ranks need.
+    """Keras's part of the instructions for ranks, in addition to ``Training``.
 
     Args:
-        model: its archive; it is built.
-        compilation: what it is compiled with.
-        layout: how columns become inputs and targets.
-        custom_objects: what names in the archive stand for.
-        callbacks, checkpoint_callback: the user's.
+        model: archive of the built model.
+        compilation: its compilation.
+        layout: correspondence of columns to inputs and targets.
+        custom_objects: classes and functions by their names in the archive.
+        callbacks, checkpoint_callback: the user's callbacks.
     """
 
     model: bytes
@@ -66,13 +66,13 @@ class Job:
 
 
 def train(library: Library, packed: bytes, training: Training) -> TrainingResult | None:
-    """Train on one rank; the first one returns what came of it.
+    """Train on one rank; the first rank returns the result.
 
     Args:
-        library: to be used before ``packed`` is unpickled, which imports it.
-        packed: a ``Job``, by cloudpickle.
+        library: the library to set up before ``packed`` is unpickled, which imports it.
+        packed: a ``Job``, pickled by cloudpickle.
     """
-    # A backend that calls this in its own process may have an hvd of its own.
+    # A backend that calls this in its own process may have initialized hvd itself.
     own = not hvdgloo.numpy.is_initialized()
     if own:
         hvdgloo.numpy.init()
@@ -107,20 +107,20 @@ class _Rank:
         self.rank, self.size = hvdgloo.numpy.rank(), hvdgloo.numpy.size()
 
     def train(self) -> TrainingResult | None:
-        # Those that import Keras.
+        # These modules import Keras.
         from hvdgloo.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
         from hvdgloo.spark.keras._callbacks import EpochEnds, LearningRate, Seeds, Unscaled
         from hvdgloo.spark.keras._feeding import FollowEpochs, feed_of
 
         job, training = self.job, self.training
-        # Of what is random before the first epoch; weights are broadcast.
+        # For random numbers before the first epoch; weights are broadcast.
         self.library.module.utils.set_random_seed(training.seed + self.rank)
         model = model_of(self.library, job.model, job.custom_objects)
         job.compilation.compile(self.library, model, job.custom_objects, wrap=self._distributed)
         checkpoint = training.resume() if self.rank == 0 else None
         if checkpoint is not None:
             load_state(model, checkpoint.archive)
-        # The rate as well: it is none of the variables of tf_keras's optimizers, which are broadcast.
+        # Including the rate, which is not among the variables of tf_keras's optimizers, which are broadcast.
         resumed = (checkpoint.epoch, checkpoint.history) if checkpoint is not None else (0, {})
         done, history, plain_rate = hvdgloo.numpy.broadcast_object((*resumed, rate_of(model.optimizer)))
         set_rate(model.optimizer, plain_rate)
@@ -179,7 +179,7 @@ class _Rank:
         )
 
     def _users_callbacks(self, files: RunFiles | None) -> list[Any]:
-        """The user's callbacks. TensorBoard is for the first rank alone, and writes into the run's folder."""
+        """Return the user's callbacks; TensorBoard's only on the first rank, where it writes to the run's directory."""
         kind = self.library.module.callbacks.TensorBoard
         kept = []
         for callback in self.job.callbacks:
@@ -187,7 +187,7 @@ class _Rank:
                 if self.rank:
                     continue
                 if not _logs.are_possible():
-                    logger.warning("TensorBoard is not installed, so its callback is left out: pip install tensorboard")
+                    logger.warning("TensorBoard is not installed, so its callback is skipped: pip install tensorboard")
                     continue
                 if files is not None:
                     callback.log_dir = files.logs
@@ -216,7 +216,7 @@ class _Rank:
         return arranged if batch.weights is None else (*arranged, batch.weights.astype(layout.floatx, copy=False))
 
     def _outputs(self, model: Any, reader: Reader) -> tuple[tuple[int, ...], ...]:
-        """The shape of each output without the batch, as the model has it for some rows."""
+        """Return the shape of each output without the batch dimension, by applying the model to a row."""
         batch = next(reader.epoch(0))
         predicted = model.predict_on_batch(self.job.layout.features([column[:1] for column in batch.features]))
         return tuple(tuple(array.shape[1:]) for array in self.job.layout.targets.arrays(predicted))

@@ -1,4 +1,4 @@
-"""What the first rank leaves in a run's folder beside the checkpoint: logs, and what the user's callback saves."""
+"""The first rank's files in a run's directory, next to the checkpoint: logs, and the user's callback's model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["RunFiles"]
 
 
 class RunFiles:
-    """A folder of this machine, brought to the store after every epoch. A context manager, on the first rank.
+    """A local directory that is copied to the store after every epoch. A context manager, on the first rank.
 
     Args:
-        training: whose store keeps runs.
+        training: a training whose store keeps runs.
     """
 
     def __init__(self, training: Training) -> None:
@@ -41,14 +41,14 @@ class RunFiles:
                 self.sync()
 
     def sync(self) -> None:
-        """Bring what has changed to the store."""
+        """Copy the directory's files to the store."""
         self._store.sync(self.folder)
 
     def write_logs(self, epoch: int, values: Mapping[str, Any]) -> None:
-        """Log the values of an epoch, if TensorBoard is installed, as its callback would; those named ``val_*`` apart.
+        """Log the values of an epoch as TensorBoard's callback would, if it is installed; ``val_*`` values separately.
 
         Args:
-            epoch: from 0.
+            epoch: the epoch's number, from 0.
         """
         if not _logs.are_possible():
             return
@@ -63,11 +63,11 @@ class RunFiles:
         self._scalars[1].write(epoch, {f"epoch_{name}": value for name, value in measured.items()})
 
     def keep(self, callback: Any, history: Mapping[str, Sequence[float]]) -> str:
-        """Have a callback save into this folder, and know the best of earlier epochs.
+        """Have a callback save into this directory, and tell it the best value of earlier epochs.
 
         Args:
-            callback: a ModelCheckpoint, or one that has a ``filepath`` as well.
-            history: of earlier epochs of the run.
+            callback: a ModelCheckpoint, or another callback with a ``filepath``.
+            history: metrics of earlier epochs of the run.
 
         Returns:
             the name of its file.
@@ -75,7 +75,7 @@ class RunFiles:
         ending = ".weights.h5" if getattr(callback, "save_weights_only", False) else ".keras"
         name = os.path.basename(getattr(callback, "filepath", None) or f"best{ending}")
         if "{" in name:
-            # Keras would fill in the epoch or a metric, and what is returned is looked for under one name.
+            # Keras would fill in the epoch or a metric, but the file is looked for under one name.
             name = f"best{ending}"
         if name == self._training.checkpoint_filename:
             name = f"best_{name}"
@@ -88,7 +88,7 @@ class RunFiles:
         return name
 
     def saved(self, name: str) -> bytes | None:
-        """What a callback has saved under this name, now or in an earlier part of the run; None if nothing."""
+        """Return the file that a callback saved under this name, now or in an earlier part of the run; None if none."""
         path = os.path.join(self.folder, name)
         if os.path.exists(path):
             with open(path, "rb") as file:

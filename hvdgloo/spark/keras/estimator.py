@@ -37,7 +37,7 @@ __all__ = ["KerasEstimator", "KerasModel"]
 
 
 class KerasEstimator(HorovodEstimator):
-    """Trains a Keras model on a DataFrame, on several ranks.
+    """Estimator that trains a Keras model on a DataFrame, on several ranks.
 
     ::
 
@@ -49,23 +49,23 @@ class KerasEstimator(HorovodEstimator):
         trained = estimator.fit(train_df)
         predictions = trained.transform(test_df)
 
-    The learning rate is multiplied by the number of ranks while it trains; checkpoints and the model that ``fit``
-    returns have the one that was given. Gradients of ``backward_passes_per_step`` batches are averaged.
+    The learning rate is multiplied by the number of ranks during training; checkpoints and the model that ``fit``
+    returns have the given rate. Gradients of ``backward_passes_per_step`` batches are averaged.
 
-    The model may be one of Keras 3, on any of its backends, or of tf_keras; ranks use the same. Its inputs are the
+    The model may belong to Keras 3, on any of its backends, or to tf_keras; ranks use the same. Its inputs are the
     feature columns in their order, reshaped to the inputs' shapes, and its outputs are compared with the label columns,
-    reshaped to the outputs' shapes where they have as many numbers, or to ``label_shapes``. Where inputs or outputs are
-    a dictionary whose keys are the columns' names, they go by name.
+    reshaped to the outputs' shapes if they have as many numbers, or to ``label_shapes``. If inputs or outputs are a
+    dictionary whose keys are the columns' names, they are matched by name.
 
     A run's checkpoint is a ``.keras`` file that ``keras.models.load_model`` reads. With a ``checkpoint_callback``, a
-    ModelCheckpoint or ``hvd.callbacks.BestModelCheckpoint``, ``fit`` returns the model that this has saved. Callbacks
-    are called on all ranks, after metrics have been averaged over them; TensorBoard only on the first. If TensorBoard
-    is installed, the history goes to the run's logs in any case.
+    ModelCheckpoint or ``hvd.callbacks.BestModelCheckpoint``, ``fit`` returns the model that this callback saved.
+    Callbacks are called on all ranks, with metrics averaged over the ranks; TensorBoard only on the first. If
+    TensorBoard is installed, the history is written to the run's logs in any case.
 
     Args:
-        custom_objects: classes and functions that the model's configuration names.
-        optimizer, loss, metrics: may be left out for a model that has been compiled with them.
-        backend_env: variables for the ranks.
+        custom_objects: custom classes and functions in the model's configuration, by name.
+        optimizer, loss, metrics: may be omitted for a compiled model.
+        backend_env: environment variables for the ranks.
         num_proc, model, backend, store, loss_weights, sample_weight_col, gradient_compression, feature_cols,
             label_cols, validation, callbacks, batch_size, epochs, verbose, shuffle_buffer_size,
             partitions_per_process, run_id, train_steps_per_epoch, validation_steps_per_epoch, transformation_fn,
@@ -80,9 +80,11 @@ class KerasEstimator(HorovodEstimator):
     _checkpoint_filename: ClassVar[str] = "checkpoint.keras"
     _codecs: ClassVar[Mapping[str, Codec]] = _codecs.OF_ESTIMATORS
 
-    custom_objects = parameter("custom_objects", "classes and functions that the model's configuration names")
-    checkpoint_callback = parameter("checkpoint_callback", "saves the model that fit() returns, beside the checkpoints")
-    backend_env = parameter("backend_env", "variables for the ranks")
+    custom_objects = parameter("custom_objects", "custom classes and functions in the model's configuration, by name")
+    checkpoint_callback = parameter(
+        "checkpoint_callback", "callback that saves the model that fit() returns, in addition to the checkpoints"
+    )
+    backend_env = parameter("backend_env", "environment variables for the ranks")
 
     @keyword_only
     def __init__(
@@ -160,20 +162,20 @@ class KerasEstimator(HorovodEstimator):
         return dict(self._value("backend_env") or {})
 
     def get_model_class(self) -> type[KerasModel]:
-        """The class of what ``fit`` returns."""
+        """Return the class of the model that ``fit`` returns."""
         return KerasModel
 
     def get_model_shapes(self) -> tuple[list[tuple[int | None, ...]], list[tuple[int | None, ...]]]:
-        """The shapes of the model's inputs and outputs, with None for the batch."""
+        """Return the shapes of the model's inputs and outputs, with None for the batch dimension."""
         model = self.getModel()
         return [tuple(each.shape) for each in model.inputs], [tuple(each.shape) for each in model.outputs]
 
-    # What the base asks.
+    # Hooks of the base class.
 
     def _check_settings(self) -> None:
         super()._check_settings()
         library = self._library()
-        self._compilation()  # says what is absent
+        self._compilation()  # raises an error if something is missing
         for what, given in (("loss", self.getLoss()), ("metrics", self.getMetrics())):
             check_names(library, what, given, self.getCustomObjects())
         callbacks = [("callbacks", each) for each in self.getCallbacks()]
@@ -181,12 +183,12 @@ class KerasEstimator(HorovodEstimator):
             callbacks.append(("checkpoint_callback", self.getCheckpointCallback()))
         for what, callback in callbacks:
             if isinstance(callback, type) or not callable(getattr(callback, "on_epoch_end", None)):
-                raise ConfigError(f"{what}: {callback!r} is no object of a callback's class")
+                raise ConfigError(f"{what}: {callback!r} is not a callback: give an instance of a callback's class")
             owner = library_of(callback)
-            # Those of hvdgloo, and the user's that derive from Keras 3's, serve both.
+            # hvdgloo's callbacks, and the user's that derive from Keras 3's, work with both libraries.
             if library.name == "keras" and owner is not None and owner.name != "keras":
                 raise ConfigError(
-                    f"the model is one of {library.title}, and the callback {type(callback).__name__} of {owner.title}"
+                    f"the model belongs to {library.title}, but the callback {type(callback).__name__} to {owner.title}"
                 )
 
     def _check_model(self, data: DataShapes, rows: Rows) -> None:
@@ -257,20 +259,20 @@ class KerasEstimator(HorovodEstimator):
 class KerasModel(HorovodModel):
     """A trained Keras model: ``transform`` adds a column with its output for each label.
 
-    ``getModel()`` is the model itself, compiled with the optimizer that it was trained with; ``getHistory()`` a list of
-    values for each metric, one for each epoch of the run.
+    ``getModel()`` returns the model itself, compiled with the optimizer with which it was trained; ``getHistory()`` a
+    list of values for each metric, one for each epoch of the run.
 
     Args:
         history, model, feature_columns, label_columns, run_id: see ``explainParams()``.
-        custom_objects: classes and functions that the model's configuration names.
-        _metadata: of the columns; None for a model that is put together by hand.
-        _floatx: the type of floating-point numbers; by default that of Keras.
+        custom_objects: custom classes and functions in the model's configuration, by name.
+        _metadata: the columns' metadata; None for a model assembled by hand.
+        _floatx: floating-point type; by default Keras's.
     """
 
     _codecs: ClassVar[Mapping[str, Codec]] = _codecs.OF_MODELS
 
-    custom_objects = parameter("custom_objects", "classes and functions that the model's configuration names")
-    _floatx = parameter("_floatx", "the type of floating-point numbers")
+    custom_objects = parameter("custom_objects", "custom classes and functions in the model's configuration, by name")
+    _floatx = parameter("_floatx", "floating-point type")
 
     @keyword_only
     def __init__(
@@ -310,7 +312,7 @@ class KerasModel(HorovodModel):
         layout = self._layout()
         known = [[size or 1 for size in slot.shape] for slot in layout.inputs.slots if slot.shape is not None]
         if len(known) < len(layout.inputs.slots):
-            raise ConfigError(f"{self.getModel().name} does not say what shapes its inputs have: give _metadata=")
+            raise ConfigError(f"{self.getModel().name} does not define its inputs' shapes: give _metadata=")
         zeros = [np.zeros((1, *shape), layout.floatx) for shape in known]
         return [array.shape[1:] for array in applying(self.getModel(), layout)(zeros)]
 

@@ -1,1 +1,1 @@
-"""What TensorFlow's part of hvdgloo has for Spark: ``compute_worker``."""
+"""Spark support of TensorFlow's front-end: ``compute_worker``."""

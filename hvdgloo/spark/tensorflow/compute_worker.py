@@ -1,8 +1,8 @@
 """A data service's compute job on Spark: ``python -m hvdgloo.spark.tensorflow.compute_worker FILE``.
 
 The driver runs the service's registry and writes the configuration, with which the training job finds it, to FILE.
-Beside each of Spark's tasks runs a tf.data worker, and beside the first ones dispatchers unless those are on the
-training side. All end when the training job shuts the service down, or with an error when it is gone.
+A tf.data worker runs next to each of Spark's tasks, and dispatchers next to the first ones unless these are on the
+training side. All end when the training job shuts the service down, or with an error when the training job is lost.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
     """Run the compute job in as many processes as Spark runs tasks at once, from the service's start to its end.
 
     Args:
-        dispatchers: how many; the job's processes are divided evenly among them.
+        dispatchers: number of dispatchers, among which the job's processes are divided evenly.
         dispatcher_side: ``"compute"`` or ``"training"``, the job that runs them.
-        configfile: where the configuration is written, on the driver's machine; removed at the end.
+        configfile: path of the configuration on the driver's machine; removed at the end.
         timeout: seconds; see ``TfDataServiceConfig``.
 
     Raises:
-        ConfigError: (a ValueError) a value that cannot be used; the number of processes is not a multiple of
-            dispatchers.
+        ConfigError: (a ValueError) a value cannot be used, or the number of processes is not a multiple of
+            ``dispatchers``.
         DataServiceError: as for ``compute_worker_fn``.
         LaunchError: there is no active SparkContext, or tasks did not start in time.
         JobFailedError: a process was killed, or the Spark job was cancelled.
@@ -43,8 +43,8 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
     each = workers_per_dispatcher(size, dispatchers)
     key = generate_secret()
     with ExitStack() as stack:
-        Path(configfile).unlink(missing_ok=True)  # of a service that was killed
-        # Executors and the training job may be anywhere: whoever comes tries one address after the other.
+        Path(configfile).unlink(missing_ok=True)  # may be left over from a service that was killed
+        # Executors and the training job may be anywhere, so clients try one address after the other.
         addresses = interfaces.own_addresses()
         own = [*interfaces.candidates(addresses, InterfaceFilter()), *(each for each in addresses if each.loopback)]
         registry = stack.enter_context(RendezvousServer(secret=key, size=size, bind=[each.address for each in own]))

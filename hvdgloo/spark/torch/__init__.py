@@ -9,7 +9,7 @@
     model = estimator.fit(train_df)
     predictions = model.transform(test_df)
 
-The names are resolved when they are first used: ranks import modules of this package, and need no Spark.
+Names are imported when they are first used: ranks import other modules of this package, and need no Spark.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How torch's values are saved: tensors as ``torch.save`` writes them, code as pickles.
+"""Formats in which torch's values are saved: tensors by ``torch.save``, code as pickles.
 
-What a module computes is code, so a module can only be pickled. Its tensors are kept out of that pickle: who gives
-``load`` a module needs no pickle, and the weights are readable by ``torch.load(weights_only=True)``.
+A module consists of code, so it can only be pickled. Its tensors are kept out of the pickle, so that ``load`` needs no
+pickle if it is given a module, and ``torch.load(weights_only=True)`` can read the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _read(data: bytes) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Leaves tensors out, and collects them."""
+    """Pickler that leaves tensors out, and collects them."""
 
     def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
         super().__init__(file)
@@ -43,7 +43,7 @@ class _Pickler(cloudpickle.Pickler):
         if id(value) in self._names:
             place: str | int = self._names[id(value)]
         else:
-            # Kept alive by the list, so that no other tensor gets its id.
+            # The list keeps the tensor alive, so that no other one gets its id.
             place = self._places.setdefault(id(value), len(self.others))
             if place == len(self.others):
                 self.others.append(value)
@@ -68,7 +68,7 @@ class _Unpickler(cloudpickle.pickle.Unpickler):
 
 
 class ModuleCodec(Codec):
-    """``structure.pkl``: the module without its tensors; ``weights.pt``: its state dict, and tensors beside that."""
+    """Format of modules: ``structure.pkl`` without tensors, ``weights.pt`` with the state dict and other tensors."""
 
     def encode(self, value: Any, instance: Any) -> Files:
         state = value.state_dict(keep_vars=True)
@@ -92,7 +92,7 @@ class ModuleCodec(Codec):
         try:
             given.load_state_dict(_read(files["weights.pt"])["state"])
         except RuntimeError as error:
-            raise ConfigError(f"the saved weights are of another model than the one that was given: {error}") from error
+            raise ConfigError(f"the saved weights do not fit the given model: {error}") from error
         return given
 
 
@@ -101,11 +101,11 @@ _OPTIMIZERS: Mapping[str, Any] = {
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
 }
-"""The classes that a file may name: whoever wrote it does not choose what else is called."""
+"""Classes that a file may name, so that its author cannot have anything else called."""
 
 
 class OptimizerCodec(Codec):
-    """Which class, over which of the model's parameters, with which state: no pickle for torch's own classes."""
+    """Format of optimizers: name, parameters and state for torch's own classes; otherwise a pickle."""
 
     def encode(self, value: Any, instance: Any) -> Files:
         model = instance.getModel()
@@ -137,7 +137,7 @@ class OptimizerCodec(Codec):
         kind = _OPTIMIZERS.get(facts["class"])
         if kind is None:
             raise ConfigError(
-                f"the saved optimizer is {facts['class']!r}, which is no optimizer of torch {torch.__version__}; give "
+                f"the saved optimizer is {facts['class']!r}, which torch {torch.__version__} does not have; give "
                 "another one: load(path, optimizer=...)"
             )
         optimizer = kind(groups, **facts["defaults"])
@@ -146,7 +146,7 @@ class OptimizerCodec(Codec):
 
 
 def _transplanted(optimizer: Any, old: Any, new: Any) -> Any:
-    """The optimizer over the parameters of the model that was loaded, instead of those that came with its pickle."""
+    """Move an optimizer from the parameters in its own pickle to the loaded model's, and return it."""
     if old is not None:
         own = dict(new.named_parameters())
         replacement = {id(each): own[name] for name, each in old.named_parameters() if name in own}

@@ -1,4 +1,4 @@
-"""Losses and metrics of several labels, as ``TorchEstimator`` combines them."""
+"""Combination of the losses and metrics of several labels, for ``TorchEstimator``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def as_list(value: Any) -> list[Any]:
 
 
 def for_each_label(name: str, given: Any, labels: Sequence[str]) -> list[Any]:
-    """One thing for all labels, or a list with one for each, as a list with one for each.
+    """Return a list with one function for each label, from a single one or such a list.
 
     Raises:
-        ConfigError: the list is of another length, or something in it is not callable, or a class of losses.
+        ConfigError: the list has another length, or contains something that is not callable or is a class of losses.
     """
     values = as_list(given)
     if len(values) == 1:
@@ -35,12 +35,12 @@ def for_each_label(name: str, given: Any, labels: Sequence[str]) -> list[Any]:
         if not callable(value):
             raise ConfigError(f"{name}={given!r}: {value!r} is not a function")
         if name != "loss_constructors" and isinstance(value, type) and issubclass(value, torch.nn.Module):
-            raise ConfigError(f"{name}: {value.__name__} is a class: give an object of it, {value.__name__}()")
+            raise ConfigError(f"{name}: {value.__name__} is a class: give an instance of it, {value.__name__}()")
     return values
 
 
 def constructed(constructors: Sequence[Callable[..., Loss]], offered: dict[str, Any]) -> list[Loss]:
-    """What constructors of losses return, each called with those of the offered values whose names it takes."""
+    """Call constructors of losses, each with the offered values that its parameters name, and return the losses."""
     losses = []
     for constructor in constructors:
         losses.append(constructor(**{name: offered[name] for name in _taken(constructor) if name in offered}))
@@ -48,13 +48,17 @@ def constructed(constructors: Sequence[Callable[..., Loss]], offered: dict[str, 
 
 
 def check_constructor(constructor: Callable[..., Loss], offered: Sequence[str]) -> None:
-    """Raises:
-    ConfigError: the constructor needs something that nobody offers it.
+    """Check that a constructor of losses requires only offered values.
+
+    Raises:
+        ConfigError: it requires something else.
     """
     for name, parameter in _parameters(constructor).items():
         variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and not variadic and name not in offered:
-            raise ConfigError(f"loss_constructors: {constructor!r} takes {name!r}; there is {', '.join(offered)}")
+            raise ConfigError(
+                f"loss_constructors: {constructor!r} requires {name!r}, but can take only {', '.join(offered)}"
+            )
 
 
 def _taken(function: Callable[..., Any]) -> list[str]:
@@ -69,7 +73,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def unreduced(loss: Loss) -> Loss:
-    """The same loss with a value for each row, so that rows can be weighted.
+    """Return the same loss with a value for each row, so that rows can be weighted.
 
     Raises:
         ConfigError: it is neither a module with ``reduction`` nor a function that takes it.
@@ -82,15 +86,15 @@ def unreduced(loss: Loss) -> Loss:
     if "reduction" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return lambda output, label: loss(output, label, reduction="none")
     raise ConfigError(
-        f"sample_weight_col needs a loss for each row, but the loss {loss!r} takes no reduction='none': use one of "
-        "torch.nn's, or let the function take `reduction` and hand it on"
+        f"sample_weight_col needs a loss for each row, but the loss {loss!r} does not take reduction='none': use one "
+        "of torch.nn's, or let the function take `reduction` and pass it on"
     )
 
 
 class TotalLoss:
-    """The sum of all labels' losses, each with its weight: what is differentiated.
+    """The weighted sum of all labels' losses, which is differentiated.
 
-    With weights of rows, each row's loss is multiplied by its weight, and the mean is taken.
+    With weights for rows, it is the mean of the rows' losses multiplied by their weights.
     """
 
     def __init__(self, losses: Sequence[Loss], weights: Sequence[float] | None, *, weighted_rows: bool) -> None:
@@ -100,9 +104,11 @@ class TotalLoss:
     def __call__(
         self, outputs: Sequence[Tensor], labels: Sequence[Tensor], sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Args:
-            outputs, labels: one of each for each label.
-            sample_weights: of shape (rows,).
+        """Compute the loss.
+
+        Args:
+            outputs, labels: one tensor for each label.
+            sample_weights: weights of shape (rows,).
 
         Returns:
             a scalar.
@@ -113,7 +119,7 @@ class TotalLoss:
             if sample_weights is not None:
                 rows = sample_weights.reshape(-1, *[1] * (value.dim() - 1))
                 value = (value * rows).mean()
-            # A product with 1 and a sum with 0 would be computed all the same, and differentiated.
+            # A multiplication by 1 and an addition of 0 would be computed and differentiated nevertheless.
             value = value if weight == 1 else weight * value
             total = value if total is None else total + value
         assert isinstance(total, Tensor)
@@ -121,7 +127,7 @@ class TotalLoss:
 
 
 class Metrics:
-    """Groups of metrics: in each group one function for all labels, or one for each.
+    """Groups of metrics: each group has one function for all labels, or one for each.
 
     A value's name is ``group_<i>_<label>``.
     """
@@ -131,11 +137,11 @@ class Metrics:
         self._labels = list(labels)
 
     def __len__(self) -> int:
-        """How many values there are."""
+        """Return the number of values."""
         return len(self._groups) * len(self._labels)
 
     def values(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> list[Tensor]:
-        """A scalar for each group and label, group by group."""
+        """Return a scalar for each group and label, group by group."""
         found = []
         for group in self._groups:
             for metric, output, label in zip(group, outputs, labels, strict=True):
@@ -145,7 +151,7 @@ class Metrics:
         return found
 
     def named(self, values: Sequence[float]) -> list[dict[str, float]]:
-        """A dictionary for each group, of the values in the order of ``values``."""
+        """Return a dictionary for each group, from the results of ``values``."""
         names = iter(values)
         return [
             {f"group_{number}_{label}": next(names) for label in self._labels} for number in range(len(self._groups))

@@ -1,4 +1,4 @@
-"""A torch model as Spark's Python workers run it. It needs torch, and no Spark."""
+"""A torch model in the form that Spark's Python workers run. This module needs torch, but not Spark."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class TorchPredictor:
     labels: Sequence[str]
 
     def load(self) -> Callable[[list[Array]], list[Array]]:
-        # A task has a core of its own; with a thread for each of the machine's, tasks would be in each other's way.
+        # A task has one core; with a thread for each of the machine's cores, tasks would slow each other down.
         torch.set_num_threads(1)
         return self.apply()
 
     def apply(self) -> Callable[[list[Array]], list[Array]]:
-        """The function as ``load`` gives it, for any process."""
+        """Return the same function as ``load``, without changing the process's number of threads."""
         model = self.model.eval()
         cpu, labels = torch.device("cpu"), self.labels
 
@@ -43,15 +43,15 @@ def shapes_of_outputs(
     input_shapes: Sequence[Sequence[int]] | None,
     labels: Sequence[str],
 ) -> list[tuple[int, ...]]:
-    """What a model makes of some rows: the shape of each output, without the batch.
+    """Run a model on some rows, and return the shape of each output without the batch dimension.
 
     Args:
-        model: runs in evaluation mode, and is changed: pass a copy.
-        columns: its features, each with its name. A column may be several.
-        labels: names of what its outputs are compared with.
+        model: the model, which is switched to evaluation mode: pass a copy.
+        columns: its features, each with its name. A column may be there several times.
+        labels: names of its labels.
 
     Raises:
-        ConfigError: the model does not take columns of these shapes, or gives something else than outputs.
+        ConfigError: the model does not accept columns of these shapes, or does not return outputs.
     """
     try:
         outputs = TorchPredictor(model, input_shapes, labels).apply()([values for _, values in columns])
@@ -60,9 +60,9 @@ def shapes_of_outputs(
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         given = ", ".join(f"{name!r} of {_size(values)}" for name, values in columns)
         shaped = "" if input_shapes is None else f", in input_shapes={[list(shape) for shape in input_shapes]}"
-        raise ConfigError(f"the model does not take features of these shapes: {given}{shaped}: {error}") from error
+        raise ConfigError(f"the model does not accept features of these shapes: {given}{shaped}: {error}") from error
     return [output.shape[1:] for output in outputs]
 
 
 def _size(values: Array) -> str:
-    return f"{values.size // len(values)} {'number' if values.size == len(values) else 'numbers'} a row"
+    return f"{values.size // len(values)} {'number' if values.size == len(values) else 'numbers'} per row"

@@ -1,4 +1,4 @@
-"""What every rank of a ``TorchEstimator`` runs. It needs torch, and no Spark."""
+"""The code that every rank of a ``TorchEstimator``'s job runs. It needs torch, but not Spark."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ Shapes = Sequence[Sequence[int]] | None
 
 @dataclasses.dataclass(frozen=True)
 class TorchJob:
-    """What is torch's own. It is pickled as one, so that the optimizer stays the optimizer of the model's parameters.
+    """Torch's part of the instructions for ranks, in addition to ``Training``.
+
+    It is pickled as one object, so that the optimizer still refers to the model's parameters.
 
     Attributes:
         losses: one for each label; None where ``loss_constructors`` make them.
         metrics: groups of functions.
-        train_minibatch_fn: the user's step, or None for ours.
+        train_minibatch_fn: the user's step; None for the usual one.
     """
 
     model: torch.nn.Module
@@ -47,12 +49,12 @@ class TorchJob:
 
 
 OFFERED = ("model", "optimizer", "hvd", "feature_columns", "label_columns", "device")
-"""The names of what constructors of losses may take."""
+"""Names of the arguments that constructors of losses may take."""
 
 
 def train(training: Training, job: TorchJob) -> TrainingResult | None:
-    """Train from the last whole epoch on; rank 0 returns what came of it."""
-    # A backend that calls this in its own process may have an hvd of its own.
+    """Train from the last whole epoch on; rank 0 returns the result."""
+    # A backend that calls this in its own process may have initialized hvd itself.
     own = not hvd.is_initialized()
     if own:
         hvd.init()
@@ -103,7 +105,7 @@ class _Loop:
         self._outputs: tuple[tuple[int, ...], ...] = ()
 
     def _resume(self) -> int:
-        """Take up the last whole epoch, from rank 0's checkpoint; returns the number of the next one."""
+        """Restore the last whole epoch from rank 0's checkpoint, and return the number of the next one."""
         checkpoint = hvd.broadcast_object(self._training.resume() if hvd.rank() == 0 else None, root_rank=0)
         if checkpoint is None:
             return 0
@@ -112,7 +114,7 @@ class _Loop:
         self._job.optimizer.load_state_dict(state["optimizer"])
         self._history = checkpoint.history
         if hvd.rank() == 0 and self._training.verbose:
-            print(f"run {self._training.run_id!r} goes on after epoch {checkpoint.epoch}", flush=True)  # noqa: T201
+            print(f"run {self._training.run_id!r} continues after epoch {checkpoint.epoch}", flush=True)  # noqa: T201
         return int(checkpoint.epoch)
 
     def run(self) -> TrainingResult | None:
@@ -121,7 +123,7 @@ class _Loop:
         if training.validation_rows:
             validation = training.batches(rank, size, validation=True, dtype=np.float32)
         with ExitStack() as stack:
-            # Numbers are what ``tensor`` makes of them: made so while they are read, they need no work in the loop.
+            # Numbers are read as float32, which is what ``tensor`` needs, so that the loop converts nothing.
             batches = stack.enter_context(training.batches(rank, size, dtype=np.float32))
             validation_batches = stack.enter_context(validation)
             logs = stack.enter_context(_Logs(training)) if rank == 0 and training.store.saving_runs else None
@@ -141,7 +143,7 @@ class _Loop:
         return TrainingResult(self._history, self._state(), self._outputs) if rank == 0 else None
 
     def _train(self, batches: Reader, epoch: int) -> dict[str, Any]:
-        # Random numbers depend on the epoch, not on what was before: a run that goes on draws what it would have drawn.
+        # Random numbers depend only on the epoch, so that a resumed run draws the same ones as an uninterrupted one.
         seed = np.random.SeedSequence([self._training.seed, epoch, hvd.rank()]).generate_state(1, np.uint64)
         torch.manual_seed(int(seed[0]))
         self._model.train()
@@ -162,7 +164,7 @@ class _Loop:
             )
             self._count(total, len(batch), outputs, labels, loss)
         if self._step is train_minibatch and (number + 1) % self._training.backward_passes_per_step:
-            self._optimizer.step()  # on what the last batches have added up, fewer than make a step
+            self._optimizer.step()  # for the last batches, which are too few for a whole step
         return self._averaged(total)
 
     def _validate(self, batches: Reader) -> dict[str, Any]:
@@ -185,7 +187,7 @@ class _Loop:
         total.add(rows, [loss.detach(), *measured])
 
     def _averaged(self, total: _Total) -> dict[str, Any]:
-        """Means over the rows of all ranks."""
+        """Return the means over the rows of all ranks."""
         loss, *metrics = total.mean()
         return {"loss": loss, "all_metrics": self._metrics.named(metrics)}
 
@@ -197,7 +199,7 @@ class _Loop:
         return inputs, labels, weights
 
     def _transform(self, outputs: Any, labels: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs as a list, and labels in the outputs' shapes."""
+        """Return the outputs as a list, and the labels in the outputs' shapes."""
         listed = outputs_of(outputs, self._training.label_cols)
         if len(listed) != len(labels):
             raise ConfigError(f"the model has {len(listed)} outputs for {len(labels)} label_cols")
@@ -206,7 +208,7 @@ class _Loop:
         return listed, [like(output, label) for output, label in zip(listed, labels, strict=True)]
 
     def _look(self, batches: Reader) -> None:
-        """Learn the shapes of the outputs of a run that has nothing left to train."""
+        """Determine the shapes of the outputs for a run that has nothing left to train."""
         self._model.eval()
         with torch.no_grad():
             inputs, _, _ = self._tensors(next(batches.epoch(0)))
@@ -214,12 +216,12 @@ class _Loop:
             self._outputs = tuple(tuple(each.shape[1:]) for each in outputs)
 
     def _state(self) -> bytes:
-        """Model and optimizer, with the learning rates of one rank, as ``torch.load(weights_only=True)`` reads them."""
+        """Save model and optimizer, with learning rates for one rank, for ``torch.load(weights_only=True)``."""
         optimizer = self._job.optimizer.state_dict()
         for group, own, rate in zip(
             optimizer["param_groups"], self._job.optimizer.param_groups, self._rates, strict=True
         ):
-            # A rate that nobody has changed is given back to the last digit.
+            # A rate that was not changed is restored exactly.
             group["lr"] = rate if own["lr"] == rate * hvd.size() else own["lr"] / hvd.size()
         buffer = io.BytesIO()
         torch.save({"model": self._model.state_dict(), "optimizer": optimizer}, buffer)
@@ -229,12 +231,12 @@ class _Loop:
         if self._training.verbose:
             text = f"epoch {record['epoch'] + 1}/{self._training.epochs}: loss {record['train']['loss']:.4g}"
             if "validation" in record:
-                text += f", of validation {record['validation']['loss']:.4g}"
+                text += f", validation loss {record['validation']['loss']:.4g}"
             print(text, flush=True)  # noqa: T201
 
 
 class _Logs:
-    """What was measured, for TensorBoard, in the run's folder of the store; nothing if TensorBoard is not installed."""
+    """Logs of metrics for TensorBoard, in the run's directory; none if TensorBoard is not installed."""
 
     def __init__(self, training: Training) -> None:
         self._store = training.store
@@ -250,7 +252,7 @@ class _Logs:
         self._stack.close()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Add an epoch's values, and bring the files to the store."""
+        """Add an epoch's values, and copy the files to the store."""
         if not are_possible():
             return
         for part in ("train", "validation"):
@@ -266,11 +268,11 @@ class _Logs:
 
 
 _TOGETHER = 256
-"""Batches whose values are added up at once: the operations that this takes are as many as those of a small step."""
+"""Number of batches whose values are added up at once, which takes as many operations as a small step."""
 
 
 class _Total:
-    """Sums over batches, weighted by their rows. They stay on the device until the epoch's end."""
+    """Sums over batches, weighted by rows. They stay on the device until the end of the epoch."""
 
     def __init__(self, metrics: int, device: torch.device) -> None:
         self._sums = torch.zeros(2 + metrics, dtype=torch.float64, device=device)
@@ -278,8 +280,11 @@ class _Total:
         self._values: list[Sequence[Tensor]] = []
 
     def add(self, rows: int, values: Sequence[Tensor]) -> None:
-        """Args:
-        values: scalars, the loss and then the metrics.
+        """Add a batch.
+
+        Args:
+            rows: its number of rows.
+            values: scalars: the loss, then the metrics.
         """
         self._rows.append(rows)
         self._values.append(values)
@@ -312,7 +317,7 @@ def train_minibatch(
     backward_passes_per_step: int = 1,
     batch_idx: int = 0,
 ) -> tuple[list[Tensor], Tensor]:
-    """One batch: what a ``train_minibatch_fn`` does that is not given."""
+    """Train on one batch; the default ``train_minibatch_fn``."""
     if batch_idx % backward_passes_per_step == 0:
         optimizer.zero_grad()
     outputs, labels = transform_outputs(model(*inputs), labels)
@@ -325,7 +330,7 @@ def train_minibatch(
 
 
 _SHORT = 7
-"""Arguments of a ``train_minibatch_fn`` of Horovod's first versions: the last two came later."""
+"""Number of arguments of a ``train_minibatch_fn`` in Horovod's first versions; two were added later."""
 
 
 def _step_of(function: Callable[..., Any] | None) -> Callable[..., tuple[Any, Tensor]]:
@@ -337,9 +342,10 @@ def _step_of(function: Callable[..., Any] | None) -> Callable[..., tuple[Any, Te
 
 
 def takes(function: Callable[..., Any]) -> int | None:
-    """How many of a step's arguments a function takes, 7 or 9; None if it cannot be called with either.
+    """Return the number of a step's arguments that a function takes, 7 or 9; None if it accepts neither number.
 
-    What has a default is not an argument of a step, unless it has the name of one: it may be the function's own affair.
+    A parameter with a default does not count unless it has the name of a step's argument, since it may be the
+    function's own.
     """
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
@@ -355,12 +361,12 @@ def takes(function: Callable[..., Any]) -> int | None:
 
 
 def tensor(values: Array) -> Tensor:
-    """Numbers as float32, as Horovod gives them to models; labels for indexing are made ``long()`` by losses."""
+    """Convert numbers to a float32 tensor, as in Horovod; losses convert labels for indexing with ``long()``."""
     return torch.from_numpy(values.astype(np.float32, copy=not values.flags.writeable))
 
 
 def tensors(columns: Sequence[Array], shapes: Shapes, device: torch.device) -> list[Tensor]:
-    """Columns as tensors, in the shapes that were asked for; -1, or no size at all, is the batch's."""
+    """Convert columns to tensors in the requested shapes; the batch's size may be -1 or missing in them."""
     found = []
     for number, values in enumerate(columns):
         value = tensor(values).to(device)
@@ -372,12 +378,12 @@ def tensors(columns: Sequence[Array], shapes: Shapes, device: torch.device) -> l
 
 
 def like(output: Tensor, label: Tensor) -> Tensor:
-    """A label in its output's shape: with or without axes of length 1, and in as many axes as the output if it is flat.
+    """Reshape a label to its output's shape, if they differ only in axes of length 1, or one of them is flat.
 
-    One with another number of values, such as the number of a class, stays as it is.
+    A label with another number of values, such as a class index, is returned unchanged.
 
     Raises:
-        ConfigError: both have axes of their own, and reshaping would put values in each other's places.
+        ConfigError: both have several axes that differ, so that reshaping would mix up values.
     """
     if label.shape == output.shape or label.numel() != output.numel():
         return label
@@ -388,16 +394,16 @@ def like(output: Tensor, label: Tensor) -> Tensor:
     if long_label != long_output and not flat:
         raise ConfigError(
             f"an output of shape {tuple(output.shape)} and its label of shape {tuple(label.shape)} have equally many "
-            f"values in different axes: say with label_shapes in which shape the label is"
+            f"values in different axes: give the label's shape in label_shapes"
         )
     return label.reshape(output.shape)
 
 
 def outputs_of(outputs: Any, labels: Sequence[str]) -> list[Tensor]:
-    """A model's outputs in the order of their labels: of a dictionary by their names, or the only one.
+    """Return a model's outputs in the order of their labels; a dictionary's by name, unless it has only one.
 
     Raises:
-        ConfigError: it is not told by names which outputs belong to the labels, or they are no tensors.
+        ConfigError: a dictionary does not have the labels' names, or an output is not a tensor.
     """
     if isinstance(outputs, Mapping):
         if set(labels) <= set(outputs):
@@ -406,26 +412,26 @@ def outputs_of(outputs: Any, labels: Sequence[str]) -> list[Tensor]:
             outputs = list(outputs.values())
         else:
             raise ConfigError(
-                f"the model returns a dictionary of {', '.join(map(repr, outputs))}, and label_cols are "
-                f"{', '.join(map(repr, labels))}: name its outputs as the labels, or return them in the labels' order"
+                f"the model returns a dictionary of {', '.join(map(repr, outputs))}, but label_cols are "
+                f"{', '.join(map(repr, labels))}: name its outputs like the labels, or return them in the labels' order"
             )
     listed = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
     for number, output in enumerate(listed):
         if not isinstance(output, Tensor):
             raise ConfigError(
-                f"output {number} of the model is of type {type(output).__name__}: return a tensor for each label, one "
-                "alone, or several in a tuple, or in a dictionary with the labels' names"
+                f"output {number} of the model is of type {type(output).__name__}: return a tensor, or for several "
+                "labels a tuple of tensors or a dictionary with the labels' names"
             )
     return listed
 
 
 def _move(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Take the state of an optimizer that has been used before to the device; parameters move in place."""
+    """Move the state of an optimizer that has been used before to the device; parameters are moved in place."""
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
 def _own_random_numbers(device: torch.device) -> Any:
-    """Where a backend trains in the caller's process, its random numbers go on afterwards as if nothing had been."""
-    # Of this rank's GPU: others are other ranks', and looking at one takes some of its memory.
+    """Keep the caller's random numbers unaffected where a backend trains in the caller's process."""
+    # Only this rank's GPU: the others belong to other ranks, and accessing one takes some of its memory.
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

@@ -35,52 +35,54 @@ __all__ = ["TorchEstimator", "TorchModel"]
 
 
 class TorchEstimator(HorovodEstimator):
-    """Trains a PyTorch model on a DataFrame.
+    """Estimator that trains a PyTorch model on a DataFrame.
 
     Args:
         num_proc: number of ranks; by default as many as Spark runs tasks at once. Not together with ``backend``.
-        data_module: class of the DataModule that gives the batches; by default they are read from Parquet.
+        data_module: class of the DataModule that provides the batches; by default they are read from Parquet.
         model: a ``torch.nn.Module`` that is called with a tensor for each of ``feature_cols``, and returns a tensor
             for each of ``label_cols``.
-        backend: what runs the ranks; by default ``SparkBackend(num_proc)``.
-        store: where data, checkpoints and logs are.
+        backend: the backend that runs the ranks; by default ``SparkBackend(num_proc)``.
+        store: the store for data, checkpoints and logs.
         optimizer: an optimizer over the model's parameters. Its learning rates are multiplied by the number of ranks
-            while it trains; checkpoints and what is returned have them as they were given.
+            during training; checkpoints and the returned model have the given ones.
         loss: a function of output and label, or a list with one for each label.
         loss_constructors: functions that make the losses on each rank, instead of ``loss``. They may take ``model``,
             ``optimizer``, ``hvd``, ``feature_columns``, ``label_columns`` and ``device``, by these names.
         metrics: groups of functions of output and label: a group is a function, or a list with one for each label.
-        loss_weights: the weight of each label's loss; by default they are equal, and add up to 1.
-        sample_weight_col: column of a weight for each row: its loss is multiplied by it.
+        loss_weights: the weight of each label's loss; by default they are equal and add up to 1.
+        sample_weight_col: column with a weight for each row, by which its loss is multiplied.
         gradient_compression: ``hvd.Compression.fp16``, for example.
-        feature_cols: columns that the model is given, each as a float32 tensor of shape (rows, numbers), or (rows,)
+        feature_cols: the model's input columns, each passed as a float32 tensor of shape (rows, numbers), or (rows,)
             for columns of single numbers.
-        continuous_cols, categorical_cols: kept; nothing reads them.
+        continuous_cols, categorical_cols: kept but not used.
         input_shapes: the shape of each feature's tensor, the batch first as -1: ``[[-1, 1, 28, 28]]``.
-        validation: the part of the rows to validate with, or a column that is above 0 for them.
-        label_cols: columns that the model is to predict, each as a float32 tensor.
-        callbacks: there are none for torch: an error, unless empty.
+        validation: the fraction of the rows for validation, or a column that is above 0 for these rows.
+        label_cols: columns that the model learns to predict, each as a float32 tensor.
+        callbacks: not supported for torch: an error unless empty.
         batch_size, val_batch_size: rows of a batch on each rank.
-        epochs: number of epochs, those of an earlier ``fit`` with the same ``run_id`` included.
+        epochs: number of epochs, including an earlier ``fit`` with the same ``run_id``.
         verbose: 0 to be silent.
-        random_seed: of the validation split, the order of rows and torch's random numbers; by default 0.
-        shuffle: whether rows come in another order in each epoch.
-        shuffle_buffer_size: rows that are shuffled among each other; 0 for none, by default what memory allows.
-        partitions_per_process: files of the data set for each rank.
-        run_id: names the run in the store. A run with a checkpoint goes on after its last whole epoch.
-        train_minibatch_fn: a step of training: ``fn(model, optimizer, transform_outputs, loss_fn, inputs, labels,
-            sample_weights)``, or with ``backward_passes_per_step, batch_idx`` besides; it returns outputs and loss.
-        train_steps_per_epoch, validation_steps_per_epoch: by default as many as show every row once.
-        transformation_fn, transformation_edit_fields, transformation_removed_fields: a function of a pandas.DataFrame
-            that returns another one, applied as data are read; and which columns it changes, adds and removes.
-        train_reader_num_workers, val_reader_num_workers: threads that read.
+        random_seed: seed of the validation split, the order of rows and torch's random numbers; by default 0.
+        shuffle: shuffle rows differently in each epoch.
+        shuffle_buffer_size: number of rows that are shuffled together; 0 for none, by default as many as memory allows.
+        partitions_per_process: number of files of the data set for each rank.
+        run_id: the run's name in the store. A run with a checkpoint continues after its last whole epoch.
+        train_minibatch_fn: a training step: ``fn(model, optimizer, transform_outputs, loss_fn, inputs, labels,
+            sample_weights)``, or with ``backward_passes_per_step, batch_idx`` as well; it returns outputs and loss.
+        train_steps_per_epoch, validation_steps_per_epoch: steps per epoch; by default as many as it takes to see every
+            row once.
+        transformation_fn, transformation_edit_fields, transformation_removed_fields: a function from a
+            pandas.DataFrame to another one, applied as data are read; and the columns that it changes or adds, and
+            removes.
+        train_reader_num_workers, val_reader_num_workers: number of threads that read.
         reader_pool_type: 'thread'; 'process' and 'dummy' mean the same.
         label_shapes: the shape of each label's tensor, the batch first as -1; by default the output's, if it has as
             many numbers.
         inmemory_cache_all: keep each rank's rows in memory.
-        use_gpu: train on the task's GPU, or the one of the local rank.
+        use_gpu: train on the task's GPU, or the local rank's.
         mp_start_method: multiprocessing's start method in the ranks.
-        backward_passes_per_step: batches whose gradients add up to one step.
+        backward_passes_per_step: number of batches whose gradients add up to one step.
         compress_sparse_cols: store sparse vectors compressed.
 
     Raises:
@@ -93,7 +95,7 @@ class TorchEstimator(HorovodEstimator):
 
     input_shapes = parameter("input_shapes", "shape of each feature, the batch first as -1", shapes)
     loss_constructors = parameter("loss_constructors", "functions that make the losses on each rank")
-    train_minibatch_fn = parameter("train_minibatch_fn", "a step of training, instead of the usual one")
+    train_minibatch_fn = parameter("train_minibatch_fn", "a training step, instead of the usual one")
 
     @keyword_only
     def __init__(
@@ -170,10 +172,11 @@ class TorchEstimator(HorovodEstimator):
     def _check_contradictions(self) -> None:
         super()._check_contradictions()
         if self.getLoss() is not None and self.getLossConstructors() is not None:
-            raise ConfigError("loss and loss_constructors exclude each other: give one of them")
+            raise ConfigError("loss and loss_constructors exclude each other: give only one")
         if self.getCallbacks():
             raise ConfigError(
-                "callbacks: a TorchEstimator has none. A train_minibatch_fn sees each batch, and metrics each output"
+                "callbacks are not supported by a TorchEstimator: use a train_minibatch_fn, which sees each batch, or "
+                "metrics, which see each output"
             )
 
     def _check_settings(self) -> None:
@@ -188,10 +191,12 @@ class TorchEstimator(HorovodEstimator):
                 "optimizer is not set: TorchEstimator(optimizer=torch.optim.SGD(model.parameters(), ...))"
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer={optimizer!r}: it is an optimizer of torch.optim")
+            raise ConfigError(f"optimizer={optimizer!r}: it must be an optimizer of torch.optim")
         own = {id(each) for each in model.parameters()}
         if not all(id(each) in own for group in optimizer.param_groups for each in group["params"]):
-            raise ConfigError("optimizer is of another model: make it with the parameters of the model that is trained")
+            raise ConfigError(
+                "optimizer belongs to another model: create it with model.parameters() of the given model"
+            )
         self._check_losses(labels)
         if self.getInputShapes() is not None:
             self._one_for_each("input_shapes", self.getInputShapes(), "feature_cols", self.getFeatureCols())
@@ -200,8 +205,8 @@ class TorchEstimator(HorovodEstimator):
         step = self.getTrainMinibatchFn()
         if step is not None and takes(step) is None:
             raise ConfigError(
-                "train_minibatch_fn takes (model, optimizer, transform_outputs, loss_fn, inputs, labels, "
-                "sample_weights), or with (backward_passes_per_step, batch_idx) besides"
+                "train_minibatch_fn must take (model, optimizer, transform_outputs, loss_fn, inputs, labels, "
+                "sample_weights), or these and (backward_passes_per_step, batch_idx)"
             )
 
     def _check_losses(self, labels: Sequence[str]) -> None:
@@ -225,7 +230,7 @@ class TorchEstimator(HorovodEstimator):
 
     def _check_model(self, data: DataShapes, rows: Rows) -> None:
         if self.getTransformationFn() is not None:
-            return  # what the model is given is known when the data are read
+            return  # the model's inputs are known only when the data are read
         features = self.getFeatureCols() or []  # a column may be there twice
         util.check_shape_compatibility(
             data.metadata,
@@ -236,7 +241,7 @@ class TorchEstimator(HorovodEstimator):
         )
         for name, column in {**data.features, **data.labels}.items():
             if column.size is None:
-                raise ConfigError(f"column {name!r} is binary: a transformation_fn has to make numbers of it")
+                raise ConfigError(f"column {name!r} is binary: convert it to numbers in a transformation_fn")
         if _needs_gpu(self.getModel()):
             return
         zeros = [(name, _zeros(2, data.features[name])) for name in features]
@@ -254,7 +259,7 @@ class TorchEstimator(HorovodEstimator):
         labels = self.getLabelCols() or []
         loss = self.getLoss()
         constructors = self.getLossConstructors()
-        # A backend may call this in the driver's process; what the user gave stays as it is, for another fit().
+        # A backend may call this in the driver's process; the user's objects must stay unchanged, for another fit().
         model, optimizer = copy.deepcopy((self.getModel(), self.getOptimizer()))
         job = TorchJob(
             model=model,
@@ -270,7 +275,7 @@ class TorchEstimator(HorovodEstimator):
         return functools.partial(train, training, job)
 
     def _make_model(self, result: TrainingResult, run_id: str, metadata: dict[str, dict[str, Any]]) -> TorchModel:
-        # Copied together, so that the copy of the optimizer is over the copy's parameters.
+        # Copied together, so that the optimizer's copy refers to the parameters of the model's copy.
         model, optimizer = copy.deepcopy((self.getModel(), self.getOptimizer()))
         state = torch.load(io.BytesIO(result.state), map_location="cpu", weights_only=True)
         model.to("cpu").load_state_dict(state["model"])
@@ -293,20 +298,21 @@ class TorchModel(HorovodModel):
     """A trained PyTorch model: ``transform`` adds its outputs to a DataFrame.
 
     Args:
-        history: a dictionary for each epoch: ``{"epoch": 0, "train": {"loss": ..., "all_metrics": [...]}}``, with
-            ``"validation"`` besides where there was one.
+        history: a dictionary for each epoch: ``{"epoch": 0, "train": {"loss": ..., "all_metrics": [...]}}``, and
+            ``"validation"`` if there was any.
         model: the model.
-        feature_columns, input_shapes, label_columns: as the estimator's.
-        optimizer: over the model's parameters, with its state after training and learning rates for one rank.
-        run_id: the run that trained it.
-        loss, loss_constructors: as the estimator's.
+        feature_columns, input_shapes, label_columns: as for the estimator.
+        optimizer: the optimizer over the model's parameters, with its state after training and learning rates for one
+            rank.
+        run_id: the run that trained the model.
+        loss, loss_constructors: as for the estimator.
     """
 
     _codecs = {"model": ModuleCodec(), "optimizer": OptimizerCodec()}
 
     optimizer = parameter("optimizer", "the optimizer, with its state after training")
     input_shapes = parameter("input_shapes", "shape of each feature, the batch first as -1", shapes)
-    loss = parameter("loss", "the loss that it was trained with")
+    loss = parameter("loss", "the loss with which it was trained")
     loss_constructors = parameter("loss_constructors", "functions that made the losses")
 
     @keyword_only
@@ -329,18 +335,18 @@ class TorchModel(HorovodModel):
         self._with(**{name: value for name, value in self._input_kwargs.items() if value is not None})
 
     def getModel(self) -> torch.nn.Module:
-        """The trained model, on the CPU."""
+        """Return the trained model, on the CPU."""
         return self._value("model")
 
     def getHistory(self) -> list[dict[str, Any]]:
-        """A dictionary for each epoch."""
+        """Return a dictionary for each epoch."""
         return self._value("history")
 
     def setOptimizer(self, value: torch.optim.Optimizer | None) -> Self:
         return self._with(optimizer=value)
 
     def getOptimizer(self) -> torch.optim.Optimizer:
-        """The optimizer over the model's parameters, with its state after training."""
+        """Return the optimizer over the model's parameters, with its state after training."""
         return self._value("optimizer")
 
     def setInputShapes(self, value: Sequence[Sequence[int]] | None) -> Self:
