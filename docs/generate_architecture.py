@@ -1,9 +1,9 @@
-"""Draws docs/images/architecture.svg from the table of tests/architecture/test_imports.py, which equals the code.
+"""Draw docs/images/architecture.svg from the table of tests/architecture/test_imports.py, which equals the code.
 
     python docs/generate_architecture.py
 
 Each box stands for some of the parts that the rules name. An arrow means that its box imports something of the box
-below; arrows that follow from others are left out, as are those to the ground, on which everything stands.
+below. Arrows that follow from others are left out, as are arrows to the ground, on which everything stands.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def members(boxes: tuple[Box, ...] = BOXES, graph: Mapping[str, set[str]] = GRAP
                     placed[name] = box.title
     unknown = {name for box in boxes for name in box.parts if "*" not in name} - names
     if unknown or names - set(placed) - _LEFT_OUT:
-        raise ValueError(f"BOXES lacks {sorted(names - set(placed) - _LEFT_OUT)}, and has {sorted(unknown)} in vain")
+        raise ValueError(f"BOXES lacks {sorted(names - set(placed) - _LEFT_OUT)}, and has unknown parts {sorted(unknown)}")
     return placed
 
 
