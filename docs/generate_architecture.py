@@ -98,7 +98,9 @@ def members(boxes: tuple[Box, ...] = BOXES, graph: Mapping[str, set[str]] = GRAP
                     placed[name] = box.title
     unknown = {name for box in boxes for name in box.parts if "*" not in name} - names
     if unknown or names - set(placed) - _LEFT_OUT:
-        raise ValueError(f"BOXES lacks {sorted(names - set(placed) - _LEFT_OUT)}, and has unknown parts {sorted(unknown)}")
+        raise ValueError(
+            f"BOXES lacks {sorted(names - set(placed) - _LEFT_OUT)}, and has unknown parts {sorted(unknown)}"
+        )
     return placed
 
 
