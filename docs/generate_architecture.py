@@ -48,7 +48,7 @@ BOXES = (
         ("_commands", "runner.cli", "runner.doctor", "runner.tuning", "rendezvous._cli", "*.__main__"), 0.86, 270),
     Box("run", ("jobs from Python",), ("run",), 0.66, 150),
     Box("torch, tensorflow, keras, mxnet, numpy", ("front-ends: tensors, optimizers, callbacks",),
-        ("torch", "tensorflow*", "keras", "mxnet", "numpy"), 0.17, 310),
+        ("torch*", "_torch_backend", "tensorflow*", "keras", "mxnet", "numpy"), 0.17, 310),
     Box("_training", ("gradients on their way", "through an optimizer"), ("_training",), 0.17),
     Box("elastic, common", ("states that survive", "a change of workers"), ("elastic", "common"), 0.17),
     Box("_collectives", ("each operation once,", "for all front-ends"), ("_collectives",), 0.17),
