@@ -1,1 +1,1 @@
-"""What optimizers, tapes and trainers share: reducing a model's gradients in every step."""
+"""Reduction of a model's gradients in every step, shared by optimizers, tapes and trainers."""

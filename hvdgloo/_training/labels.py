@@ -47,7 +47,7 @@ _lock = threading.Lock()
 
 
 def path_of(variable: Any) -> str:
-    """A variable's name, as long as it has one."""
+    """Return a variable's name; an empty text if it has none."""
     return str(getattr(variable, "path", None) or getattr(variable, "name", "")).removesuffix(":0")
 
 
@@ -88,7 +88,7 @@ def agreed_labels(
 
 
 def labels(begin: str, paths: Sequence[str]) -> list[str]:
-    """Names of gradients, each of which tells its variable's."""
+    """Return names of gradients, each of which contains its variable's name."""
     return [f"{begin}.{index}.{path}" if path else f"{begin}.{index}" for index, path in enumerate(paths)]
 
 

@@ -1,4 +1,4 @@
-"""What the optimizers, tapes and trainers of all front-ends have in common: their arguments, names and groups."""
+"""Arguments, names and groups that the optimizers, tapes and trainers of all front-ends have in common."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ None: no groups."""
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """How gradients are reduced: the arguments that tapes and optimizers share."""
+    """Arguments of tapes and optimizers that determine how gradients are reduced."""
 
     compression: Compressor[Any] = NoneCompressor
     op: int = ReduceOp.AVERAGE
@@ -36,7 +36,7 @@ class GradientOptions:
     scale_local_gradients: bool = True
 
     def local(self, gradient: Any, size: int) -> Any:
-        """What this rank steps on for a variable of its own alone.
+        """Return the gradient that this rank steps on for a variable that is not shared.
 
         Args:
             gradient: a framework's tensor, or a ``tf.IndexedSlices``; it is not changed.
@@ -50,7 +50,7 @@ class GradientOptions:
 
 
 def label(described: Sequence[object]) -> str:
-    """The prefix of gradients' names: the same on all ranks that have the same variables.
+    """Return the prefix of gradients' names: the same on all ranks that have the same variables.
 
     It does not depend on what else a rank has built, nor in which order.
 
@@ -68,13 +68,13 @@ def make_reducer(
     *,
     in_place: bool = False,
 ) -> GradientReducer[T]:
-    """A reducer of gradients.
+    """Make a reducer of gradients.
 
     Args:
         frontend: where collectives are submitted.
         options: how gradients are reduced.
         groups: the names of gradients that are sent together.
-        compression: used instead of that of the options, which may be part of a graph.
+        compression: used instead of ``options.compression``, which may be part of a graph.
         in_place: reduce into the gradients themselves.
 
     Raises:
@@ -92,7 +92,7 @@ def make_reducer(
 
 
 def whichever(num_groups: int, groups: Groups) -> Groups:
-    """``groups``, or ``num_groups``, its older name. To be called by the function that has both arguments.
+    """Return ``groups``, or ``num_groups``, its older name. To be called by the function that has both arguments.
 
     Raises:
         InvalidArgumentError: both are given.
@@ -106,7 +106,7 @@ def whichever(num_groups: int, groups: Groups) -> Groups:
 
 
 def divided(groups: Groups, members: Sequence[T], identity: Callable[[Any], int] = id) -> list[list[T]]:
-    """The groups of ``members`` that are reduced together.
+    """Divide ``members`` into groups that are reduced together.
 
     Args:
         groups: the user's argument; items of lists that are not members (parameters that are not trained) are ignored.
@@ -130,7 +130,7 @@ def divided(groups: Groups, members: Sequence[T], identity: Callable[[Any], int]
 
 
 def layers_in(local_layers: Any) -> list[Any]:
-    """The layers given as an argument ``local_layers``: none, one or several.
+    """Return the layers given as an argument ``local_layers``: none, one or several.
 
     Raises:
         InvalidArgumentError: (a ValueError) something has no trainable variables.
@@ -146,7 +146,7 @@ def layers_in(local_layers: Any) -> list[Any]:
 def named_groups(
     groups: Groups, names: Sequence[str], members: Sequence[Any], identity: Callable[[Any], int] = id
 ) -> list[list[str]]:
-    """Like ``divided``, but the members' names."""
+    """Do what ``divided`` does, but return the members' names."""
     name_of = {identity(member): name for member, name in zip(members, names, strict=True)}
     return [[name_of[identity(each)] for each in group] for group in divided(groups, members, identity)]
 

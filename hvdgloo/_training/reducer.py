@@ -6,10 +6,10 @@ group, it is compressed and handed to the engine, and the hook returns. Nothing 
 overlap with the rest of the backward pass. The reducer knows names, not parameters: where a gradient comes from, and
 which zeros replace one that never came, is up to its caller.
 
-A reducer outlives its job: in another Context it begins anew, with nothing held back, counted or under way.
+A reducer outlives its job: in another Context it starts over, with nothing held back, counted or under way.
 
 It also outlives a Ctrl-C. Nothing is sent without being counted as sent, and ``wait()`` forgets nothing before all of
-it has arrived; so whoever calls it again gets what the first call would have returned.
+it has arrived; so a second call returns the results that the interrupted one would have returned.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 
 class _Transfer(Generic[T]):
-    """What is sent as one in every step, a gradient or a group of them, with its persistent operation.
+    """Gradients that are sent as one in every step, a single one or a group, with their persistent operation.
 
     Attributes:
-        label: the operation's label in messages: that of the first name, and how many others there are.
+        label: the operation's label in messages: the first gradient's, and how many others there are.
         names: the gradients' names, in the order in which every rank lists them.
         whole: the tensor that is sent instead of them, if they are parts of one.
-        grouped: the operation is that of a group of tensors.
+        grouped: True if the operation reduces a group of tensors.
         held: gradients of the group that are ready while others are not.
         gradients: what is under way, ...
         sent, contexts: ... what was sent for them if they were compressed, and how to undo that.
@@ -63,7 +63,7 @@ class _Transfer(Generic[T]):
         self.operation: PersistentOperation[T] | None = None
 
     def forget(self) -> None:
-        """It is not under way any more: the gradients are the caller's alone."""
+        """Release the gradients, which are the caller's alone once the transfer has ended."""
         self.pending, self.gradients, self.sent = None, (), None
 
 
@@ -122,8 +122,8 @@ class GradientReducer(Generic[T]):
         self._labels: Mapping[str, str] | None = {}  # what gradients are called in messages, if not by their names
         self._postponed: list[tuple[_Transfer[T], Sequence[T]]] = []
         self._groups = _groups(groups)
-        # The transfer of each name. Those of groups and merged ones are permanent; others are made when they are first
-        # sent.
+        # The transfer of each name. Groups' and merged gradients' transfers are permanent; others are made when they
+        # are first sent.
         self._transfers: dict[str, _Transfer[T]] = dict(self._groups)
         self._plain = getattr(compression, "compress", None) is NoneCompressor.compress
         self._passes = 1
@@ -136,7 +136,7 @@ class GradientReducer(Generic[T]):
         self._reduced: dict[str, T] = {}  # what has arrived of it
 
     def ready(self, name: str, gradient: T, *, final: bool = False) -> None:
-        """A backward pass has computed (or accumulated) a gradient. Returns at once.
+        """Record that a backward pass has computed (or accumulated) a gradient. Returns at once.
 
         Args:
             name: of the gradient, the same on all ranks.
@@ -189,8 +189,7 @@ class GradientReducer(Generic[T]):
             transfer.held = {}
 
     def merge(self, names: Sequence[str], whole: T) -> None:
-        """From now on, send ``whole``, in whose memory these gradients lie, instead of them, when all of them are
-        ready.
+        """Send ``whole``, in whose memory these gradients lie, instead of them from now on, when all of them are ready.
 
         Args:
             names: in no group, and not under way.
@@ -292,11 +291,11 @@ class GradientReducer(Generic[T]):
 
     @property
     def open(self) -> frozenset[str]:
-        """Names that were sent, or are held back for their group, and have not been waited for."""
+        """The names that were sent, or are held back for their group, and have not been waited for."""
         return frozenset(self._open)
 
     def is_open(self, name: str) -> bool:
-        """Whether ``name`` is in ``open``."""
+        """Tell whether ``name`` is in ``open``."""
         return name in self._open
 
     @property
@@ -319,14 +318,14 @@ class GradientReducer(Generic[T]):
         back and all counts."""
         try:
             self.wait()
-        except Exception:  # noqa: BLE001 - nobody asks for it any more; the next collective has the job's error
+        except Exception:  # noqa: BLE001 - its results are not needed; the next collective has the job's error
             pass
         self._left, self._open, self._postponed = {}, set(), []
         for transfer in self._transfers.values():
             transfer.held = {}
 
     def _begin_in(self, context: object) -> None:
-        """The job is another one, in which the process set has another number."""
+        """Start over in another job, in which the process set has another number."""
         number = process_set_id(self._process_set)  # first of all: an error is to come again
         self.reset()
         self._operation = self._operation._replace(process_set=number)

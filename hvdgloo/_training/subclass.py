@@ -2,7 +2,7 @@
 
 Programs ask ``isinstance``, libraries build further classes on ``type(optimizer).__bases__[0]`` or go past ours by
 ``super(type(optimizer), optimizer)``, and checkpoints and logs show the class's name. So the user's class is the first
-base, and what is ours stands in the class itself, where it precedes everything inherited.
+base, and our members are in the class itself, where they precede everything inherited.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _OF_THE_TEMPLATE = frozenset(
         "__weakref__",
     }
 )
-"""What a class body defines for the class itself, and not for its instances."""
+"""The names that a class body defines for the class itself, and not for its instances."""
 
 
 def shell_class(template: type, base: type, module: str | None = None, options: Hashable = None) -> type[Any]:
-    """The class that does what ``template`` says and is ``base`` otherwise; equal arguments give one class.
+    """Make a class with the members of ``template`` that is ``base`` otherwise; equal arguments give one class.
 
     Args:
         template: its members are copied; their ``super()`` is ``base``. It becomes the second base, so that
-            ``isinstance`` recognises what was made from it.
+            ``isinstance`` recognises the classes made from it.
         base: the class of the user's object.
-        module: the class's ``__module__``, if not that of ``base``.
+        module: the class's ``__module__``, if it is not ``base.__module__``.
         options: stored as ``_hvd_options`` on the class, for methods without an instance.
     """
     key = template, base, module, options
@@ -61,7 +61,7 @@ def shell_class(template: type, base: type, module: str | None = None, options: 
 
 
 def _with_class(member: Any, cell: types.CellType) -> Any:
-    """A member of a class body whose ``super()`` and ``__class__`` refer to the class in the cell."""
+    """Return a member of a class body with ``super()`` and ``__class__`` referring to the class in the cell."""
     if isinstance(member, types.FunctionType):
         before = member.__closure__ or ()
         names = member.__code__.co_freevars
@@ -85,7 +85,7 @@ def _with_class(member: Any, cell: types.CellType) -> Any:
 
 
 def _with_class_inside(variable: types.CellType, cell: types.CellType) -> types.CellType:
-    """A variable that a member of a class body uses; that of a decorator may hold the function as it was written."""
+    """Do the same for a variable that a member uses: a decorator's may hold the function as it was written."""
     try:
         value = variable.cell_contents
     except ValueError:  # it has none yet

@@ -1,7 +1,7 @@
-"""A folder for PYTHONPATH in which ``horovod`` is hvdgloo: ``hvdgloo-run --as-horovod``.
+"""A directory for PYTHONPATH in which ``horovod`` is hvdgloo: ``hvdgloo-run --as-horovod``.
 
-It is put there by the agents, each of which knows where hvdgloo is on its host. DataLoader workers and interpreters
-that the program starts inherit it like any variable.
+The agents put it there, each of which knows where hvdgloo is on its host. DataLoader workers and interpreters that the
+program starts inherit it like any variable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ VARIABLE = "HVDGLOO_AS_HOROVOD"
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What to add to a worker's environment, which asks for it by ``HVDGLOO_AS_HOROVOD``; nothing if it does not."""
+    """Return the additions to a worker's environment if it asks for them by ``HVDGLOO_AS_HOROVOD``; otherwise none."""
     if environ.get(VARIABLE, "").strip().lower() not in ("1", "true", "yes", "on"):
         return {}
     path = [os.path.dirname(os.path.abspath(__file__)), environ.get("PYTHONPATH", "")]

@@ -57,5 +57,5 @@ HOROVOD_PROCESS_SET_ERROR_EXISTING_SET = -6
 
 
 def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Every registered process set, for programs that ask ``mpi_ops._basics``."""
+    """Return every registered process set, for programs that ask ``mpi_ops._basics``."""
     return {number: list(ranks) for number, ranks in process.current().engine.process_sets.items()}

@@ -13,5 +13,5 @@ __all__ = [
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """What ``HorovodVersionMismatchError`` says."""
+    """Return the message of ``HorovodVersionMismatchError``."""
     return str(HorovodVersionMismatchError(name, version, installed_version))

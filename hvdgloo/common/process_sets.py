@@ -12,10 +12,10 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_proces
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """As ``hvd.add_process_set``."""
+    """Do what ``hvd.add_process_set`` does."""
     return process_sets.add(process.current(), process_set)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """As ``hvd.remove_process_set``."""
+    """Do what ``hvd.remove_process_set`` does."""
     return process_sets.remove(process.current(), process_set)

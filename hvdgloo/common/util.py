@@ -56,7 +56,7 @@ _GPU_QUESTIONS = {
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether a framework can be used: there is a front-end for it, and the framework is installed."""
+    """Tell whether a framework can be used: there is a front-end for it, and the framework is installed."""
     package = _FRONT_ENDS.get(ext_base_name)
     return package is not None and has_package(package)
 
@@ -80,8 +80,8 @@ def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *a
 
 @_cache
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether a framework sees a GPU. A new process checks this: after checking, a process could not fork users of the
-    GPU."""
+    """Tell whether a framework sees a GPU. A new process checks this: after checking, a process could not fork users
+    of the GPU."""
     question = _GPU_QUESTIONS.get(ext_base_name)
     if question is None or not extension_available(ext_base_name):
         return False
@@ -95,27 +95,27 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether MPI could be used: no."""
+    """Tell whether MPI could be used: no."""
     return basics.mpi_built()
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Whether a package that provides Gloo is installed: torch or pygloo."""
+    """Tell whether a package that provides Gloo is installed: torch or pygloo."""
     return basics.gloo_built()
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """As ``hvd.nccl_built()``."""
+    """Return ``hvd.nccl_built()``."""
     return basics.nccl_built()
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """Whether IBM's DDL could be used: no."""
+    """Tell whether IBM's DDL could be used: no."""
     return basics.ddl_built()
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """Whether Intel's oneCCL could be used: no."""
+    """Tell whether Intel's oneCCL could be used: no."""
     return basics.ccl_built()
 
 
@@ -160,19 +160,19 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether a number of ranks is 1, 2, 4, 8, ..."""
+    """Tell whether a number of ranks is 1, 2, 4, 8, ..."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - Horovod's name
-    """``n`` parts of a list, in order; their lengths differ by at most one, the longer ones first."""
+    """Split a list into ``n`` parts, in order; their lengths differ by at most one, the longer ones first."""
     short, longer = divmod(len(l), n)
     bounds = [i * short + min(i, longer) for i in range(n + 1)]
     return [l[bounds[i] : bounds[i + 1]] for i in range(n)]
 
 
 def is_iterable(x: object) -> bool:
-    """Whether ``for`` accepts it."""
+    """Tell whether ``for`` accepts an object."""
     try:
         iter(x)  # type: ignore[call-overload]
     except TypeError:
@@ -181,7 +181,7 @@ def is_iterable(x: object) -> bool:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether a version is ``target`` or a later one; ``2.1.0rc1`` and ``2.1.0a0`` come before ``2.1.0``.
+    """Tell whether a version is ``target`` or a later one; ``2.1.0rc1`` and ``2.1.0a0`` come before ``2.1.0``.
 
     Args:
         ver: begins with a number; anything after a ``+`` is ignored.

@@ -16,7 +16,7 @@ class BaseDataLoader:
     each."""
 
     def __len__(self) -> int:
-        """Number of batches."""
+        """Return the number of batches."""
         raise NotImplementedError(f"{type(self).__name__} has to define __len__")
 
     def _iterate(self) -> Iterator[Any]:

@@ -16,7 +16,7 @@ _IMMUTABLE = (int, float, complex, bool, str, bytes, type(None))
 
 
 def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of attributes, in which objects that two of them share are shared again.
+    """Return a deep copy of attributes, in which objects that two of them share are shared again.
 
     Raises:
         InvalidArgumentError: (a ValueError) one of them can be neither copied nor pickled, so it could not be sent to
@@ -46,7 +46,7 @@ def _copied(name: str, value: Any) -> Any:
 
 
 def digest(values: Any) -> str:
-    """A text that is the same for equal values, in every process.
+    """Return a text that is the same for equal values, in every process.
 
     Values that are equal may have different texts (a set's order differs from process to process), but not vice versa.
     """

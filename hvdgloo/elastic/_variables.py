@@ -1,7 +1,7 @@
-"""States that consist of variables: those of TensorFlow, of Keras on each of its backends, and of tf_keras.
+"""States that consist of variables: TensorFlow's, Keras's on each of its backends, and tf_keras's.
 
-None of these is imported here; what they have in common is enough. A save copies each variable into an array that is
-kept from one save to the next.
+None of these libraries is imported here: what their variables have in common is enough. A save copies each variable
+into an array that is kept from one save to the next.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ class VariablesState(ObjectState):
         super().sync()
 
     def _variables(self) -> list[Variable]:
-        """All that are saved; a new variable comes after those that were there."""
+        """Return all variables that are saved; new ones come after the existing ones."""
         raise NotImplementedError
 
     def _shared(self) -> list[Variable]:
-        """Those that all workers have alike, which are sent to newcomers."""
+        """Return the variables that all workers have alike, which are sent to newcomers."""
         return self._variables()
 
     def _read(self, variables: Sequence[Variable]) -> list[Array]:
-        """The variables' values, which need not be copies."""
+        """Return the variables' values, which need not be copies."""
         return [_value(variable) for variable in variables]
 
     def _write(self, variables: Sequence[Variable], values: Sequence[Array]) -> None:
@@ -174,13 +174,13 @@ class ModelState(VariablesState):
 
 
 def failure_in(error: BaseException) -> HorovodInternalError | None:
-    """The failure of the job that an exception stands for, also if native code has turned it into another."""
+    """Return the failure of the job that an exception stands for, also if native code has turned it into another."""
     found = error if isinstance(error, HorovodInternalError) else recall(str(error))
     return found if isinstance(found, HorovodInternalError) else None
 
 
 def _inner(variable: Variable) -> Any:
-    """The framework's own object: Keras's variables have one inside."""
+    """Return the framework's own object: Keras's variables have one inside."""
     inside = getattr(variable, "value", None)
     return variable if inside is None or callable(inside) else inside
 
@@ -209,13 +209,14 @@ def _bytes(array: Array) -> Array:
 def _difference(rank: int, theirs: Sequence[Any], root: int, wanted: Sequence[Any]) -> str:
     advice = "all workers must build the same model and optimizer before elastic.run"
     if len(theirs) != len(wanted):
-        return (
-            f"rank {rank}'s state has {len(theirs)} variables, and that of rank {root}, whose is the newest, has "
-            f"{len(wanted)}: {advice}"
+        here, there = (
+            f"rank {rank}'s state has {len(theirs)} variables",
+            f"rank {root}'s, the newest, has {len(wanted)}",
         )
+        return f"{here}, and {there}: {advice}"
     index = next(i for i, (one, other) in enumerate(zip(theirs, wanted, strict=True)) if one != other)
     (shape, kind), (wanted_shape, wanted_kind) = theirs[index], wanted[index]
     return (
         f"variable {index} of the state is {kind} of shape {shape} on rank {rank}, and {wanted_kind} of shape "
-        f"{wanted_shape} on rank {root}, whose is the newest: {advice}"
+        f"{wanted_shape} on rank {root}, whose state is the newest: {advice}"
     )

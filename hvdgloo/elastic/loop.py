@@ -46,7 +46,7 @@ class Job(Updates, Protocol):
     """A worker's membership in an elastic job."""
 
     def enter(self) -> Placement:
-        """This worker has come to ``elastic.run``; returns once it is connected with the other members of an epoch.
+        """Register this worker, which called ``elastic.run``; returns once it is connected with an epoch's members.
 
         Raises:
             DismissedError: there is no place for it.
@@ -65,10 +65,10 @@ class Job(Updates, Protocol):
         """
 
     def synced(self) -> None:
-        """This worker has the state of its epoch."""
+        """Report that this worker has the state of its epoch."""
 
     def finished(self) -> None:
-        """The training has come to its end: there will be no further epoch."""
+        """Report that the training has finished: there will be no further epoch."""
 
     def listen(self, listener: Callable[[int], None] | None) -> None:
         """Call ``listener`` in another thread with each update (see ``Updates``) that is announced; None ends it."""
@@ -78,7 +78,7 @@ Failure = Callable[[BaseException], HorovodInternalError | None]
 
 
 def itself(error: BaseException) -> HorovodInternalError | None:
-    """The failure that an exception is, if it is one."""
+    """Return the exception if it is a failure of the job; otherwise None."""
     return error if isinstance(error, HorovodInternalError) else None
 
 
@@ -143,10 +143,10 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
 
 def _forget_where(error: BaseException | None) -> None:
-    """An error has been survived: where it was raised no longer matters, and would keep alive what the function worked
-    on. The engine that it ended has it, too, and would be kept alive by itself."""
+    """Drop the traceback of an error that the job survived: it would keep alive the objects that the function worked
+    on, and the engine that the error ended, which has the error itself."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:  # whoever raises may have made a circle of causes
+    while error is not None and id(error) not in seen:  # causes may form a circle
         seen.add(id(error))
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
@@ -216,7 +216,7 @@ class Loop:
             raise
 
     def _begin(self, placement: Placement, reason: BaseException | None) -> None:
-        """Everything that comes before the function: what was saved, reset callbacks, and the newest state for all."""
+        """Do what precedes the function: restore the last save, call reset callbacks, and give all the newest state."""
         state, progress = self._state, self._state._progress
         newest = highest(state._context(), "elastic.serial", (self._serial(),))[0]
         self._require_progress(placement, newest, reason)
@@ -250,7 +250,7 @@ class Loop:
         return progress.serial if progress.is_shared else -1
 
     def _survived(self, error: Exception) -> HorovodInternalError | None:
-        """The failure that leads to the job's next epoch; None for what does not."""
+        """Return the failure if it leads to the job's next epoch; otherwise None."""
         failure = self._failure(error)
         if self._is_over or isinstance(failure, (MismatchError, NotInitializedError)):
             return None

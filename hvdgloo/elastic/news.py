@@ -1,4 +1,4 @@
-"""Who is told in this process, besides the states, that hosts are coming or going."""
+"""Listeners in this process that are told, besides the states, that hosts are coming or going."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["NotificationManager", "notification_manager"]
 
 
 class Listener(Protocol):
-    """What can be registered: a ``State``, for example."""
+    """An object that can be registered: a ``State``, for example."""
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Hosts are coming or going.
+        """Hear that hosts are coming or going.
 
         Args:
             timestamp: seconds since 1970, when this worker heard of it.
@@ -50,4 +50,4 @@ class NotificationManager:
 
 
 notification_manager = NotificationManager()
-"""This process's."""
+"""This process's listeners."""

@@ -1,9 +1,9 @@
-"""What an elastic program's progress is: saved, restored after a failure, and given to workers that join.
+"""The progress of an elastic program: saved, restored after a failure, and given to workers that join.
 
-**Which worker's state is the newest.** Every save counts, whoever calls it and whatever class defines it: the number of
-saves is a worker's *serial*, and workers that have come equally far have equal ones. When a new epoch of the job is
-formed, the worker with the highest serial gives its state to the others; where serials and contents are equal, nothing
-needs to travel.
+**Which worker's state is the newest.** Every save counts, wherever it is called and whatever class defines it: the
+number of saves is a worker's *serial*, and workers at the same point of their training have equal ones. When a new
+epoch of the job is formed, the worker with the highest serial gives its state to the others; where serials and contents
+are equal, nothing needs to travel.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ __all__ = ["ObjectState", "State"]
 T = TypeVar("T")
 
 REMOVED, ADDED = 1, 2
-"""What an update of hosts consists of; both together are their sum."""
+"""The kinds of update of hosts; for both together, their sum."""
 
 
 class Updates(Protocol):
-    """Where a state learns what would change if the job's workers met now."""
+    """A state's source of what would change if the job's workers met now."""
 
     def update(self) -> tuple[int, int]:
-        """The update's number, which grows with each change, and the sum of ``REMOVED`` and ``ADDED``, 0 for none."""
+        """Return the update's number, which grows with each change, and the sum of ``REMOVED`` and ``ADDED`` (or 0)."""
 
 
 @dataclass
 class Progress:
-    """What a job knows about a state.
+    """A job's knowledge about a state.
 
     Attributes:
         serial: the number of saves; 0 is the one at construction, -1 stands for none.
         is_shared: this worker has had the job's state, in a sync that came to its end.
         saving: a save is under way; one that it calls (a superclass's) does not count.
-        newest: in a sync, the serial that it brings everybody.
+        newest: in a sync, the serial that it gives all members.
         root: in a sync, the rank whose state is the newest.
         unchanged: in a sync, all members have that state already, so that nothing needs to travel.
     """
@@ -57,12 +57,12 @@ class Progress:
     unchanged: bool = False
 
     def saved(self) -> None:
-        """A save has ended."""
+        """Count a save that has ended."""
         self.serial = self.serial + 1 if self.newest is None else self.newest + 1
 
     @contextmanager
     def syncing(self, newest: int, root: int, unchanged: bool) -> Iterator[None]:
-        """All members of an epoch get the state of one; at the end they have the same serial."""
+        """Surround a sync, in which all members of an epoch get one member's state, and in the end the same serial."""
         self.newest, self.root, self.unchanged = newest, root, unchanged
         try:
             yield
@@ -104,7 +104,7 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The job's workers have changed: ``reset()``, and the reset callbacks."""
+        """Call ``reset()`` and the reset callbacks, now that the job's workers have changed."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -116,13 +116,13 @@ class State:
         An elastic job does this by itself; the function is for programs that find out in a way of their own.
 
         Args:
-            timestamp: must be later than that of the last announcement to have an effect.
+            timestamp: must be later than the last announcement's to have an effect.
             update_res: the sum of 1 (some are removed) and 2 (some are added).
         """
         self._host_messages.put((timestamp, int(update_res)))
 
     def _announce(self, update: int) -> None:
-        """Let the program see that an update is due. Whether it still is, the job's news say at the next check."""
+        """Let the program see that an update is due. The next check asks the job whether it still is."""
         self._host_messages.put((None, update))
 
     def commit(self) -> None:
@@ -173,20 +173,20 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """The job's workers have changed. Does nothing unless a subclass needs it."""
+        """Adapt to a job whose workers have changed. Does nothing unless a subclass needs it."""
 
     def _digest(self) -> str:
-        """Of what was saved last; workers with equal serials and digests hold the same, at their last save."""
+        """Return a digest of the last save; workers with equal serials and digests saved the same values last."""
         return ""
 
     def _fingerprint(self) -> str:
-        """Of what may have been changed since, in reset callbacks for example; where all workers' are equal, and what
-        they saved last was, they still hold the same."""
+        """Return a digest of the values now, which may have been changed since the last save (in reset callbacks, for
+        example); workers whose last saves were equal still hold the same if these are equal, too."""
         return ""
 
 
 def _counted(save: Callable[..., T]) -> Callable[..., T]:
-    """A class's ``save()`` that counts, unless it is called by that of a subclass."""
+    """Wrap a class's ``save()`` so that it counts, unless a subclass's ``save()`` calls it."""
 
     @functools.wraps(save)
     def saving(self: Any, *args: Any, **kwargs: Any) -> T:

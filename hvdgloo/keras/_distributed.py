@@ -41,7 +41,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class KerasOptions(GradientOptions):
-    """How gradients are reduced; the arguments of ``DistributedOptimizer`` that do not name the optimizer."""
+    """Arguments of ``DistributedOptimizer`` that determine how gradients are reduced."""
 
     backward_passes_per_step: int = 1
     average_aggregated_gradients: bool = False
@@ -58,31 +58,31 @@ class Sync(Protocol):
     arrived: list[list[Any]]
 
     def track(self, variables: Sequence[Any], *, changes: bool) -> None:
-        """The optimizer has been built for these variables; it ``changes`` gradients before it has them reduced."""
+        """Prepare for the variables of a built optimizer; it ``changes`` gradients before it has them reduced."""
 
     def complete(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients, with zeros for those that this rank does not have and others might."""
+        """Return the gradients, with zeros for gradients that this rank lacks and others might have."""
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Gradients of all ranks; those given are not changed where the user can see it."""
+        """Return the gradients of all ranks; the given tensors are not changed where the user can see it."""
 
     def agree(self, holds: Any) -> Any:
-        """Whether a boolean tensor is true on all ranks."""
+        """Tell whether a boolean tensor is true on all ranks."""
 
 
 class DistributedKerasOptimizer:
-    """What an optimizer has in addition once it is distributed. ``DistributedOptimizer`` makes them."""
+    """Methods that an optimizer has in addition once ``DistributedOptimizer`` has made it distributed."""
 
     _hvd: _State
     _hvd_options: ClassVar[KerasOptions]
 
     def build(self, variables: Any) -> None:
-        """Make the state for some variables."""
+        """Make the optimizer's variables for some trained variables."""
         super().build(variables)  # type: ignore[misc]
         _track(self)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """The plain optimizer's step, which skips variables without gradients."""
+        """Make the plain optimizer's step on reduced gradients."""
         sync = self._hvd.sync
         grads, trainable_variables = _complete(self, sync, grads, trainable_variables)
         try:
@@ -124,7 +124,7 @@ class DistributedKerasOptimizer:
             _track(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """What Keras makes of a copy, which has no state yet; as distributed as this one."""
+        """Return a distributed copy, as Keras makes it: without state."""
         plain: Any = super()
         rebuild, given = plain.__reduce__()
         return _distribute(rebuild(*given), self._hvd.options, self._hvd.local_layers)
@@ -134,16 +134,16 @@ class DistributedKerasOptimizer:
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:
-        """The optimizer of a configuration, distributed as this class's are; what is local must be registered again.
+        """Make the optimizer of a configuration, distributed as this class's are; register local variables again.
 
-        Keras itself asks the plain class for it, whose name is in what it saves.
+        Keras itself asks the plain class for it, whose name is in the files that it saves.
         """
         plain = cls.__bases__[0].from_config(config, **kwargs)  # type: ignore[attr-defined]
         return _distribute(plain, cls._hvd_options)
 
 
 class _State:
-    """What is distributed about an optimizer; not part of what Keras tracks and saves."""
+    """Distributed part of an optimizer; not among the objects that Keras tracks and saves."""
 
     def __init__(self, options: KerasOptions, local_layers: Sequence[Any]) -> None:
         passes = options.backward_passes_per_step
@@ -164,7 +164,7 @@ class _State:
 
 
 def label_of(variables: Sequence[Any]) -> str:
-    """The prefix of the names of these variables' gradients."""
+    """Return the prefix of the names of these variables' gradients."""
     return label([(tuple(v.shape), str(v.dtype)) for v in variables])
 
 
@@ -176,13 +176,13 @@ def check_op(options: KerasOptions) -> None:
     """
     if options.op == ReduceOp.ADASUM:
         raise InvalidArgumentError(
-            "op=Adasum combines what optimizers did, and those of Keras step on gradients; use Average, or "
+            "op=Adasum combines the changes that optimizers made, and Keras's step on gradients; use Average, or "
             "hvdgloo.tensorflow's DistributedGradientTape or DistributedOptimizer with a tf.compat.v1 optimizer"
         )
 
 
 def open_sync(options: KerasOptions) -> Sync:
-    """What reduces gradients on the backend that Keras uses.
+    """Make the object that reduces gradients on the backend that Keras uses.
 
     Raises:
         MissingDependencyError: this backend is not supported.
@@ -249,12 +249,12 @@ def _accumulate(optimizer: Any, passes: int) -> None:
 
 
 def saved_as(saving: Any, template: type, base: type, options: KerasOptions, module: str | None = None) -> type:
-    """The class of distributed optimizers that Keras saves as those of ``base``.
+    """Make the class of distributed optimizers that Keras saves as instances of ``base``.
 
     Args:
         saving: the module of Keras, or of tf_keras, that knows the names under which classes have been registered.
         template, base, module: as for ``shell_class``.
-        options: what optimizers of its ``from_config`` have; not groups of variables, which are those of one model.
+        options: of optimizers made by its ``from_config``; without groups of variables, which belong to one model.
     """
     groups = options.groups if isinstance(options.groups, int) else None
     made = shell_class(template, base, module, replace(options, groups=groups, local_variables=()))
@@ -342,7 +342,7 @@ def _reducing_stateless(plain: Any) -> Any:
 
 @contextmanager
 def _reduced(scaling: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> Iterator[list[Any]]:
-    """Scaled gradients, reduced before the LossScaleOptimizer looks at them, while it looks at them and steps."""
+    """Yield scaled gradients, reduced before the LossScaleOptimizer looks at them, while it looks at them and steps."""
     results, state = list(gradients), scaling.inner_optimizer._hvd
     adds = state.options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
     if not adds or scaling.inner_optimizer.gradient_accumulation_steps or len(results) != len(variables):

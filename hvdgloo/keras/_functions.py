@@ -40,8 +40,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _VALUES = (
-    "hvdgloo.keras's collectives take values: inside a step, use those of hvdgloo.tensorflow or hvdgloo.torch (with "
-    "JAX, call them outside it), or give them a tensor that has been detached"
+    "hvdgloo.keras's collectives take values: inside a step, use hvdgloo.tensorflow's or hvdgloo.torch's (with JAX, "
+    "call them outside it), or pass a detached tensor"
 )
 
 
@@ -155,12 +155,12 @@ def load_model(
 
 
 def names_in_file(custom_optimizers: Sequence[type] | None, custom_objects: dict[str, Any] | None) -> dict[str, Any]:
-    """What names in a file stand for according to ``load_model``'s arguments."""
+    """Map names in a file to the objects that ``load_model``'s arguments give for them."""
     return {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()} | (custom_objects or {})
 
 
 def array_of(value: Any) -> Array:
-    """A number, an array, a tensor or a variable of Keras's backend, as an array.
+    """Return a number, an array, a tensor or a variable of Keras's backend as an array.
 
     Raises:
         InvalidArgumentError: (a ValueError) it is symbolic, or has a gradient that would be lost.

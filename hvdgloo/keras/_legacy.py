@@ -1,8 +1,8 @@
 """Optimizers of tf_keras, which is Keras 2: what ``tf.keras`` is if a program asks for it (TF_USE_LEGACY_KERAS=1).
 
-Their gradients pass through ``apply_gradients``, with the variables, and are reduced there; those of a program that
-calls ``compute_gradients`` itself are reduced there, and not again by the ``apply_gradients`` that follows. tf_keras is
-imported only once there is such an optimizer.
+Their gradients pass through ``apply_gradients``, with the variables, and are reduced there. If a program calls
+``compute_gradients`` itself, its gradients are reduced there, and not again by the ``apply_gradients`` that follows.
+tf_keras is imported only once there is such an optimizer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_PASSES = (
 
 
 class DistributedLegacy:
-    """What an optimizer of tf_keras has in addition once it is distributed."""
+    """Methods that an optimizer of tf_keras has in addition once it is distributed."""
 
     _hvd: _State
     _hvd_options: ClassVar[KerasOptions]
@@ -85,7 +85,7 @@ class DistributedLegacy:
 
 
 def is_legacy(optimizer: Any) -> bool:
-    """Whether it is an optimizer of tf_keras."""
+    """Tell whether an object is an optimizer of tf_keras."""
     return any(
         base.__module__.startswith("tf_keras.") and base.__name__ in ("Optimizer", "OptimizerV2", "_BaseOptimizer")
         for base in type(optimizer).__mro__
@@ -93,7 +93,7 @@ def is_legacy(optimizer: Any) -> bool:
 
 
 def wrap(optimizer: Any, options: KerasOptions) -> Any:
-    """``DistributedOptimizer`` of an optimizer of tf_keras.
+    """Make an optimizer of tf_keras distributed.
 
     Raises:
         InvalidArgumentError: (a ValueError) it is already distributed, or an option cannot be used.
@@ -116,11 +116,11 @@ def wrap(optimizer: Any, options: KerasOptions) -> Any:
 
 
 def load_model(filepath: Any, names: dict[str, Any], options: KerasOptions) -> Any:
-    """A model that tf_keras has saved, whose optimizer is distributed.
+    """Load a model that tf_keras has saved, with a distributed optimizer.
 
     Args:
-        filepath: of a ``.keras`` or ``.h5`` file, or of a SavedModel's folder.
-        names: what names in it stand for.
+        filepath: of a ``.keras`` or ``.h5`` file, or of a SavedModel's directory.
+        names: the objects that names in it stand for.
         options: of the optimizer.
     """
     model = importlib.import_module("tf_keras").models.load_model(filepath, custom_objects=names)
@@ -131,7 +131,7 @@ def load_model(filepath: Any, names: dict[str, Any], options: KerasOptions) -> A
 
 
 class _State:
-    """What is distributed about an optimizer; not part of what tf_keras tracks and saves."""
+    """Distributed part of an optimizer; not among the objects that tf_keras tracks and saves."""
 
     def __init__(self, options: KerasOptions, local_variables: Iterable[Any] = ()) -> None:
         gradients = importlib.import_module("hvdgloo.tensorflow._gradients")
@@ -154,7 +154,7 @@ class _State:
         self._computed: tuple[Any, list[bool]] | None = None
 
     def reduce(self, pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """Gradients and variables, the gradients reduced; with several passes per step those of the last pass are."""
+        """Reduce gradients, which are paired with variables; with several passes per step only in the last pass."""
         gradients, variables = [], []
         for gradient, variable in pairs:
             gradients.append(gradient)
@@ -164,7 +164,7 @@ class _State:
 
     @contextmanager
     def minimizing(self) -> Iterator[None]:
-        """While gradients are computed that ``apply_gradients`` is to reduce."""
+        """Surround a computation of gradients that ``apply_gradients`` is to reduce."""
         before, self._is_minimizing = self._is_minimizing, True
         try:
             yield

@@ -36,7 +36,7 @@ class JaxSync:
         make_reducer(FRONTEND, options, [])  # raises for what it cannot do
 
     def track(self, variables: Sequence[Any], *, changes: bool) -> None:
-        """Nothing to do: gradients are sent from where they are computed."""
+        """Do nothing: gradients are sent from where they are computed."""
 
     def complete(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         return list(gradients)  # a compiled step is the same on all ranks
@@ -113,8 +113,8 @@ class JaxSync:
 def _outside(
     function: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any], returned: Sequence[Any]
 ) -> list[Any]:
-    """Call ``function``, which turns arrays into arrays like those of ``returned``, from a compiled step; in the order
-    of the steps."""
+    """Call ``function``, which turns arrays into arrays like ``returned``, from a compiled step; in the order of the
+    steps."""
 
     def call(*arrays: Any) -> Any:
         try:
@@ -133,7 +133,7 @@ def _checksum(values: Sequence[Any]) -> int | None:
 
 
 class _JaxCasts:
-    """What compressors ask about JAX's arrays, also those of a step that is being compiled."""
+    """Compressors' access to JAX's arrays, also in a step that is being compiled."""
 
     def describe(self, tensor: Any) -> TensorSpec:
         return TensorSpec(DType(tensor.dtype.name), tensor.shape)
@@ -206,5 +206,5 @@ class _FirstSteps:
 
 
 def open_sync(options: KerasOptions) -> JaxSync:
-    """How gradients are reduced on this backend."""
+    """Make the object that reduces gradients on this backend."""
     return JaxSync(options)

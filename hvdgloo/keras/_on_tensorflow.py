@@ -24,7 +24,7 @@ class TensorFlowSync:
         self.arrived: list[list[Any]] = []
 
     def track(self, variables: Sequence[Any], *, changes: bool) -> None:
-        """Nothing to do: gradients are sent from where they are computed."""
+        """Do nothing: gradients are sent from where they are computed."""
 
     def complete(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         self._step = list(gradients), list(variables)
@@ -50,5 +50,5 @@ def prepare() -> None:
 
 
 def open_sync(options: KerasOptions) -> TensorFlowSync:
-    """How gradients are reduced on this backend."""
+    """Make the object that reduces gradients on this backend."""
     return TensorFlowSync(options)

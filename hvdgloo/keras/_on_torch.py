@@ -1,11 +1,11 @@
 """Keras on torch: hooks hand every gradient to the reducer while the backward pass still runs.
 
-``fit`` gives the optimizer the same gradient objects that the parameters hold. Anything else has been changed after the
-backward pass (scaled, clipped, masked): if so on any rank, what the hooks have sent is discarded on all, what is given
-is sent, and hooks are no longer used. So gradients are not reduced in place: nobody sees them half reduced. With
-accumulation, or a loss scale of the optimizer's own, there are no hooks to begin with.
+``fit`` gives the optimizer the same gradient objects that the parameters hold. Other objects were changed after the
+backward pass (scaled, clipped, masked): if so on any rank, all ranks discard the gradients that the hooks sent, send
+the given ones, and use no hooks any more. So gradients are not reduced in place: the program never sees them half
+reduced. With accumulation, or a loss scale of the optimizer's own, there are no hooks to begin with.
 
-In an elastic job's next epoch everything begins anew, also hooks that had been given up: newcomers have them.
+In an elastic job's next epoch everything starts over, also with hooks that had been given up: newcomers have them.
 
 After a Ctrl-C in a step, other ranks may have made it. So the next step continues the interrupted one, with what it has
 sent and received.
@@ -50,7 +50,7 @@ collection, which differ between ranks. A TorchSync keeps its parameters, so the
 
 @dataclass
 class _Step:
-    """What is known of a step under way.
+    """Progress of a step under way.
 
     Attributes:
         asked: the question how gradients relate to what hooks have sent.
@@ -120,7 +120,7 @@ class TorchSync:
         self._hook()
 
     def ready(self, name: str, gradient: Tensor) -> None:
-        """A backward pass has computed a gradient; from a parameter's hook."""
+        """Send a gradient that a backward pass has computed; called by a parameter's hook."""
         if not self.active or self._step is not None or self._is_renewed:
             return
         try:
@@ -224,7 +224,7 @@ class TorchSync:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is a step for which no hook can have sent anything."""
+        """True if no hook can have sent anything for this step."""
         return self._is_new and not self._sent
 
     def _receive_from_hooks(self, step: _Step, given: dict[str, Tensor]) -> None:
@@ -273,13 +273,13 @@ class TorchSync:
             interrupts.release(held)
 
     def _send_zeros(self) -> None:
-        """Other ranks' backward passes may have reached parameters that this one's has not."""
+        """Send zeros for parameters that other ranks' backward passes may have reached, and this rank's has not."""
         for name, parameter in self._hooked.items():
             if not self._reducer.is_open(name):
                 self._reducer.ready(name, torch.zeros_like(parameter, requires_grad=False))
 
     def _settle(self) -> dict[str, Tensor]:
-        """The results of the gradients that hooks have sent."""
+        """Return the results of the gradients that hooks have sent."""
         self._send_zeros()
         self._sent.clear()
         return self._reducer.wait()
@@ -317,7 +317,7 @@ class TorchSync:
         self._context = FRONTEND.context
 
     def _lose(self) -> None:
-        """Another optimizer takes over these parameters and has the hooks now; this one sends what it is given."""
+        """Leave the hooks to another optimizer, which takes over these parameters; this one sends given gradients."""
         self._abandon()
         self._unhook()
         self._hooks_wanted = False
@@ -364,5 +364,5 @@ def _ready(sync: weakref.ref[TorchSync], name: str, parameter: Tensor) -> None:
 
 
 def open_sync(options: KerasOptions) -> TorchSync:
-    """How gradients are reduced on this backend."""
+    """Make the object that reduces gradients on this backend."""
     return TorchSync(options)

@@ -28,7 +28,7 @@ Multiplier = float | Callable[[float], float]
 
 
 class ForTfKeras:
-    """What tf_keras also asks callbacks, to leave out those that have nothing to do with batches."""
+    """Answers to tf_keras, which leaves out callbacks that have nothing to do with batches."""
 
     def _implements_train_batch_hooks(self) -> bool:
         hooks = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -225,7 +225,7 @@ class LearningRateScheduleCallback(ForTfKeras, keras.callbacks.Callback):  # typ
             logs["lr"] = float(_learning_rate(self.model))
 
     def factor(self, epoch: float) -> float:
-        """What the learning rate is multiplied by at a given time, counted in epochs."""
+        """Return the multiplier of the learning rate at a given time, counted in epochs."""
         if callable(self._multiplier):
             return float(self._multiplier(epoch))
         if self._is_constant:
@@ -382,7 +382,7 @@ def _name(variable: Any) -> str:
 
 
 def _check_models(models: Sequence[Sequence[tuple[str, Any]]]) -> None:
-    """Whether the weights of all ranks' models, by name and shape, can be one model's.
+    """Check that the weights of all ranks' models, by name and shape, can be one model's.
 
     Raises:
         MismatchError: they cannot; the error is the same on all ranks.
@@ -407,7 +407,7 @@ def _check_models(models: Sequence[Sequence[tuple[str, Any]]]) -> None:
 
 
 def _numbers(value: Any) -> Array | None:
-    """A metric's number or numbers, None if it is something else."""
+    """Return a metric's number or numbers, None if it is something else."""
     try:
         array = array_of(value)
     except InvalidArgumentError:

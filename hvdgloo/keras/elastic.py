@@ -15,10 +15,10 @@
 
     train(state)
 
-**What runs again.** When workers have been lost or have come, the function is called again, and ``fit`` begins an
+**What runs again.** When workers were lost or joined, the function is called again, and ``fit`` begins an
 epoch. After a failure it starts from the last commit; after a change of hosts nothing is lost. ``state.epoch`` is the
 number of epochs that have ended. ``state.batch`` is the index of the last batch in the epoch that was under way, 0
-between epochs: the epoch begins anew, with all its batches, unless the program leaves some out
+between epochs: the epoch begins again, with all its batches, unless the program leaves some out
 (``steps_per_epoch=steps - state.batch`` for the first epoch).
 
 **Order of callbacks.** A commit contains the batch and the epoch that have just ended wherever these callbacks are in
@@ -77,7 +77,7 @@ class KerasState(ModelState):
 
 
 class _StateCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
-    """One that concerns a state. Those of one ``fit`` know each other, so that their order makes no difference."""
+    """A callback that concerns a state. A ``fit``'s callbacks know each other, so their order makes no difference."""
 
     def __init__(self, state: State) -> None:
         super().__init__()

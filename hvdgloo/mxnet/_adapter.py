@@ -1,4 +1,4 @@
-"""MXNet's arrays as the Frontend sees them: classic ones (``mx.nd``) and those of its numpy interface (``mx.np``).
+"""MXNet's arrays as the Frontend sees them: classic ones (``mx.nd``) and the numpy interface's (``mx.np``).
 
 MXNet computes in the background: an array is there at once, its values later. Before the engine is given memory,
 everything that writes it must therefore have ended and, if results go into it, everything that reads it. The wait is in
@@ -39,7 +39,7 @@ _MXNET_DTYPES: dict[DType, np.dtype[Any]] = {
     if dtype not in _NOT_MXNETS
 }
 _DTYPES: dict[Any, DType] = {
-    # Classic arrays tell their type as numpy's class, others, and those of bfloat16, as its dtype.
+    # Classic arrays tell their type as numpy's class; other arrays, and bfloat16 ones, as its dtype.
     kind: dtype
     for dtype, numpy_dtype in _MXNET_DTYPES.items()
     for kind in ((numpy_dtype,) if dtype is DType.BFLOAT16 else (numpy_dtype, numpy_dtype.type))

@@ -15,7 +15,7 @@ from hvdgloo.mxnet._adapter import MXNetAdapter, Tensor
 
 
 class MXNetFrontend(Frontend[Tensor]):
-    """A Frontend whose gradients are named by their calls' order in the program, not by that of the backward pass."""
+    """A Frontend that names gradients by the order of calls in the program, not in the backward pass."""
 
     def _for_gradient(self, operation: CollectiveSpec, name: str | None) -> Core[Tensor]:
         # Calls with names may come in any order, so each name is counted separately.

@@ -2,9 +2,9 @@
 
 MXNet has no hooks that fire while the backward pass runs, but its backward pass runs in the background. So
 gradients are handed over last weight first, in about the order in which they are computed: each is waited for as the
-engine looks at it, and travels while MXNet computes those of earlier layers. All are waited for once, at the end.
+engine looks at it, and travels while MXNet computes earlier layers' gradients. All are waited for once, at the end.
 
-An elastic job's next epoch is another Context, in which names and reducers are made anew: see ``reserved``.
+An elastic job's next epoch is another Context, in which names and reducers are made again: see ``reserved``.
 
 After a Ctrl-C in a step, the other ranks may have made it. So the next step with the same gradients continues the
 interrupted one.
@@ -73,10 +73,10 @@ class MXNetGradientSync:
 
     @classmethod
     def reserved(cls, frontend: Frontend[Tensor], options: GradientOptions, label: str) -> MXNetGradientSync:
-        """One whose label has a number appended if the label was reserved before in this job.
+        """Make an object whose label has a number appended if the label was reserved before in this job.
 
         In an elastic job that is done at its first step in each epoch: ranks step in the same order, but some have made
-        what they step with in an earlier epoch, or before they joined.
+        their optimizers in an earlier epoch, or before they joined.
 
         Raises:
             InvalidArgumentError: (a ValueError) an option cannot be used.
@@ -96,14 +96,14 @@ class MXNetGradientSync:
 
     @property
     def active(self) -> bool:
-        """Whether there is anybody to reduce with, now. A step begins by asking."""
+        """True if there are other ranks to reduce with, now. A step begins by reading this."""
         context = self._frontend.context
         if context is not self._context:
             self._enter(context)
         return self._frontend.is_shared(self._options.process_set)
 
     def _enter(self, context: Context) -> None:
-        """Another job: its names, and nothing of what was under way in the last one."""
+        """Go over to another job: take its names, and forget what was under way in the last one."""
         self._reducers.clear()
         self._compared.clear()
         self.step.clear()
@@ -200,7 +200,7 @@ def _checksum(weights: Callable[[], Sequence[Tensor]]) -> int | None:
 
 
 def _loaded(frontend: Frontend[Tensor], options: GradientOptions, label: str, wanted: str) -> MXNetGradientSync:
-    """From a pickle. In a job, the label is that of the one which was pickled there."""
+    """Make an object from a pickle. In a job, its label is the pickled object's."""
     loaded = MXNetGradientSync(frontend, options, label, wanted)
     try:
         loaded._bind(frontend.context)

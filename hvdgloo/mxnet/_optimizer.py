@@ -25,7 +25,7 @@ __all__ = ["DistributedOptimizer", "DistributedTrainer"]
 
 
 class DistributedMXNetOptimizer:
-    """What a distributed optimizer does differently from the plain one, which it holds and whose state it shares."""
+    """Methods in which a distributed optimizer differs from the plain one, which it holds and whose state it shares."""
 
     __slots__ = ("_plain", "_sync")  # not in the state, which is the plain optimizer's
 
@@ -34,7 +34,7 @@ class DistributedMXNetOptimizer:
 
     @property
     def aggregate_num(self) -> int:
-        """How many weights MXNet's updater gives to one call: all, so that their gradients travel together."""
+        """The number of weights that MXNet's updater passes at once: all, so that their gradients travel together."""
         return sys.maxsize
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
@@ -50,7 +50,7 @@ class DistributedMXNetOptimizer:
         self._update(self._plain.update, index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """``update``, with weights of float16 kept as float32 if the optimizer does that."""
+        """Do what ``update`` does, with weights of float16 kept as float32 if the optimizer does that."""
         self._update(self._plain.update_multi_precision, index, weight, grad, state)
 
     def __copy__(self) -> Any:
@@ -95,7 +95,7 @@ def _distributed(plain: Any, sync: MXNetGradientSync) -> Any:
 
 
 def wrap(frontend: Frontend[Tensor], optimizer: Any, options: GradientOptions) -> Any:
-    """``DistributedOptimizer`` on a given Frontend.
+    """Make a ``DistributedOptimizer`` on a given Frontend.
 
     Raises:
         InvalidArgumentError: (a ValueError) not an optimizer, one that is already distributed, or an option that
@@ -291,7 +291,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._sync.step["shared"] = True
 
     def _drop_gradients(self) -> None:
-        """An epoch of an elastic job has ended: gradients that are half reduced, or half added up, go into no step."""
+        """Drop gradients that are half reduced, or half added up, when an epoch of an elastic job has ended."""
         self._joining = []
         for index in self._trained():
             if self._params[index]._grad is None:

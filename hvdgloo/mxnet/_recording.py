@@ -28,9 +28,9 @@ _log = logging.getLogger(__name__)
 Rule = Callable[[Sequence[Any]], Sequence[Any]]
 
 _NOTHING, _ADD = 0, 3
-"""What may be requested for a gradient; anything else means to write it."""
+"""Requests for a gradient; anything else means to write it."""
 _MARK = "kCustomFunctionBackward"
-"""In the text of MXNet's error when a backward callback has reported failure."""
+"""A part of the text of MXNet's error when a backward callback has reported failure."""
 
 _numbers = itertools.count(1)
 _nodes: dict[int, tuple[Rule, Any, Any]] = {}
@@ -61,7 +61,7 @@ def record(inputs: Sequence[Any], outputs: Sequence[Any], rule: Rule) -> None:
 
 
 def failure_behind(error: Exception) -> HvdglooError | None:
-    """What a rule raised, if that is why MXNet raised ``error``. MXNet passes on only that something failed."""
+    """Return the error of a rule, if that is why MXNet raised ``error``. MXNet passes on only that something failed."""
     return _last_failure if _MARK in str(error) else None
 
 

@@ -13,7 +13,7 @@ _OFF, _ON = 0, 1
 
 @contextmanager
 def numpy_shapes() -> Iterator[None]:
-    """Inside, this thread makes arrays with numpy's shapes.
+    """Have this thread make arrays with numpy's shapes inside the block.
 
     Like ``mx.util.np_shape``, whose first use logs a message about a switch that the user has not touched.
     """
@@ -26,7 +26,7 @@ def numpy_shapes() -> Iterator[None]:
 
 
 def _switch(semantics: int) -> bool:
-    """Whether numpy's semantics were on before."""
+    """Switch numpy's semantics on or off; return whether they were on before."""
     before = ctypes.c_int()
     check_call(_LIB.MXSetIsNumpyShape(ctypes.c_int(semantics), ctypes.byref(before)))
     return bool(before.value)

@@ -72,7 +72,7 @@ def require_dense(parameters: Iterable[Any]) -> None:
 
 
 def _arrays_of(parameter: Any, label: str) -> list[tuple[str, Tensor]]:
-    """A parameter's arrays, one for each device, with names."""
+    """Return a parameter's arrays, one for each device, with names."""
     arrays = parameter.list_data()
     return [(label if index == 0 else f"{label}.{index}", array) for index, array in enumerate(arrays)]
 

@@ -28,7 +28,7 @@ Backward = Callable[[Tape[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 _DTYPES = {dtype.value: dtype for dtype in DType}
 _ARRAYS = (np.ndarray, np.generic)
-"""What numpy computes from an array without dimensions is a number, not an array."""
+"""Types of arrays; numpy's functions return a number, not an array, for an array without dimensions."""
 _ALIGNMENT = 64
 """The alignment of memory that TensorFlow takes over as it is; with less it is copied, or vector instructions fault."""
 
@@ -141,7 +141,7 @@ class TensorFlowAdapter:
 
 
 def is_on_cpu(tensor: Tensor) -> bool:
-    """Whether a tensor's memory is the host's."""
+    """Tell whether a tensor's memory is the host's."""
     device = tensor.device
     return not device or "CPU:" in device.upper()
 
@@ -189,8 +189,8 @@ def _once(backward: Backward, tape: Tape[Tensor], incoming: Sequence[Tensor], *,
     def call(*given: Tensor) -> Any:
         def gradient(*_: Tensor) -> Any:
             raise InvalidArgumentError(
-                "the gradient of this collective cannot be differentiated again; those of Sum and Average can, and "
-                "eagerly all but those of Min, Max and Product"
+                "the gradient of this collective cannot be differentiated again; Sum's and Average's can, and eagerly "
+                "all gradients but Min's, Max's and Product's"
             )
 
         return tuple(backward(tape, given)), gradient

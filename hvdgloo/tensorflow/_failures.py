@@ -52,7 +52,7 @@ HvdglooError.ag_pass_through = property(_passes)  # type: ignore[attr-defined]  
 
 
 def also_tensorflows(function: F) -> F:
-    """Decorates a function: those of its errors that have a counterpart in ``tf.errors`` are of that class as well."""
+    """Decorate a function so that its errors with a counterpart in ``tf.errors`` are of that class as well."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def also_tensorflows(function: F) -> F:
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph's operator, called with arrays, whose errors arrive as ours."""
+    """Wrap the function of a graph's operator, which is called with arrays, so that its errors arrive as ours."""
     _install()
 
     @functools.wraps(function)
@@ -102,7 +102,7 @@ def _install() -> None:
 
 
 def _class_of(ours: type) -> type:
-    """A class for errors that are one of ours and one of TensorFlow's."""
+    """Make a class for errors that are one of ours and one of TensorFlow's."""
     if ours not in _classes:
         pairs = ((theirs, code) for known, theirs, code in _COUNTERPARTS if issubclass(ours, known))
         theirs, code = next(pairs, _OTHERS)

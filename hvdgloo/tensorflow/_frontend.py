@@ -14,9 +14,9 @@ of nested functions, and branches, which use variables of their own, would run b
 surrounds them. All our operators therefore read one variable before they run and write it after.
 
 **Threads.** In a graph of TensorFlow 1 any number of operators may wait at the same time, and which of them run first
-differs between ranks. If they waited in TensorFlow's threads, all of these might wait for what no thread is left to
-submit; so each waits in a thread of its own. Those of a ``tf.function`` run one after another and hold one of
-TensorFlow's threads, which takes less time; see ``hvdgloo.tensorflow._waiting``.
+differs between ranks. If they waited in TensorFlow's threads, all of these might wait for operators that no thread is
+left to run; so each waits in a thread of its own. The operators of a ``tf.function`` run one after another and hold one
+of TensorFlow's threads, which takes less time; see ``hvdgloo.tensorflow._waiting``.
 """
 
 from __future__ import annotations
@@ -119,18 +119,18 @@ class TensorFlowFrontend(Frontend[Tensor]):
         return super().exchange(operation, tensor, splits, name)
 
     def reads(self, read: Callable[[], int]) -> Tensor:
-        """A number that is only known when the graph runs, as int32 without dimensions."""
+        """Return a number that is only known when the graph runs, as int32 without dimensions."""
         if tf.executing_eagerly():
             return tf.constant(read(), tf.int32)
         (value,) = operator(lambda: [np.int32(read())], [], [tf.int32], [()])
         return value
 
     def shares_here(self, process_set: ProcessSet) -> bool:
-        """Whether what is written here is for several ranks; in a graph it may outlive an elastic job's size."""
+        """Tell whether the program is for several ranks here; a graph may outlive an elastic job's size."""
         return (self.may_share if in_graph([None]) else self.is_shared)(process_set)
 
     def number_of(self, process_set: ProcessSet) -> Any:
-        """How many ranks share in a set, 1 if this one shares with nobody; in an elastic job's graph, a tensor."""
+        """Return the number of ranks in a set, 1 if this rank is alone; a tensor in an elastic job's graph."""
 
         def read() -> int:
             return max(len(self.sharers(process_set)), 1)
@@ -176,7 +176,7 @@ class TensorFlowFrontend(Frontend[Tensor]):
         return unique_in_graph(f"{operation.collective.value}_{first}")
 
     def _named(self, label: str | None) -> TensorFlowFrontend:
-        """What a gradient's rule takes its names from; None: they are counted as it runs."""
+        """Return the front-end that names a gradient's collectives; None: names are counted as they run."""
         return self if label is None else _NamedTensorFlowFrontend(self.adapter, self._context, label)
 
 
@@ -192,32 +192,32 @@ FRONTEND = TensorFlowFrontend(TensorFlowAdapter(), process.current, module=__nam
 
 
 def public(function: F) -> F:
-    """Decorates what programs call: errors are TensorFlow's as well, and AutoGraph is to rewrite the user's code, not
+    """Decorate a public function: its errors are TensorFlow's as well, and AutoGraph rewrites the user's code, not
     ours."""
     return cast(F, tf.autograph.experimental.do_not_convert(also_tensorflows(function)))
 
 
 def in_graph(values: Sequence[Any]) -> bool:
-    """Whether a collective of these values belongs in a graph; arrays are what a graph's operator gets as it runs."""
+    """Tell whether a collective of these values belongs in a graph; a graph's operator gets arrays when it runs."""
     return not tf.executing_eagerly() and not any(isinstance(value, np.ndarray) for value in values[:1])
 
 
 def graph_here() -> Any:
-    """The graph that is being made; None in an eager program."""
+    """Return the graph that is being made; None in an eager program."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def is_ordered() -> bool:
-    """Whether operators with effects run in the order in which they are made.
+    """Tell whether operators with effects run in the order in which they are made.
 
-    Not so in TensorFlow 1's branches and loops: they are functions, too, but nothing orders them among themselves.
+    They do not in TensorFlow 1's branches and loops, which are functions, too, but nothing orders their operators.
     """
     in_function = getattr(tf.compat.v1.get_default_graph(), "building_function", False)
     return bool(in_function) and tf.compat.v1.executing_eagerly_outside_functions()
 
 
 def _name_of_gradient(label: str | None) -> str | None:
-    """The prefix of the names of a collective's gradient, from the collective's own.
+    """Return the prefix of the names of a collective's gradient, made from the collective's own.
 
     A graph of TensorFlow 1 may have several gradients through one collective, which nothing puts in order.
     """
@@ -230,7 +230,7 @@ _counts: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionar
 
 
 def unique_in_graph(name: str) -> str:
-    """A name that no other operator of the current graph has been given, also in its branches and loops."""
+    """Return a name that no other operator of the current graph has, its branches and loops included."""
     used = _counts.setdefault(_outermost_graph(), Counter())
     used[name] += 1
     return name if used[name] == 1 else f"{name}.{used[name]}"
@@ -249,7 +249,7 @@ def operator(
     dtypes: Sequence[Any],
     shapes: Sequence[Any],
 ) -> list[Tensor]:
-    """An operator of the current graph that calls ``function`` with arrays; it returns a list of arrays.
+    """Make an operator of the current graph that calls ``function`` with arrays; it returns a list of arrays.
 
     Args:
         function: may wait for other ranks (see **Threads** above); raises our errors as they are (see
@@ -285,7 +285,7 @@ class _Threads:
         self._options.autotune.enabled = False
 
     def call(self, call: Callable[..., Any], inputs: Sequence[Tensor], dtypes: Sequence[Any]) -> list[Tensor]:
-        """An operator of the current graph that calls a function with arrays; it returns a list of arrays."""
+        """Make an operator of the current graph that calls a function with arrays; it returns a list of arrays."""
         self._calls.append(call)
         given = [tf.constant(len(self._calls) - 1), *inputs]
         unknown = [tf.TensorShape(None)] * len(dtypes)
@@ -323,7 +323,7 @@ _threads: weakref.WeakKeyDictionary[Any, _Threads] = weakref.WeakKeyDictionary()
 
 
 def effect(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
-    """An operator that calls ``function`` with arrays and has no output; it is returned, to run before others."""
+    """Make an operator that calls ``function`` with arrays and has no output; it is returned, to run before others."""
 
     def call(*arrays: Any) -> Any:
         function(*arrays)
@@ -337,7 +337,7 @@ def effect(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
 
 @contextmanager
 def _in_order() -> Iterator[list[Tensor]]:
-    """Around an operator on the CPU, whose outputs are put into the list; see **Order** above."""
+    """Surround an operator on the CPU, whose outputs are put into the list; see **Order** above."""
     made: list[Tensor] = []
     with tf.device("/cpu:0"):  # where its arrays are, also if there is a GPU
         if not is_ordered():
@@ -355,7 +355,7 @@ _turns: list[Any] = []
 
 
 def _turn() -> Tensor:
-    """The current graph's handle of the variable that puts all our operators in order.
+    """Return the current graph's handle of the variable that puts all our operators in order.
 
     The variable is made late: TensorFlow begins to run with it. And it is made of raw operators: a function that is
     traced for the second time allows no ``tf.Variable`` to be made.
@@ -370,10 +370,10 @@ def _turn() -> Tensor:
 
 
 def _captured(handle: Tensor, graph: Any) -> Tensor:
-    """A handle in a function's graph.
+    """Capture a handle in a function's graph.
 
-    In a branch or a loop it comes through what surrounds it, and in their gradients from the branch or loop itself, if
-    that has it: TensorFlow finds nothing else there, and of two ways for one tensor it would lose one.
+    In a branch or a loop the handle comes through the surrounding graph, and in their gradients from the branch or loop
+    itself, if that has it: TensorFlow finds nothing else there, and of two ways for one tensor it would lose one.
     """
     known = handle
     if graph.is_control_flow_graph:
@@ -385,13 +385,13 @@ def _captured(handle: Tensor, graph: Any) -> Tensor:
 
 
 def _captured_before(handle: Tensor, graph: Any) -> Tensor | None:
-    """A handle in a graph that is complete; None if the graph does not have it."""
+    """Return a handle in a graph that is complete; None if the graph does not have it."""
     known = _captured_before(handle, graph.outer_graph) if graph.is_control_flow_graph else handle
     return next((internal for external, internal in graph.captures if external is known), None)
 
 
 def _tensor_here(value: Any) -> Tensor:
-    """A value as a tensor of the current graph. A gradient that uses it from another graph as well would lose one."""
+    """Make a value a tensor of the current graph. A gradient that used it from another graph as well would lose one."""
     tensor = tf.convert_to_tensor(value)
     return tf.compat.v1.get_default_graph().capture(tensor) if is_ordered() else tensor
 

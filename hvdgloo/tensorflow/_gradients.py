@@ -6,7 +6,7 @@ rank's progress depends on. A ``tf.function`` runs operators with effects in the
 variable's gradient, which the backward pass computes first, is made first.
 
 **Elastic jobs.** A function that is traced in a job of one process reduces as well: the job may have grown when it
-runs. Its operators look at the size as they run, and with nobody to share with they give back what they got.
+runs. Its operators look at the size as they run, and return their inputs if there is no other rank.
 
 **Interrupts.** Where Ctrl-C ends an eager reduction, other ranks may have made the step. So the next reduction of the
 same variables continues the interrupted one, and returns its results; a reduction of other variables completes it first
@@ -71,7 +71,7 @@ class GradientSync:
 
     @property
     def active(self) -> bool:
-        """Whether there is anybody to reduce with, or may be when the graph runs that is being built."""
+        """True if there are other ranks to reduce with, or may be when the graph runs that is being built."""
         return self.frontend.shares_here(self.options.process_set)
 
     def register_local_source(self, variable: Any) -> None:
@@ -84,7 +84,7 @@ class GradientSync:
         return list(self._sources.values())
 
     def is_local(self, variable: Any) -> bool:
-        """Whether its gradient is left to this rank alone."""
+        """Tell whether a variable's gradient is left to this rank alone."""
         return id(inner(variable)) in self._sources
 
     @also_tensorflows
@@ -96,7 +96,7 @@ class GradientSync:
         differentiable: bool = False,
         among: tuple[Sequence[Any], Sequence[Any]] | None = None,
     ) -> list[Any]:
-        """The reduced gradients, in order.
+        """Reduce gradients.
 
         Args:
             gradients: for each variable a tensor, a ``tf.IndexedSlices`` or None, alike on all ranks. They are not
@@ -107,8 +107,8 @@ class GradientSync:
             among: all of the step's gradients and variables, if those without gradients have been left out.
 
         Returns:
-            new tensors, on every rank the same; None where None was given. Those of local variables are this rank's,
-            divided by the number of ranks if ``scale_local_gradients``.
+            new tensors, on every rank the same; None where None was given. Gradients of local variables are this
+            rank's, divided by the number of ranks if ``scale_local_gradients``.
         """
         if not self.active:
             return list(gradients)
@@ -168,7 +168,7 @@ class GradientSync:
 
     @also_tensorflows
     def agree(self, holds: Any, name: str) -> Any:
-        """Whether a boolean tensor holds on all ranks; ``name`` is what matches their calls."""
+        """Tell whether a boolean tensor holds on all ranks; ``name`` matches their calls."""
         if not self.active:
             return holds
 
@@ -200,8 +200,8 @@ class GradientSync:
             raise
 
     def renewed(self) -> Any:
-        """Whether the job is another one than at the call before (in a graph, than when this ran before): ranks that
-        add gradients up over several calls have to begin together then.
+        """Tell whether the job has changed since the previous call (in a graph, since the previous run): ranks that add
+        gradients up over several calls have to begin together then.
 
         Returns:
             a boolean tensor; None outside elastic jobs, where that cannot be.
@@ -346,7 +346,7 @@ class _Batch:
         self._variables = variables
         self.parts: Sequence[Sequence[Tensor]] = ()
         self._sparse: dict[int, Pending[Tensor]] = {}
-        self._own: dict[int, Sequence[Tensor]] = {}  # what there is nobody to share with
+        self._own: dict[int, Sequence[Tensor]] = {}  # gradients, if there is no other rank
         self._received: list[list[Tensor]] | None = None  # the step's results
         self._labels: dict[str, str] = {}  # until ranks have agreed
         self._lock = threading.Lock()
@@ -467,7 +467,7 @@ _interrupted: weakref.WeakKeyDictionary[Context, _Batch] = weakref.WeakKeyDictio
 
 @contextmanager
 def _until_done(frontend: TensorFlowFrontend) -> Iterator[None]:
-    """Around an eager reduction, whose step is over when it returns, or fails."""
+    """Surround an eager reduction, whose step is over when it returns, or fails."""
     context = frontend.context
     try:
         yield
@@ -537,6 +537,6 @@ def _in_graph(batch: _Batch, parts: Sequence[Sequence[Tensor]]) -> list[list[Ten
 
 
 def inner(variable: Any) -> Any:
-    """The one object that stands for a variable: Keras's variables have TensorFlow's inside."""
+    """Return the one object that stands for a variable: Keras's variables have TensorFlow's inside."""
     inside = getattr(variable, "value", None)
     return variable if inside is None or callable(inside) else inside

@@ -20,7 +20,7 @@ class SparseReductionError(HvdglooError, NotImplementedError):
 
 
 def is_sparse(tensor: object) -> bool:
-    """Whether it is a ``tf.IndexedSlices``."""
+    """Tell whether an object is a ``tf.IndexedSlices``."""
     return isinstance(tensor, tf.IndexedSlices)
 
 

@@ -73,5 +73,5 @@ def variable_of(variable: Any) -> Any:
 
 
 def is_variable(value: object) -> bool:
-    """Whether it is a TensorFlow variable, of either kind."""
+    """Tell whether an object is a TensorFlow variable, of either kind."""
     return isinstance(value, (tf.Variable, tf.compat.v1.Variable))

@@ -1,4 +1,4 @@
-"""``DistributedGradientTape``: the user's tape, whose gradients are those of all ranks."""
+"""``DistributedGradientTape``: the user's tape, with gradients reduced over all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdgloo.tensorflow._gradients import GradientSync
 
 
 class DistributedTape:
-    """What the result of ``DistributedGradientTape`` adds to the methods of ``tf.GradientTape``."""
+    """Methods that the result of ``DistributedGradientTape`` adds to ``tf.GradientTape``."""
 
     __slots__ = ("_hvd",)
     _hvd: GradientSync
@@ -66,7 +66,7 @@ class DistributedTape:
 
 
 def wrap(frontend: TensorFlowFrontend, tape: Any, options: GradientOptions) -> Any:
-    """``DistributedGradientTape`` on a given Frontend.
+    """Make a ``DistributedGradientTape`` on a given Frontend.
 
     Raises:
         InvalidArgumentError: (a ValueError) not a tape, one that is already distributed, or an option that cannot

@@ -21,7 +21,7 @@ GradientsAndVariables = Sequence[tuple[Any, Any]]
 
 
 class DistributedV1Optimizer:
-    """What the result of ``DistributedOptimizer`` adds to the methods of the user's class."""
+    """Methods that the result of ``DistributedOptimizer`` adds to the user's class."""
 
     __slots__ = ("_accumulation", "_adaptive", "_sync")
     _sync: GradientSync
@@ -33,7 +33,7 @@ class DistributedV1Optimizer:
         self._sync.register_local_source(variable)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """The optimizer's gradients, reduced; with several passes per step those of the last pass are the sums."""
+        """Compute gradients and reduce them; with several passes per step, reduce the sums in the last pass."""
         pairs = list(super().compute_gradients(*args, **kwargs))  # type: ignore[misc]
         if not pairs:
             return pairs
@@ -77,7 +77,7 @@ class DistributedV1Optimizer:
 def wrap(
     frontend: TensorFlowFrontend, optimizer: Any, options: GradientOptions, passes: int = 1, *, average: bool = False
 ) -> Any:
-    """``DistributedOptimizer`` on a given Frontend.
+    """Make a ``DistributedOptimizer`` on a given Frontend.
 
     Args:
         frontend: where collectives are submitted.
@@ -108,5 +108,5 @@ def wrap(
 
 
 def _current(variable: Any) -> Any:
-    """A variable's value, read where this is called."""
+    """Return a variable's value, read where this is called."""
     return variable.read_value() if hasattr(variable, "read_value") else tf.convert_to_tensor(variable)

@@ -1,4 +1,4 @@
-"""How many of TensorFlow's threads wait for collectives. If all do, a stall report says so.
+"""The number of TensorFlow's threads that wait for collectives. If all do, a stall report says so.
 
 A ``tf.function`` waits in the thread that TensorFlow computes it with. Functions that several Python threads call share
 these threads, so on different ranks they may all wait for different collectives.
@@ -21,7 +21,7 @@ _waiting = 0
 
 
 def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that may wait for other ranks in one of TensorFlow's threads."""
+    """Wrap a function that may wait for other ranks in one of TensorFlow's threads, to count it meanwhile."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -38,7 +38,7 @@ def counted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_wait() -> str | None:
-    """What a stall report is to say if no thread is left; None if one is."""
+    """Return a stall report's sentence if no thread is left; None if one is."""
     threads = inter_op_threads() if _waiting else 0
     if not threads or _waiting < threads:
         return None
@@ -51,7 +51,7 @@ def all_wait() -> str | None:
 
 
 def inter_op_threads() -> int:
-    """How many threads TensorFlow computes functions with."""
+    """Return the number of threads in which TensorFlow computes functions."""
     chosen: int = tf.config.threading.get_inter_op_parallelism_threads()
     if chosen > 0:
         return chosen

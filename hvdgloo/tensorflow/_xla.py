@@ -1,6 +1,6 @@
 """XLA, which cannot compile collectives: they run Python.
 
-What Keras would compile trains without it, whoever reduces the gradients: the model's optimizer, or an optimizer or a
+A model that Keras would compile trains without it, whether its optimizer reduces the gradients, or an optimizer or a
 tape of its own in its ``train_step``. The former is seen before anything is traced. For the latter the first step is
 traced without XLA; if no collective was met then, the function is made again, and compiled.
 """

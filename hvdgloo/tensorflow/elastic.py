@@ -59,7 +59,7 @@ class TensorFlowState(VariablesState):
         if variables is None:
             if tf.executing_eagerly():
                 raise InvalidArgumentError(
-                    "an eager program has no global variables; name those of the state: "
+                    "an eager program has no global variables; pass the state's variables: "
                     "TensorFlowState(variables=model.variables)"
                 )
             variables = tf.compat.v1.global_variables()

@@ -62,11 +62,11 @@ class LocalGradientAggregationHelper:
                     for g, v in zip(dense, variables, strict=True)
                 ]
         pairs = [(g, s) for g, s in zip(dense, self._sums, strict=True) if g is not None]
-        anew = None if self._renewed is None else self._renewed()
+        restarts = None if self._renewed is None else self._renewed()
         with tf.control_dependencies([g for g, _ in pairs]):
-            count = _add(self._count, 1, anew)
+            count = _add(self._count, 1, restarts)
         self._is_last = tf.equal(count % self._passes, 0)
-        sums = [_add(s, g, anew) for g, s in pairs]
+        sums = [_add(s, g, restarts) for g, s in pairs]
 
         def reduce() -> list[Any]:
             whole = [s / tf.cast(self._divisor, s.dtype) for s in sums]
@@ -108,11 +108,11 @@ class LocalGradientAggregationHelper:
         return made if tf.executing_eagerly() else made.op
 
 
-def _add(sum: Any, value: Any, anew: Any) -> Any:
-    """Add to a variable, or to zero where ``anew`` holds; its new value."""
-    if anew is None:
+def _add(sum: Any, value: Any, restarts: Any) -> Any:
+    """Add to a variable, or to zero where ``restarts`` holds; return its new value."""
+    if restarts is None:
         return sum.assign_add(value, read_value=True)
-    return sum.assign(tf.where(anew, tf.zeros_like(sum), sum) + tf.cast(value, sum.dtype), read_value=True)
+    return sum.assign(tf.where(restarts, tf.zeros_like(sum), sum) + tf.cast(value, sum.dtype), read_value=True)
 
 
 def _variable(value: Any, name: str) -> Any:

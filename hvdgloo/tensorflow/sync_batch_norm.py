@@ -21,12 +21,12 @@ _total = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.SUM)
 
 _moments = getattr(tf.keras.layers.BatchNormalization, "_moments", None)
 _suits = _moments is not None and list(inspect.signature(_moments).parameters) == ["self", "inputs", "mask"]
-"""Whether this is Keras 3's layer, whose method for a batch's statistics, which is not public, can be overridden."""
+"""True if this is Keras 3's layer, whose method for a batch's statistics, which is not public, can be overridden."""
 
 
 @tf.keras.utils.register_keras_serializable("hvdgloo")
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
-    """``keras.layers.BatchNormalization`` whose statistics in training are those of all ranks' batches together.
+    """``keras.layers.BatchNormalization`` whose statistics in training are over all ranks' batches together.
 
     Args:
         fused: accepted for programs that pass False; the fused kernel does not know about other ranks.

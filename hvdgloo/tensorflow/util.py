@@ -12,12 +12,12 @@ __all__ = ["check_num_rank_power_of_2", "refs_to_vars", "vars_to_refs"]
 
 
 def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """Whether a number of ranks is 1, 2, 4, 8, ...; Adasum needs no such number here."""
+    """Tell whether a number of ranks is 1, 2, 4, 8, ...; Adasum needs no such number here."""
     return num_rank_is_power_2(num_rank)
 
 
 def vars_to_refs(vars: Any) -> Any:
-    """What can be hashed in place of variables, which cannot: their references; for a list or tuple, a tuple."""
+    """Return references, which can be hashed, in place of variables, which cannot; for a list or tuple, a tuple."""
     return tuple(vars_to_refs(each) for each in vars) if isinstance(vars, (list, tuple)) else vars.ref()
 
 
@@ -27,5 +27,5 @@ def refs_to_vars(refs: Any) -> Any:
 
 
 def _executing_eagerly() -> bool:
-    """Whether operations run at once, and not in a graph or a function."""
+    """Tell whether operations run at once, and not in a graph or a function."""
     return bool(tf.executing_eagerly())

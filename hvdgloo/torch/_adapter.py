@@ -36,7 +36,7 @@ class TorchAdapter:
     """
 
     def on_gpu(self, tensor: torch.Tensor) -> bool:
-        """Whether the engine decides how the tensor gets to the other ranks' GPUs."""
+        """Tell whether the engine decides how the tensor gets to the other ranks' GPUs."""
         return gpu.of(tensor) is not None
 
     def owns(self, tensor: object) -> bool:
@@ -128,8 +128,8 @@ class TorchAdapter:
             return None
         if any(gpu.is_capturing(device) for device in devices):
             raise InvalidArgumentError(
-                "a collective cannot be captured into a CUDA graph, as ranks agree on it anew each time: capture what "
-                "comes before and after it, and call it in between"
+                "a collective cannot be captured into a CUDA graph, as ranks agree on it each time: capture the work "
+                "before and after it, and call it in between"
             )
         events = [(gpu.record(device), device) for device in devices]
 
@@ -187,7 +187,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _kept(ctx: Any) -> Sequence[torch.Tensor]:
-    """The inputs and outputs that the rule reads; not looked for if it reads none, as they may be gone by then."""
+    """Return the inputs and outputs that the rule reads; not looked for if it reads none, as they may be gone then."""
     if not ctx.keep:
         return ()
     if len(ctx.shapes) == 1:

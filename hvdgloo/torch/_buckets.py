@@ -56,11 +56,11 @@ class GradientBucket:
 
     @property
     def device(self) -> torch.device | None:
-        """The GPU that it is on."""
+        """The bucket's GPU."""
         return gpu.of(self.whole)
 
     def part(self, name: str, parameter: Tensor) -> Tensor:
-        """A new tensor over the place of a parameter's gradient."""
+        """Make a new tensor over the place of a parameter's gradient."""
         dtype, count = self.whole.dtype, parameter.numel()
         if self.memory is None:
             flat = gpu.view(self.whole, self.address(name), dtype, count)
@@ -69,7 +69,7 @@ class GradientBucket:
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
 
     def address(self, name: str) -> int:
-        """Where a part lies."""
+        """Return the address of a part."""
         return self.whole.data_ptr() + self.offsets[name]
 
 
@@ -101,14 +101,14 @@ class Buckets:
         return name in self._parts
 
     def suit(self, name: str, parameter: Tensor) -> bool:
-        """Whether a parameter is still what its part was made for."""
+        """Tell whether a parameter still has the type and shape that its part was made for."""
         bucket = self._bucket_of[name]
         if parameter.dtype is not bucket.whole.dtype:
             return False
         return parameter.is_cpu if bucket.memory is not None else gpu.of(parameter) == bucket.device
 
     def adopt(self, name: str, parameter: Tensor) -> Tensor:
-        """The part that has the parameter's gradient, and is the gradient from now on, unless somebody else holds the
+        """Return the part with the parameter's gradient. It is the gradient from now on, unless the program holds the
         previous one: then ``deliver`` copies the result there."""
         bucket, part = self._bucket_of[name], self._parts[name]
         if part.data_ptr() != bucket.address(name) or part.stride() != self._strides[name]:
@@ -147,7 +147,7 @@ class Buckets:
         return torch.zeros(bucket.whole.shape, dtype=like.dtype, device=like.device)
 
     def forget(self) -> None:
-        """The gradients so far will not be reduced."""
+        """Drop the gradients so far, which will not be reduced."""
         self._elsewhere.clear()
 
 
@@ -169,12 +169,12 @@ def _bucket(parameters: Mapping[str, Tensor], engine: Any, process_set: int) -> 
 
 
 def suits(parameter: Tensor) -> bool:
-    """Whether a parameter's dense gradient may be in a bucket."""
+    """Tell whether a parameter's dense gradient may be in a bucket."""
     return (parameter.is_cpu or gpu.of(parameter) is not None) and parameter.numel() > 0 and is_dense(parameter)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill its memory, in whatever order of dimensions, and each has a place of its own."""
+    """Tell whether a tensor's elements fill its memory, in any order of dimensions, and none share a place."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -246,7 +246,7 @@ _storage_uses = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def _uses(gradient: Tensor) -> tuple[int, ...]:
-    """How many references a tensor has, and how many its memory, as Python and torch count them; empty if unknown."""
+    """Return the numbers of references to a tensor and to its memory, as Python and torch count; empty if unknown."""
     if _storage_uses is None or type(gradient) is not Tensor or gradient.requires_grad:
         return ()
     return sys.getrefcount(gradient), _storage_uses(gradient.untyped_storage()._cdata)

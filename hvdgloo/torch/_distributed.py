@@ -1,7 +1,7 @@
 """DistributedOptimizer: the user's optimizer, stepping on gradients that all ranks share.
 
 **One state, two classes.** The result is made as Horovod makes it: an instance of a class whose only other base than
-a marker of ours is the user's optimizer class, and which bears its name. So whoever inspects it finds an optimizer
+a marker of ours is the user's optimizer class, and which bears its name. So a program that inspects it finds one
 (``vars``, ``dir``, ``inspect``, protocols), schedulers accept it, and libraries can build further classes on it or on
 ``type(optimizer).__bases__[0]``. Where Horovod copies the state into the new object, and the two drift apart, here both
 objects have one and the same ``__dict__``: whatever is set on one, or loaded into one, the other has. A scheduler that
@@ -107,12 +107,12 @@ def _session_of(optimizer: torch.optim.Optimizer) -> Session:
 
 
 class DistributedTorchOptimizer(torch.optim.Optimizer):
-    """What ``DistributedOptimizer`` returns: an instance of a class made from the user's optimizer class and this one.
+    """Base of ``DistributedOptimizer``'s results: their classes are made from the user's optimizer class and this one.
 
     Readable, as in Horovod: ``op``, ``process_set``, ``backward_passes_per_step``, ``gradient_predivide_factor`` and
     ``sparse_as_dense``, the arguments; ``_parameter_names`` (parameters to names), ``_requires_update`` (the set of
-    parameters whose gradients are reduced) and ``_handles`` (those of them that have been handed over and not been
-    waited for).
+    parameters whose gradients are reduced) and ``_handles`` (parameters whose gradients were handed over and not waited
+    for).
     """
 
     _hvd: Session
@@ -149,7 +149,7 @@ class DistributedTorchOptimizer(torch.optim.Optimizer):
 
     @_own
     def synchronize(self) -> None:
-        """Wait until all gradients have been reduced, including, as zeros, those of parameters that have none.
+        """Wait until all gradients have been reduced; a parameter without a gradient counts as zeros.
 
         For looking at gradients before ``step()``, e.g. to clip them; then step inside ``skip_synchronize()``.
 
@@ -232,7 +232,7 @@ class DistributedTorchOptimizer(torch.optim.Optimizer):
         return None, None
 
 
-# torch would have its step hooks run around this step as well, and not only around that of the user's class.
+# torch would have its step hooks run around this step as well, and not only around the user's class's step.
 DistributedTorchOptimizer.step.hooked = True  # type: ignore[attr-defined]
 
 
@@ -243,7 +243,7 @@ def wrap(
     groups: Groups,
     options: ReductionOptions,
 ) -> DistributedTorchOptimizer:
-    """``DistributedOptimizer`` on a given Frontend.
+    """Make a ``DistributedOptimizer`` on a given Frontend.
 
     Raises:
         InvalidArgumentError: (a ValueError) not an optimizer, one that is already distributed, or an option that
@@ -267,7 +267,7 @@ def _class_for(base: type[torch.optim.Optimizer]) -> type[DistributedTorchOptimi
 
 
 def plain_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The class of the user's optimizer, also of a distributed one."""
+    """Return the class of the user's optimizer, also of a distributed one."""
     return _session_of(optimizer).base if isinstance(optimizer, DistributedTorchOptimizer) else type(optimizer)
 
 
@@ -276,7 +276,7 @@ def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _plain_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The user's optimizer; if only the distributed one is left, another that shares its state."""
+    """Return the user's optimizer; if only the distributed one is left, another that shares its state."""
     session = _session_of(optimizer)
     plain = session.plain()
     if plain is None:

@@ -36,10 +36,10 @@ register_module_module_registration_hook(_note)
 
 
 def refuse_reduced_by_others(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Check that nobody else reduces the gradients of these parameters.
+    """Check that no other wrapper reduces the gradients of these parameters.
 
     Raises:
-        InvalidArgumentError: somebody does; the parameter and the class are named.
+        InvalidArgumentError: one does; the message names the parameter and the class.
     """
     pairs, reduced = list(named_parameters), _reduced()
     if not any(id(parameter) in reduced for _, parameter in pairs):
@@ -56,7 +56,7 @@ def refuse_reduced_by_others(named_parameters: Iterable[tuple[str, torch.Tensor]
 
 
 def _reduced() -> dict[int, str]:
-    """The parameters of all wrappers, by id, and the wrappers' classes."""
+    """Return the parameters of all wrappers, by id, and the wrappers' classes."""
     return {
         id(parameter): type(module).__name__
         for module in list(_wrappers)

@@ -1,5 +1,4 @@
-"""What a distributed optimizer is told: which parameters there are, what they are called, and how their gradients are
-reduced."""
+"""Arguments of a distributed optimizer: its parameters, their names, and how their gradients are reduced."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ NamedParameters = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class ReductionOptions:
-    """How gradients are reduced; the arguments of ``DistributedOptimizer`` that do not name parameters."""
+    """Arguments of ``DistributedOptimizer`` that determine how gradients are reduced."""
 
     compression: Compressor[Tensor] = NoneCompressor
     backward_passes_per_step: int = 1
@@ -79,7 +78,7 @@ def refuse_unsendable(named_parameters: NamedParameters) -> None:
 
 
 def groups_of(groups: Groups, trained: Sequence[Tensor], known: set[int]) -> list[list[Tensor]]:
-    """Parameters that are reduced as one, from either form of ``groups``."""
+    """Return lists of parameters that are reduced as one, from either form of ``groups``."""
     chosen = divided(groups, trained)
     if not isinstance(groups, int) and any(id(each) not in known for group in groups or () for each in group):
         raise InvalidArgumentError("groups has something that is not a parameter of the optimizer")

@@ -85,14 +85,14 @@ class PowerSGD:
         return _Steps(self, frontend, operation, name, gradients)
 
     def is_worthwhile(self, gradient: Tensor) -> bool:
-        """Whether the factors are sufficiently smaller than the gradient."""
+        """Tell whether the factors are sufficiently smaller than the gradient."""
         if gradient.dim() < 2 or not gradient.is_floating_point() or not gradient.numel():
             return False
         n, m = _as_matrix(gradient).shape
         return n * m >= self.min_saving * self.rank * (n + m)
 
     def factor(self, key: str, columns: int, like: Tensor) -> Tensor:
-        """Where the subspace iteration of a gradient continues; at first a random matrix, the same on all ranks."""
+        """Return the start of a gradient's subspace iteration; at first a random matrix, the same on all ranks."""
         kept = self.factors.get(key)
         if kept is None or kept.shape[0] != columns:
             generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(key.encode()))

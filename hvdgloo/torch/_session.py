@@ -1,4 +1,4 @@
-"""What is distributed about a torch optimizer: its parameters' names and hooks, the reducer, and the step.
+"""The distributed part of a torch optimizer: its parameters' names and hooks, the reducer, and the step.
 
 A step: every parameter's hook fires as its gradient is complete and hands it to the reducer, whose transfers overlap
 with the rest of the backward pass; ``step()`` waits for them and lets the user's class step.
@@ -78,7 +78,7 @@ Nothing refers weakly to a parameter: torch could not swap its content, as loadi
 
 
 class _Gradients(enum.Enum):
-    """What is known about the gradients that the next step will use."""
+    """State of the gradients that the next step will use."""
 
     LOCAL = "not reduced yet, or in flight"
     REDUCED = "reduced on the way, for a GradScaler"
@@ -87,7 +87,7 @@ class _Gradients(enum.Enum):
 
 
 class _Kind(enum.IntEnum):
-    """How a parameter's gradient travels; the greatest value of any rank holds for all."""
+    """Form in which a parameter's gradient travels; the greatest value of any rank holds for all."""
 
     NONE = 0  # no gradient so far
     SPARSE = 1
@@ -182,20 +182,20 @@ class Session:
         self._kinds: dict[str, _Kind] = {}
         self._asked_about: list[str] = []  # names in the last question about kinds
         self._is_new = True  # no step in this Context so far
-        self._differs = False  # the ranks' weights were found to differ, which nobody has been told yet
-        self._labels: dict[str, str] | None = None  # what gradients are called in this Context's messages
+        self._differs = False  # the ranks' weights were found to differ, and no warning was logged yet
+        self._labels: dict[str, str] | None = None  # gradients' names in this Context's messages
         self._active = False
         self._context: Context | None = None
         self._enter(frontend.context)
         if not frontend.context.config.elastic:
-            # Nobody joins later: names are as in a job where optimizers are used in the order in which they were made.
+            # No rank joins later: names are as in a job where optimizers are used in the order in which they were made.
             self._agree_on_names()
 
     # The job
 
     @property
     def active(self) -> bool:
-        """Whether there is anybody to reduce with."""
+        """True if there are other ranks to reduce with."""
         self._follow()
         return self._active
 
@@ -215,12 +215,12 @@ class Session:
         context.tell_of_end(self)
         self._labels = None
         self.reducer.hold()
-        # One that has nobody yet may get somebody, while a backward pass runs or the next is about to.
+        # A lone rank may be joined by others, while a backward pass runs or the next is about to.
         if active or context.config.elastic:
             self._track_all()
 
     def job_ended(self) -> None:
-        """The Context has been closed: nothing of an unfinished step goes into the next, on any rank.
+        """Keep an unfinished step's gradients out of the next Context, on all ranks, now that this one is closed.
 
         In an elastic job that includes what earlier backward passes have added up: newcomers have nothing of it, and
         after a failure it may be half reduced.
@@ -247,9 +247,10 @@ class Session:
         self._gradients = _Gradients.LOCAL
 
     def _agree_on_names(self) -> None:
-        """The first step in this Context: ranks call ``step()`` in the same order, whenever they made what steps.
+        """Agree on names in the first step in this Context: all ranks step in the same order, whenever they made their
+        optimizers.
 
-        Those that are not in the process set do it, too: their other optimizers may have names in common with this one.
+        Ranks outside the process set do it, too: their other optimizers may have names in common with this one.
         """
         if self._labels is not None or self._context is None or self._context.closed:
             return
@@ -298,8 +299,8 @@ class Session:
         self._contents[name] = parameter._cdata
 
     def _keep_hook(self, name: str, parameter: Tensor) -> bool:
-        """Install a parameter's hook again if its content has been swapped for that of another tensor, as a model's
-        conversion may do: torch then leaves the hook behind.
+        """Install a parameter's hook again if its content was swapped for another tensor's, as a model's conversion may
+        do: torch then leaves the hook behind.
 
         Returns:
             whether it was.
@@ -342,7 +343,7 @@ class Session:
     # Gradients
 
     def computed(self, name: str, parameter: Tensor) -> None:
-        """A parameter's gradient is complete in this backward pass."""
+        """Hand over a parameter's gradient, which is complete in this backward pass."""
         if not self.active:
             return
         self._gradients = _Gradients.LOCAL
@@ -369,7 +370,7 @@ class Session:
         # Sparse ones are gathered when all passes have added to them.
 
     def _gathered(self) -> None:
-        """Gradients that were computed on several streams are sent together, after what this one has been given."""
+        """Have this stream wait for the others on which gradients were computed that are sent together."""
         for device, stream in self._streams.values():
             gpu.wait_for(stream, device)
 
@@ -410,7 +411,7 @@ class Session:
             interrupts.release(held)
 
     def _label(self, name: str) -> str:
-        """What a gradient is called in messages. Known since this Context's first step began."""
+        """Return a gradient's name in messages, which is known since this Context's first step began."""
         return name if self._labels is None else self._labels[name]
 
     def _learn_kinds(self) -> None:
@@ -568,11 +569,11 @@ class Session:
                 parameter.grad = gradient.to_sparse(1)
 
     def _has_company(self, name: str) -> bool:
-        """Whether other gradients cannot be sent before this one."""
+        """Tell whether other gradients cannot be sent before this one."""
         return name in self._grouped or (self._buckets is not None and name in self._buckets)
 
     def _form_buckets(self, order: dict[str, None]) -> None:
-        """From now on put gradients into buckets, as the set's first rank decides: its settings may differ."""
+        """Put gradients into buckets from now on, as the set's first rank decides: its settings may differ."""
         limit = self.frontend.context.config.gradient_bucket
         chosen: dict[str, Tensor] = {}
         if limit and is_elementwise(self.options.compression):
@@ -599,8 +600,8 @@ class Session:
         self._agree("buckets", lambda: agree(self.frontend, process_set, names, planned, label), use)
 
     def _leave_buckets(self) -> None:
-        """A converted model: start over, as all ranks do, with a step without buckets. If only this one does, its
-        zeros of the new kind meet the others' buckets, and all hear of it."""
+        """Start over with a step without buckets after a model was converted, as all ranks do. If only this one does,
+        its zeros of the new kind meet the others' buckets, and all get an error."""
         self.require_rest("a model was converted")
         buckets = self._buckets
         assert buckets is not None
@@ -636,7 +637,7 @@ class Session:
 
     @contextmanager
     def skip(self) -> Iterator[None]:
-        """Inside, a step does not reduce gradients.
+        """Have a step inside the block not reduce gradients.
 
         Raises:
             OptimizerCallError: (a ValueError and an AssertionError) with op=Adasum, where there is nothing to skip.
@@ -662,11 +663,11 @@ class Session:
     # What programs read
 
     def reduced_parameters(self) -> set[Tensor]:
-        """Those whose gradients are reduced."""
+        """Return the parameters whose gradients are reduced."""
         return set(self._tracked.values()) if self.active else set()
 
     def under_way(self) -> dict[Tensor, tuple[None, None]]:
-        """Those whose gradients have been handed over and not been waited for. Where Horovod has a handle and a
+        """Return the parameters whose gradients were handed over and not waited for. Where Horovod has a handle and a
         compressor's context there is nothing: the reducer has both, and gradients may travel together."""
         return {parameter: (None, None) for name, parameter in self._tracked.items() if self.reducer.is_open(name)}
 
@@ -738,7 +739,7 @@ class Session:
         return result
 
     def _plain_step(self, optimizer: torch.optim.Optimizer, *closure: Closure | None) -> Any:
-        """The step of the user's optimizer; as replaced on it, where somebody has done that."""
+        """Make the step of the user's optimizer; the replaced one, if the program has replaced it."""
         replaced = vars(optimizer).get("step")
         if replaced is None:
             return cast(Any, self.base).step(optimizer, *closure)
@@ -746,7 +747,7 @@ class Session:
         return replaced(*closure)
 
     def _adaptive_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
-        """Adasum combines what the ranks' optimizers did: each steps on its own gradients, and the changes are summed.
+        """Combine the changes that the ranks' optimizers made, each on its own gradients.
 
         Changes and not gradients, because an optimizer with a state (momentum, Adam) would scale an adapted gradient
         again (Maleki et al., 2021, section 3.3).
@@ -784,7 +785,7 @@ class Session:
         return stepped.result
 
     def _evaluate(self, closure: Closure) -> Any:
-        """A closure as the user's optimizer sees it: the gradients and the loss are those of all ranks.
+        """Call a closure as the user's optimizer does: it gets the gradients and the loss of all ranks.
 
         The loss too, because optimizers decide by it (LBFGS: whether to evaluate again), and ranks must decide alike.
         """
@@ -805,8 +806,7 @@ class Session:
 
 
 def _naming_checkpoints(error: GradientsInFlightError, name: str) -> GradientsInFlightError:
-    """The error of a hook, saying what to do about reentrant checkpoints, each of which runs a backward pass of its
-    own."""
+    """Return the error of a hook with advice on reentrant checkpoints, each of which runs a backward pass itself."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") != torch.utils.checkpoint.__name__:
         frame = frame.f_back

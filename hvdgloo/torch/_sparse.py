@@ -52,7 +52,7 @@ def start_sparse_allreduce(
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """A sparse tensor without entries, of a dense one's shape and type, whose first dimension is the sparse one."""
+    """Make a sparse tensor without entries, of a dense one's shape and type, with the first dimension sparse."""
     none = torch.empty((1, 0), dtype=torch.int64, device=tensor.device)
     return _sparse(none, tensor.new_empty((0, *tensor.shape[1:])), tensor.shape, tensor.device)
 

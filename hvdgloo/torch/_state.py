@@ -70,9 +70,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Load the root's state dict into all other ranks' optimizers: its structure as one object, then its tensors.
 
-    Before, with ``initialise``, the root initialises what state it lacks, and all ranks what gradients: as if a step
-    with gradients of zero had been made, except that no parameter changes. Training then differs a little from that of
-    an optimizer without state: such a step counts for Adam's corrections, and has a momentum of its weight decay.
+    Before, with ``initialise``, the root initialises the state that it lacks, and all ranks their missing gradients: as
+    if a step with gradients of zero had been made, except that no parameter changes. Training then differs a little
+    from an optimizer without state: such a step counts for Adam's corrections, and has a momentum of its weight decay.
 
     Raises:
         InvalidArgumentError: (a ValueError) not an optimizer, or LBFGS, whose state cannot be sent.
@@ -81,7 +81,7 @@ def broadcast_optimizer_state(
         raise InvalidArgumentError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidArgumentError(
-            "LBFGS keeps its state in a form that cannot be broadcast; start it anew on all ranks"
+            "LBFGS keeps its state in a form that cannot be broadcast; begin with a new one on all ranks"
         )
     is_root = frontend.context.is_root(root_rank)
     takes_zeros = _initialise_state(optimizer) if is_root and initialise else False
@@ -154,7 +154,7 @@ def _without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _map(structure: Any, leaf: Any) -> Any:
-    """A structure of dicts, lists and tuples with ``leaf`` applied to everything else, in a fixed order."""
+    """Apply ``leaf`` to everything in a structure of dicts, lists and tuples, in a fixed order."""
     if isinstance(structure, dict):
         return {key: _map(value, leaf) for key, value in structure.items()}
     if type(structure) in (list, tuple):
@@ -176,7 +176,7 @@ def _take_tensors(frontend: Frontend[Tensor], structure: Any, tensors: list[Tens
 
 
 def _like(slot: _Slot, frontend: Frontend[Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
-    """A tensor of this rank that is where a slot's tensor belongs."""
+    """Return a tensor of this rank that is where a slot's tensor belongs."""
     parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if slot.parameter is not None and slot.parameter < len(parameters):
         return parameters[slot.parameter]

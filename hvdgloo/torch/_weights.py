@@ -11,7 +11,7 @@ from hvdgloo._training.weights import checksum, samples_of
 
 
 def checksum_of(parameters: Iterable[torch.Tensor]) -> int | None:
-    """The checksum of a few elements of each parameter; None where none can be looked at.
+    """Return the checksum of a few elements of each parameter; None if none can be read.
 
     They are collected on the parameters' devices, and copied from each at once. Subclasses of tensors are left out:
     what is inside may be this rank's part alone.

@@ -74,7 +74,7 @@ def scale_learning_rate(
 
     Raises:
         InvalidArgumentError: (a ValueError) the factor is not a positive number; the optimizer's schedulers were not
-            passed, or are those of another optimizer.
+            passed, or belong to another optimizer.
     """
     learning_rate.scale(optimizer, factor, schedulers)
 

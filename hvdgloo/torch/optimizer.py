@@ -57,7 +57,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
     Returns:
         an instance of a class made from the optimizer's own, of the same name, with the methods of
         ``hvdgloo.torch._distributed.DistributedTorchOptimizer``.
-        Its state dict is that of the plain optimizer, and either loads the other's. A parameter without a gradient
+        Its state dict is the plain optimizer's, and either loads the other's. A parameter without a gradient
         counts as zeros. A deep copy is another distributed optimizer, a pickle the plain one.
 
     Raises:

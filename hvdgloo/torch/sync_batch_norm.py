@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 
 class SyncBatchNorm(_BatchNorm):
-    """``torch.nn.BatchNorm1d/2d/3d`` whose statistics are those of all ranks' batches together.
+    """``torch.nn.BatchNorm1d/2d/3d`` whose statistics are over all ranks' batches together.
 
     Args:
         num_features: C of an input of shape (N, C, ...).

@@ -590,7 +590,7 @@ def test_gradients_that_add_up_in_an_eager_program() -> None:
 
 
 def test_keras_has_no_adasum() -> None:
-    with pytest.raises(InvalidArgumentError, match="op=Adasum combines what optimizers did"):
+    with pytest.raises(InvalidArgumentError, match="op=Adasum combines the changes"):
         hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(), op=ReduceOp.ADASUM)
 
 

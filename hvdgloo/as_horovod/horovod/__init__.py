@@ -50,7 +50,7 @@ class _Alias(importlib.abc.InspectLoader):
         return _loader(self._target).get_source(self._target)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """For ``python -m horovod.x``, which runs a module instead of importing it."""
+        """Return the code for ``python -m horovod.x``, which runs a module instead of importing it."""
         name = _COMMANDS.get(self._target, self._target)
         return _loader(name).get_code(name)
 

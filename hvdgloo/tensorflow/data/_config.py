@@ -1,4 +1,4 @@
-"""How to reach a data service, as a value: written by the compute job, read by the training job."""
+"""The address of a data service, as a value: written by the compute job, read by the training job."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class TfDataServiceConfig:
-    """How to reach a data service; the compute job writes it to a file, and the training job reads it.
+    """The address of a data service, which the compute job writes to a file, and the training job reads.
 
     ``TfDataServiceConfig.read(filename, wait_for_file_creation=False, timeout=600)`` is the inverse of ``write``: it
-    raises ConfigError (a ValueError) for a file that cannot be used, and WaitTimeoutError if it waits in vain.
+    raises ConfigError (a ValueError) for a file that cannot be used, and WaitTimeoutError if no file appears in time.
     ``from_dict`` is the inverse of ``to_dict``.
 
     Args:

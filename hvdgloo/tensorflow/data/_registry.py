@@ -143,7 +143,7 @@ class ComputeClient:
                 )
 
     def has_ended(self, timeout: float) -> bool:
-        """Whether the service is shut down by now, or within ``timeout`` seconds."""
+        """Tell whether the service is shut down by now, or within ``timeout`` seconds."""
         try:
             self._store.get("end", timeout=timeout)
         except RendezvousTimeoutError:
@@ -152,7 +152,7 @@ class ComputeClient:
         return True
 
     def say_present(self, timeout: float) -> None:
-        """Report that somebody is reading; takes at most ``timeout`` seconds."""
+        """Report that the training job is reading; takes at most ``timeout`` seconds."""
         self._store.set("present", b"", timeout=timeout)
 
     def say_left(self, rank: int) -> None:

@@ -60,7 +60,7 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: float
 
 
 def workers_per_dispatcher(processes: int, dispatchers: int) -> int:
-    """How many processes of the compute job each dispatcher has.
+    """Return the number of processes of the compute job for each dispatcher.
 
     Raises:
         ConfigError: (a ValueError) they cannot be divided evenly.

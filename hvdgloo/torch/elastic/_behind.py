@@ -18,7 +18,7 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def _executor() -> ThreadPoolExecutor:
-    """One thread for all: copying is limited by memory."""
+    """Return the thread that makes all copies: one is enough, since memory limits them."""
     global _pool
     with _lock:
         if _pool is None:

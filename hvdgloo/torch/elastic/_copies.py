@@ -1,10 +1,9 @@
 """Copies of a state dict's tensors: made into memory that is kept, and only of those that have changed.
 
-torch counts what is written into a tensor (``_version``), but not all of it: what fused optimizers, batch normalisation
-and CUDA graphs write, or anybody by way of ``tensor.data``, is not counted. A tensor is therefore taken for unchanged
-only if
+torch counts writes into a tensor (``_version``), but not all of them: writes of fused optimizers, batch normalisation
+and CUDA graphs, or by way of ``tensor.data``, are not counted. A tensor is therefore taken for unchanged only if
 
-- its memory and its count are those of the last copy,
+- its memory and its count are the last copy's,
 - no optimizer that has it has begun a step since (a hook that all of torch's optimizers run says so),
 - it is a parameter or an optimizer's, not a module's buffer: these are small, and are always copied,
 - a sample of its elements is what it was (if one tensor's is not, all are copied), and
@@ -89,7 +88,7 @@ class Samples:
     bits: Tensor
 
     def differing(self) -> set[int]:
-        """Which tensors' are not what they were."""
+        """Return the indices of tensors whose samples have changed."""
         now = torch.cat(self.views)
         if torch.equal(now, self.bits):
             return set()
@@ -101,7 +100,7 @@ class Samples:
 
 @dataclass
 class Saved:
-    """What was saved of one structure.
+    """Copies saved of one structure.
 
     Attributes:
         skeleton: the structure with slots for its tensors, and copies of everything else.
@@ -119,11 +118,11 @@ class Saved:
 
     @property
     def later(self) -> list[Copy]:
-        """Those whose contents are copied later."""
+        """Return the copies whose contents follow later."""
         return [each for each in self.copies if each.is_later]
 
     def has_its_samples(self) -> bool:
-        """Whether the copies hold what the tensors were when they were prepared, as far as samples tell."""
+        """Tell whether the copies hold the tensors' contents at the time of preparation, as far as samples show."""
         for samples in self.samples:
             kept = [_sample(self.copies[i].kept) for i in samples.indices]
             if not torch.equal(torch.cat([view for view in kept if view is not None]), samples.bits):
@@ -131,12 +130,12 @@ class Saved:
         return True
 
     def structure(self) -> Any:
-        """A structure like the one that was saved, of copies of its own."""
+        """Return a structure like the one that was saved, of copies of its own."""
         return filled(self.skeleton, [each.kept.clone() for each in self.copies])
 
 
 def taken_apart(structure: Any) -> tuple[Any, list[Path], list[Tensor]]:
-    """A structure of dicts, lists and tuples: with slots for its tensors, where these are, and what they are."""
+    """Take apart a structure of dicts, lists and tuples: return it with slots for tensors, their paths, and them."""
     paths: list[Path] = []
     tensors: list[Tensor] = []
 
@@ -155,7 +154,7 @@ def taken_apart(structure: Any) -> tuple[Any, list[Path], list[Tensor]]:
 
 
 def filled(skeleton: Any, tensors: Sequence[Any]) -> Any:
-    """The structure that a skeleton is of, with other values in the slots."""
+    """Return the structure that a skeleton is of, with other values in the slots."""
     if isinstance(skeleton, Slot):
         return tensors[skeleton.index]
     if isinstance(skeleton, dict):
@@ -183,7 +182,7 @@ class Copies:
 
     @property
     def saved(self) -> Saved:
-        """The last save; there must have been one."""
+        """The last save, which must exist."""
         assert self._saved is not None
         return self._saved
 
@@ -225,7 +224,7 @@ class Copies:
                     self._spares[i] = old.kept
 
     def is_unchanged(self, structure: Any) -> bool:
-        """Whether all tensors of a structure have the contents that were saved last."""
+        """Tell whether all tensors of a structure have the contents that were saved last."""
         _, paths, tensors = taken_apart(structure)
         if paths != self.saved.paths:
             return False
@@ -257,7 +256,7 @@ class Copies:
         return filled(saved.skeleton, tensors)
 
     def _unchanged(self, tensors: Sequence[Tensor], places: Sequence[tuple[object, ...]]) -> set[int]:
-        """The indices of tensors that are what they were at the last save."""
+        """Return the indices of tensors that have not changed since the last save."""
         saved = self.saved
         stepped = self._stepped(tensors, saved.steps)
         if len(stepped) == len(tensors):
@@ -278,7 +277,7 @@ class Copies:
     def _prepared(
         self, index: int, tensor: Tensor, before: Copy | None, place: tuple[object, ...], later: bool
     ) -> Copy:
-        """A copy that has the place, but not yet the contents."""
+        """Prepare a copy that has the place, but not yet the contents."""
         live, spare, version = tensor.detach(), self._spares[index], tensor._version
         if before is not None and place and before.place == place:
             sample = before.sample
@@ -320,7 +319,7 @@ def _page_locked(tensor: Tensor) -> Tensor:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Where a tensor's elements are, and how; nothing for one that is not a piece of memory."""
+    """Return the place and layout of a tensor's elements; nothing for a tensor that is not a piece of memory."""
     # Subclasses may consist of other tensors.
     if tensor.layout is not torch.strided or tensor.is_meta or not (type(tensor) in _PLAIN or gpu.of(tensor)):
         return ()
@@ -328,7 +327,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    """A view of some elements' bits of an ordinary tensor on the CPU."""
+    """Return a view of some elements' bits of an ordinary tensor on the CPU."""
     bits = _BITS.get(tensor.element_size())
     if bits is None or gpu.of(tensor) is not None:
         return None
@@ -337,7 +336,7 @@ def _sample(tensor: Tensor) -> Tensor | None:
 
 
 def _sampled(copies: Iterable[Copy]) -> list[Samples]:
-    """What the samples are now."""
+    """Take the samples as they are now."""
     indices: dict[torch.dtype, list[int]] = {}
     views: dict[torch.dtype, list[Tensor]] = {}
     for i, each in enumerate(copies):

@@ -1,4 +1,4 @@
-"""Which optimizers have begun a step since when: what they write is not always counted by torch."""
+"""A record of the optimizers that have begun a step, and when: torch does not always count their writes."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def so_far() -> int:
 
 
 def has_stepped(optimizer: torch.optim.Optimizer, since: int) -> bool:
-    """Whether an optimizer has begun a step since there had been so many of all."""
+    """Tell whether an optimizer has begun a step since all optimizers together had begun ``since`` steps."""
     # A distributed one shares its attributes with the user's, and either may have been told to step.
     return any(steps > since and vars(other) is vars(optimizer) for other, steps in list(_stepped.items()))
 
 
 def written(since: int) -> set[int]:
-    """The addresses of parameters of all optimizers that have begun a step since there had been so many."""
+    """Return the addresses of parameters of all optimizers that have begun a step since there had been so many."""
     return {
         parameter.data_ptr()
         for optimizer, steps in list(_stepped.items())
@@ -63,7 +63,7 @@ def written(since: int) -> set[int]:
 
 
 def wait_before(reader: Waiting) -> None:
-    """From now on no step begins before ``reader.wait()`` has returned."""
+    """Have no step begin from now on before ``reader.wait()`` has returned."""
     _readers.add(reader)
 
 

@@ -44,7 +44,7 @@ class ElasticSampler(Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: ``epoch`` and ``processed_num``."""
+        """Return the sampler's part of a checkpoint: ``epoch`` and ``processed_num``."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ class ElasticSampler(Sampler[int]):
         self.remaining_indices = order[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
-        # Those of the whole epoch that come first: continued on as many ranks as before, it is padded as it would be.
+        # The first indices of the whole epoch: continued on as many ranks as before, it is padded as it would be.
         missing = self.total_size - len(self.remaining_indices)
         self._padding = [order[i % len(order)] for i in range(missing)]
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class StateHandler:
-    """How one value of a ``TorchState`` is saved, restored and sent to other workers.
+    """Way to save one value of a ``TorchState``, restore it, and send it to other workers.
 
     Args:
         value: the value.
@@ -195,7 +195,7 @@ class OptimizerStateHandler(_TensorHandler):
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's state dict holds the tensors that it works with, and nothing changes what is loaded."""
+    """Tell whether an optimizer's state dict holds the tensors that it works with, and nothing changes loaded ones."""
     plain, torchs = plain_class(optimizer), torch.optim.Optimizer
     hooks = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
     return (
@@ -246,7 +246,7 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Which handler takes values of which type; the first that fits does."""
+    """Return pairs of a type and the handler of its values; the first that fits is used."""
     return _registry
 
 
@@ -309,7 +309,7 @@ class TorchState(ObjectState):
             handler.set_value(value)
 
     def save(self) -> None:
-        """Keep copies of everything; if that is interrupted, those of the last time are still there."""
+        """Keep copies of everything; if that is interrupted, the previous copies are still there."""
         if self._behind is not None:
             self._behind.wait()
         was_torn, self._is_torn = self._is_torn, False
@@ -385,7 +385,7 @@ uncompiled_methods(TorchState)
 
 
 def _saves_in_parts(handler: StateHandler) -> TypeGuard[_Handler]:
-    """Whether a handler is one of ours, and nobody's subclass saves in a way of its own."""
+    """Tell whether a handler is one of ours, and not of a subclass that saves in a way of its own."""
     return isinstance(handler, _Handler) and type(handler).save is _Handler.save
 
 
