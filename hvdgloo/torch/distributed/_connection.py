@@ -1,4 +1,4 @@
-"""How the ranks of a group come together: through the store that torch.distributed hands over, they learn of each
+"""The connection between a group's ranks: through the store that torch.distributed hands over, they learn of each
 other's hosts and processes, and get the data plane that hvdgloo's own jobs get."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TorchStore:
 
 
 class Peers:
-    """The processes of a group that can be seen to end: those of this host, by a descriptor of each (pidfd_open(2)).
+    """The processes of a group that can be seen to end: this host's, by a descriptor of each (pidfd_open(2)).
 
     Args:
         topology: of the group.
@@ -206,8 +206,8 @@ class Connection:
         """Release everything.
 
         Args:
-            failed: True if some operation has failed or never ended. Threads of Gloo's may be at it still; those of
-                shared memory are the caller's own.
+            failed: True if some operation has failed or never ended. Gloo's threads may still be running it; shared
+                memory has no threads but the caller's own.
         """
         self.peers.close()
         if failed and not isinstance(self.backend, ShmBackend):
@@ -276,7 +276,7 @@ def _exchange(
         told = json.loads(value)
         nonce = bytes.fromhex(told["nonce"])
     if not told["job's secret"]:
-        # Whoever reaches the store can read this: torch's own trust model, which a job's secret replaces.
+        # Every process that reaches the store can read this: torch's own trust model, which a job's secret replaces.
         return told["ranks"], told["settings"], nonce
     if config.secret is None:
         raise ConfigError(

@@ -38,7 +38,7 @@ Options = Any
 """One of torch's classes of options, or None."""
 
 _opened: Counter[str] = Counter()
-"""How many groups of each name this process has made: a store may still hold the keys of an earlier one."""
+"""The number of groups of each name that this process has made: a store may still hold the keys of an earlier one."""
 
 _groups: weakref.WeakSet[HvdglooProcessGroup] = weakref.WeakSet()
 
@@ -46,7 +46,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Finished(Work):
-    """What a synchronous operation returns that ended before it returned."""
+    """Result of a synchronous operation, which ended before it returned."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True

@@ -281,7 +281,7 @@ class Incoming:
         try:
             if self.failure is None:
                 return [*ended, *self._receive()]
-        except Exception as failure:  # noqa: BLE001 - whoever receives gets it
+        except Exception as failure:  # noqa: BLE001 - the calls that receive raise it
             self.failure = self._error(str(failure))
             if self._connection is not None:
                 self._connection.backend.abort()

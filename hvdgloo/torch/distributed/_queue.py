@@ -1,8 +1,8 @@
-"""The operations of one group in the order in which the program called them, and who carries them out.
+"""The operations of one group in the order in which the program called them, and the threads that run them.
 
 torch.distributed promises that all ranks call a group's collectives in one order, so nothing is negotiated: operations
-go straight to the data plane. A call that waits is carried out by the calling thread. One that does not wait is carried
-out by a thread of the group's, which starts with the first such call, or by whoever waits for it first.
+go straight to the data plane. The calling thread runs an operation whose call waits. Other operations are run by a
+thread of the group's, which starts with the first such call, or by the first thread that waits for them.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Operation(Work):
             future.set_result(self._result)
 
     def settle(self) -> None:
-        """Complete the future that somebody has asked for. Its callbacks run now, and may call collectives."""
+        """Complete the future that the program has asked for. Its callbacks run now, and may call collectives."""
         if self._to_settle is not None:
             self._settle(self._to_settle)
 

@@ -37,7 +37,7 @@ _specs: dict[tuple[torch.dtype, int], TensorSpec] = {}
 
 @dataclass(frozen=True)
 class Reduction:
-    """How elements are combined.
+    """A combination of elements.
 
     Attributes:
         op: of the data plane.
