@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Follower(Protocol):
-    """What keeps something for a job's Context and lives on in the next one, such as an optimizer."""
+    """An object that keeps state for a job's Context and lives on in the next one, such as an optimizer."""
 
     def job_ended(self) -> None:
         """The Context has been closed; no collective of it is under way. Must not raise."""
@@ -45,7 +45,7 @@ class Context:
             ranks.
         client: of the rendezvous server. It stays connected while the rank is part of the job, since the server lists
             connected ranks.
-        reporting: of this rank, which ends with the Context; None if nobody could look at it.
+        reporting: of this rank, which ends with the Context; None if no observer could look at it.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Context:
         return self.topology.cross_size(self.rank) if self.plan is None else self.plan.cross_size
 
     def is_root(self, root: int) -> bool:
-        """Whether a broadcast from that rank sends what this process has."""
+        """Return whether a broadcast from that rank sends this process's value."""
         return self.rank == root or self.plan is not None
 
     @property
@@ -111,9 +111,9 @@ class Context:
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
         """Trace collectives; on rank 0, or if ``path`` has ``{rank}`` in it, on every rank; see ``Engine``.
 
-        Ranks are those of the whole job, even in a world of only some of them: two worlds must not write to one file.
-        In an elastic job each epoch but the first has a file of its own (``path.e2.json``), and a newcomer writes none
-        before it is in an epoch.
+        Ranks are numbered as in the whole job, even in a world of only some of them: two worlds must not write to one
+        file. In an elastic job each epoch but the first has a file of its own (``path.e2.json``), and a newcomer writes
+        none before it is in an epoch.
         """
         if self.traced is None:
             self.traced = path, mark_cycles
@@ -132,7 +132,7 @@ class Context:
         self.engine.stop_timeline()
 
     def metrics(self) -> Metrics:
-        """What this process has counted so far; nothing but zeros where ``HVDGLOO_OBSERVE=0``."""
+        """Return this process's counts so far; nothing but zeros with ``HVDGLOO_OBSERVE=0``."""
         counters = self.engine.counters
         if counters is None:
             return Metrics(self.rank, self.size)

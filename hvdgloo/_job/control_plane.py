@@ -58,14 +58,14 @@ class World:
 
 
 class ControlPlane:
-    """What one rank knows before it is connected with others.
+    """One rank's way into the control plane: it connects this rank with the ranks above and below it.
 
     Args:
         secret: of the job.
         tls: encrypts what goes from host to host, if given.
         world: which is formed.
         address: at which other hosts reach this one.
-        told: on rank 0: what it tells the others besides its settings.
+        told: on rank 0, the values that it sends to the others besides its settings.
         cancelled: polled during all waits; returns whether to give up, with a BackendError.
     """
 
@@ -87,7 +87,7 @@ class ControlPlane:
     def connect(
         self, place: TreePosition | None, listener: socket.socket | None, process_sets: list[list[int]]
     ) -> tuple[dict[int, Link], dict[str, Any]]:
-        """Connect with all whom this rank reports to, or who report to it.
+        """Connect with the rank that this one reports to, and with all that report to it.
 
         Args:
             place: this rank's in the tree, if there is one.
@@ -96,8 +96,8 @@ class ControlPlane:
 
         Returns:
             the connections by rank, and what rank 0 decides for all: the settings that ``engine_settings`` adopts,
-            ``process_sets``, those of ``Planes``, what it was ``told``, the ``world``'s name, and ``clock_offset`` from
-            this host's clock to rank 0's.
+            ``process_sets``, the settings of ``Planes``, what it was ``told``, the ``world``'s name, and
+            ``clock_offset`` from this host's clock to rank 0's.
         """
         first = self.world.first
         shared = {
@@ -106,7 +106,8 @@ class ControlPlane:
             "process_sets": process_sets,
             "world": secrets.token_hex(16),
         }
-        # Those who have registered together are all here. To a world that is formed later, each comes in its own time.
+        # Ranks that registered together are all here. A world that is formed later is joined by each rank in its own
+        # time.
         patience = self.config.connect_timeout if first is not None else self.config.start_timeout
         if self.rank == 0:
             assert listener is not None
@@ -131,7 +132,7 @@ class ControlPlane:
         shared: dict[str, Any],
         patience: float,
     ) -> tuple[dict[int, Link], dict[str, Any]]:
-        """First with the one above, who knows what rank 0 has decided; then with those below, who want to know it."""
+        """Connect with the rank above, which knows rank 0's decisions, and then with the ranks below."""
         links: dict[int, Link] = {}
         with ExitStack() as stack:
             here: abstract.OwnListener | None = None
@@ -183,8 +184,8 @@ class ControlPlane:
         """Connect to another host.
 
         Args:
-            patience: seconds for the parent to say where it listens. A leader answers only when it has been answered
-                itself, which may take as long again.
+            patience: seconds for the parent to publish where it listens. A leader answers only when it has been
+                answered itself, which may take as long again.
         """
         if endpoint is None:
             store = self.client.store(f"control{self.world.scope}", timeout=patience)
@@ -210,7 +211,7 @@ class ControlPlane:
         )
 
     def _announce(self, rank: int, listener: socket.socket) -> None:
-        """Say where this rank listens this time: an epoch's ranks and hosts are fixed, but the port is not."""
+        """Publish where this rank listens this time: an epoch's ranks and hosts are fixed, but the port is not."""
         endpoint = format_endpoint(self.address, listener.getsockname()[1])
         store = self.client.store(f"control{self.world.scope}", timeout=self.config.start_timeout)
         store.set(self._key_of(rank), endpoint.encode())

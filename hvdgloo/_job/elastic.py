@@ -3,15 +3,15 @@
 The rendezvous server decides who is in an epoch (``hvdgloo.rendezvous._elastic``); what happens here follows from its
 answers::
 
-    init()  ->  begin()   a place in the first epoch, or word that others are in training: then the Context is that of
+    init()  ->  begin()   a place in the first epoch, or word that others are in training: then the Context has
                           one rank, with the place that this worker will probably get
     run()   ->  enter()   a place, in any case
     a failure, or a change of hosts
             ->  again()   the Context is closed, and the next one opened
 
-Whoever cannot be connected in an epoch says so, and asks for the next one; the server then voids the epoch, and its
-news end the waits of all others. News come by a long poll, on a thread that sleeps otherwise. They also end an epoch
-whose members cannot notice themselves that it is over, since a host has vanished without a word.
+A worker that cannot be connected in an epoch reports it, and asks for the next one; the server then voids the epoch,
+and its news end the waits of all others. News come by a long poll, on a thread that sleeps otherwise. They also end an
+epoch whose members cannot notice themselves that it is over, since a host has vanished without a word.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ _PAUSE = 1.0
 """Seconds until the next attempt to hear news, if the server cannot be reached."""
 
 _LISTENER_SECONDS = 5.0
-"""How long the end of a membership waits for a listener, which is the program's own code and may block."""
+"""Seconds that the end of a membership waits for a listener, which is the program's own code and may block."""
 
 _MORE_SECONDS = 60.0
-"""How much longer than the server a worker waits for its answer: the server knows for whom."""
+"""Seconds that a worker waits for an answer after the server's own deadline: the server knows which worker is late."""
 
 
 @dataclass(frozen=True)
 class _Why:
-    """What a worker says of the epoch that it comes from; see ``ElasticClient.next_epoch``.
+    """A worker's report about the epoch that it leaves; see ``ElasticClient.next_epoch``.
 
     Attributes:
-        since: when it began to wait for others in vain, on the monotonic clock.
+        since: when it began to wait for others, on the monotonic clock.
     """
 
     error: str = ""
@@ -77,7 +77,7 @@ class _Why:
 
     @classmethod
     def of(cls, error: BaseException | None) -> _Why:
-        """Why an error ended the epoch, and who is to blame; without one it was a change of hosts."""
+        """Return why an error ended the epoch, and which ranks are to blame; None stands for a change of hosts."""
         if error is None:
             return cls()
         accused: Sequence[int | None] = ()
@@ -134,7 +134,7 @@ class Membership:
         _MEMBERSHIPS.add(self)
 
     def adopt(self, process_sets: Sequence[Sequence[int]], install: Callable[[Context], None]) -> None:
-        """What is to be done with each Context from now on.
+        """Prepare each Context from now on.
 
         Args:
             process_sets: the ranks of those that ``install`` adds, the same on all members.
@@ -205,7 +205,7 @@ class Membership:
         self._client.synced(self._epoch)
 
     def finished(self) -> None:
-        """Training has come to its end: there is no further epoch. It has, even if the server cannot be told."""
+        """Record that training is complete, so that there is no further epoch, even if the server cannot be told."""
         self._has_finished, self._is_in = True, False
         try:
             self._client.finished()
@@ -217,7 +217,7 @@ class Membership:
         self._listener = listener
 
     def update(self) -> tuple[int, int]:
-        """What would change at this moment, without asking the server; any thread may call.
+        """Return what would change at this moment, without asking the server; any thread may call.
 
         Returns:
             a number that grows with each change of this, and the sum of 1 if workers are removed and 2 if workers are
@@ -227,7 +227,7 @@ class Membership:
         return news.serial, news.update if news.epoch == self._epoch else 0
 
     def leaving(self) -> None:
-        """This worker will not be there much longer, and wants to leave at the next commit. Any thread may call.
+        """Announce that this worker will end soon, and wants to leave at the next commit. Any thread may call.
 
         Raises:
             RendezvousError: the server cannot be reached.
@@ -243,7 +243,7 @@ class Membership:
         if self._closed.is_set() or os.getpid() != self._owner:
             return
         if not reason and self.placement is not None and not self._is_in and not self._has_finished:
-            # A program that never enters elastic.run ends well without having said so, and nobody may see its status.
+            # A program that never enters elastic.run ends well without reporting it, and its status may go unseen.
             self.finished()
         self._closed.set()
         self._close_context(reason)
@@ -289,8 +289,8 @@ class Membership:
             return answer
 
     def _listening(self) -> socket.socket:
-        """Where others connect, if this worker turns out to be rank 0. Between epochs this host's ports may be taken,
-        or its address gone, for a while.
+        """Listen for others, in case this worker becomes rank 0. Between epochs this host's ports may be taken, or its
+        address gone, for a while.
 
         Raises:
             ConfigError: this worker cannot listen. It would not be able to in the next epoch, either.
@@ -320,7 +320,7 @@ class Membership:
                 timeout=2 * self.config.elastic_timeout + self.config.start_timeout + _MORE_SECONDS,
             )
         except DismissedError as error:
-            if error.fate == "over" and self._epoch < 0:  # it has come too late, and nothing has failed
+            if error.fate == "over" and self._epoch < 0:  # it arrived too late, and nothing failed
                 raise DismissedError(str(error), fate="removed") from None
             raise
 
@@ -328,8 +328,8 @@ class Membership:
         """Refuse addresses that cannot be used together: that is the end of the new workers to blame, not of the job.
 
         Raises:
-            ConfigError: this worker is to blame, or nobody is who is new.
-            ConnectError: other workers are, which are new.
+            ConfigError: this worker is to blame, or no new worker is.
+            ConnectError: other, new workers are to blame.
         """
         try:
             check_addresses(placement.topology, self._participant.reached_from)

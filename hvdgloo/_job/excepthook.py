@@ -1,7 +1,7 @@
-"""What a rank prints when it ends with one of hvdgloo's errors.
+"""The text that a rank prints when it ends with one of hvdgloo's errors.
 
 When one rank of many fails, all others fail with it a moment later, each somewhere in a collective. A traceback from
-every one of them would bury the only one that matters. So a rank that ends only because another one did says in two
+every one of them would hide the only one that matters. So a rank that ends only because another one did prints in two
 lines where it was and which rank's end it met; the last line is the error itself, from which the launcher knows that
 this failure is a consequence of another.
 
@@ -92,7 +92,7 @@ def is_echo(error: BaseException, rank: int | None) -> TypeGuard[JobShutdownErro
 
 
 def brief(error: JobShutdownError | PeerLostError, trace: TracebackType | None) -> str:
-    """Where it happened, in the program's own files, and what happened."""
+    """Describe where it happened, in the program's own files, and what happened."""
     frames = traceback.extract_tb(trace)
     own = [frame for frame in frames if is_of_program(frame.filename)]
     places = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in (own or frames)[-_FRAMES:]]

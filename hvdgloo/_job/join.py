@@ -45,7 +45,7 @@ def join(
 
     Args:
         participant: what ``connected`` has returned; left at the end of the Context, or of an attempt that fails.
-        ranks: those of the job's ranks that form a world of their own, in which they are renumbered in ascending order;
+        ranks: ranks of the job that form a world of their own, in which they are renumbered in ascending order;
             None for all. This process is one of them.
         process_sets: the ranks of the sets that will be added at once, which must be the same on all ranks.
         counters: of this process, in a job of its own; else ``participant`` has them.
@@ -70,10 +70,10 @@ def join(
 
 
 _registrations: dict[tuple[str, int], Registration] = {}
-"""What this process learned from each server about each epoch."""
+"""The registrations of this process, by server and epoch."""
 
 _generations: Counter[tuple[str, int, str]] = Counter()
-"""How often this process has joined each world of each."""
+"""The number of times that this process has joined each world of each."""
 
 
 def _connect(participant: Participant, ranks: Sequence[int] | None, process_sets: Sequence[Sequence[int]]) -> Context:

@@ -1,4 +1,4 @@
-"""What a worker's log looks like: hvdgloo's messages on stderr, unless the program shows them itself."""
+"""The form of a worker's log: hvdgloo's messages on stderr, unless the program shows them itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # generic from 
 
 
 def _root_shows(record: logging.LogRecord) -> bool:
-    """Whether the root logger writes hvdgloo's records to the terminal, as it does after ``logging.basicConfig()``."""
+    """Tell whether the root logger writes hvdgloo's records to the terminal, as after ``logging.basicConfig()``."""
     if not logging.getLogger("hvdgloo").propagate:
         return False
     return any(

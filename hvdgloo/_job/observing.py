@@ -1,4 +1,4 @@
-"""What is reported of this rank, and to whom: see ``hvdgloo._observe``."""
+"""This rank's reports, and where they go: see ``hvdgloo._observe``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hvdgloo.rendezvous import RendezvousClient
 
 _RANKS_PER_SECOND = 100
-"""How many observations a rendezvous server is sent in a second, about, by a job without agents."""
+"""The approximate number of observations per second that a job without agents sends to a rendezvous server."""
 
 _ANSWER_SECONDS = 2.0
 
@@ -37,7 +37,7 @@ def reporter_of(
     clock_offset: float,
     wake_up: WakeUp,
 ) -> Reporter:
-    """What reports on an engine's rank: to the agent that has started this worker, else to the server.
+    """Return what reports on an engine's rank: to the agent that has started this worker, otherwise to the server.
 
     Args:
         counters: what the engine writes into.
@@ -56,7 +56,7 @@ def reporter_of(
 
 
 class _Rank:
-    """What a Reporter asks, see ``reporter.Subject``."""
+    """The rank as a Reporter sees it, see ``reporter.Subject``."""
 
     def __init__(self, config: Config, engine: Engine, clock_offset: float) -> None:
         self._config, self._engine, self._clock_offset = config, engine, clock_offset

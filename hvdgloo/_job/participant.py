@@ -1,4 +1,4 @@
-"""One process's way into a job: the rendezvous server, its own address, and the worlds that it forms with others."""
+"""A process that takes part in a job: its rendezvous server, its own address, and the worlds that it forms."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SAY_SO_SECONDS = 3.0
-"""After this many seconds without a server, a line says so: a wrong address is the likeliest mistake in a manual setup.
-"""
+"""Seconds without a server after which a line is logged: a wrong address is the likeliest mistake in a manual setup."""
 
 
 class Participant:
@@ -102,7 +101,7 @@ class Participant:
             return self.client.local_address(timeout=left)
 
     def listen(self) -> socket.socket:
-        """Where other ranks connect, if this one turns out to be rank 0.
+        """Listen for other ranks, in case this one becomes rank 0.
 
         Raises:
             ConnectError: the address is not this host's, or every port is taken.
@@ -113,7 +112,7 @@ class Participant:
         return listen(self.address, self.config.port_range)
 
     def info(self, rank: int | None, port: int) -> WorkerInfo:
-        """What this process says about itself.
+        """Return this process's description of itself.
 
         Args:
             rank: its rank so far, if it has one.
@@ -147,7 +146,7 @@ class Participant:
         Args:
             listener: for rank 0; others may have one, which is not used.
             sets: the process sets that will be added at once, the same on all ranks.
-            told: called on rank 0: what else it tells the others.
+            told: called on rank 0; returns further values for the others.
             cancelled: polled; returns whether to give up.
 
         Returns:
@@ -156,7 +155,7 @@ class Participant:
         Raises:
             ConnectError, RendezvousError: the ranks cannot be connected with each other.
             BackendError: it was cancelled.
-            InvalidArgumentError: the process sets are not those of rank 0.
+            InvalidArgumentError: the process sets differ from rank 0's.
             MissingDependencyError: Gloo is needed, and the package that carries it is not installed.
         """
         config, client, rank, topology = self.config, self.client, world.rank, world.topology
@@ -188,14 +187,14 @@ class Participant:
         return engine, decided
 
     def report(self, engine: Engine, clock_offset: float) -> Reporting | None:
-        """Report on an engine's rank from now on, if somebody could look at it; see ``observing``."""
+        """Report on an engine's rank from now on, if an observer could look at it; see ``observing``."""
         config, counters, client = self.config, self.counters, self.client
         if counters is None or (config.job_id and not config.observer):
             return None
         owned = counters
 
         def make(wake_up: WakeUp) -> Reporter:
-            from hvdgloo._job.observing import reporter_of  # which jobs that nobody looks at hardly need
+            from hvdgloo._job.observing import reporter_of  # which jobs that are not observed hardly need
 
             return reporter_of(config, engine, owned, client, clock_offset, wake_up)
 

@@ -143,7 +143,7 @@ def _begin(
 
 
 def _show(context: Context) -> None:
-    """What a process looks like from outside follows its rank: its log, the errors that end it, and where it runs."""
+    """Adapt to the rank all that is seen from outside: the log, the errors that end the process, and where it runs."""
     configure_logging(context.config, context.rank)
     excepthook.install(context.rank)
     _pin(context)

@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 _JOIN_SECONDS = 2.0
 
 _FAILING_SECONDS = 0.2
-"""What a rank that fails gives its last words: others wait for its failure, and the server may be what has failed."""
+"""Seconds that a failing rank has for its last report: others wait for its failure, and the server may have failed."""
 
 
 class Reporting:
-    """One rank's, from now on.
+    """The reports of one rank, from now on.
 
     Args:
-        make: what does the work, given what ends its waits; called on the thread.
+        make: returns the object that does the work, given what ends its waits; called on the thread.
         delay: seconds until it is.
-        looked_at: whether somebody looks; asked if the rank's part of the job ends before that.
-        at_once: whoever is reported to takes everything at once, or not at all; others have to answer.
+        looked_at: returns whether an observer looks; called if the rank's part of the job ends before that.
+        at_once: True if the receiver takes everything at once, or not at all; False if it has to answer.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ def engine_settings(
 
 
 def _autotune(config: Config) -> AutotuneSettings:
-    """How settings are tried; what the user has chosen stays."""
+    """Return the settings of autotuning; what the user has chosen stays."""
     from hvdgloo._engine.tuning import AutotuneSettings  # most jobs do without
 
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_single_rank(config: Config, kind: type[Engine] = Engine, *, counters: Counters | None = None) -> Engine:
-    """The running engine of a process that is all ranks itself, and of ``kind``; it writes into ``counters``."""
+    """Start the engine, of class ``kind``, of a process that is all ranks itself; it writes into ``counters``."""
     topology = Topology.local(1, pid=os.getpid(), name=host_name(config.hostname))
     alone = LocalGroup(1).backend(0)
     planes = Planes(config, plane_settings(config), topology, 0, MemoryStore(), "", "127.0.0.1")
@@ -45,7 +45,7 @@ def open_single_rank(config: Config, kind: type[Engine] = Engine, *, counters: C
 
 
 class ProvisionalEngine(Engine):
-    """That of a newcomer to an elastic job, before it reaches ``elastic.run``.
+    """The engine of a newcomer to an elastic job, before it reaches ``elastic.run``.
 
     Programs for elastic jobs call collectives there, in the belief that the others do so, too. They are in training,
     so these act on this worker alone, and a broadcast takes what is its own for the root's.
@@ -70,7 +70,7 @@ class ProvisionalEngine(Engine):
         if not self._told:
             self._told = True
             logger.warning(
-                "%s: this worker has come while others are in training, so until it is in elastic.run, collectives act "
+                "%s: this worker joined while others are in training, so until it is in elastic.run, collectives act "
                 "on it alone. state.sync() there gives it what the others have",
                 request.name,
             )

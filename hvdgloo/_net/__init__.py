@@ -1,1 +1,1 @@
-"""How processes communicate: ports, the handshake, framing, the codec of messages, the event loop, forks."""
+"""Communication between processes: ports, proofs, the handshake, channels, framing, codecs, the event loop, forks."""

@@ -1,8 +1,8 @@
 """Abstract Unix sockets (unix(7)): they belong to a network namespace, as ports do, and vanish with their owner.
 
 No permissions protect them. Every user of the host can read their names in /proc/net/unix, connect to them, and take a
-name that is free. So a listener asks the kernel whose a connection is before it reads a byte, and a name that somebody
-has taken says nothing until it is known whether one of this user's processes has it. Only Linux has such sockets.
+free name. So a listener asks the kernel which user made a connection before it reads a byte, and a name that is taken
+means nothing until it is known whether one of this user's processes has it. Only Linux has such sockets.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OwnListener(socket.socket):
         """As ``socket.accept``.
 
         Raises:
-            BlockingIOError: nobody waits who may come in.
+            BlockingIOError: no connection waits that may be accepted.
         """
         for _ in range(_REFUSED_AT_ONCE):
             sock, address = super().accept()
@@ -65,13 +65,13 @@ class OwnListener(socket.socket):
 
 
 def user_of_peer(sock: socket.socket) -> int:
-    """The number of the user who has made the other end of a connection: who connects, or who listens."""
+    """Return the id of the user whose process made the other end of a connection."""
     _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(uid)
 
 
 def lets_in(sock: socket.socket) -> bool:
-    """Whether the ``OwnListener`` at the other end of a connection accepts this process."""
+    """Tell whether the ``OwnListener`` at the other end of a connection accepts this process."""
     return os.geteuid() in (user_of_peer(sock), 0)
 
 
@@ -90,8 +90,8 @@ def connect(name: str, deadline: float, cancelled: Callable[[], bool] = lambda: 
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # Blocking, for at most a turn: the kernel lets those who wait come in one after another, while whoever
-            # asks again and again may miss every free place.
+            # Blocking, for at most a turn: the kernel serves waiting processes in order, while one that polls may miss
+            # every free place.
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, int(LONGEST_TURN * 1e6)))
             sock.connect(f"\0{name}")
@@ -109,7 +109,7 @@ def connect(name: str, deadline: float, cancelled: Callable[[], bool] = lambda: 
 
 
 def inode_of(name: str) -> str:
-    """The number of the socket that has a name; empty if none has, or if that cannot be seen."""
+    """Return the inode of the socket with a name; empty if there is none, or if that cannot be seen."""
     shown = f"@{name}"
     try:
         with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
@@ -119,7 +119,7 @@ def inode_of(name: str) -> str:
 
 
 def holders(name: str) -> set[int]:
-    """The processes of this user that have the socket of that name open, as far as they can be seen from here."""
+    """Return the processes of this user that have the socket with that name open, as far as they can be seen."""
     number = inode_of(name)
     return set(_processes_with(f"socket:[{number}]")) if number else set()
 

@@ -1,4 +1,4 @@
-"""Waits that may be cancelled from another thread, and look whether they were."""
+"""Polling intervals of waits that another thread may cancel."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ TURN = 0.05
 """Seconds between two such looks: survivors of an elastic job who are cancelled stand still for so long."""
 
 LONGEST_TURN = 0.2
-"""The same, in a wait that has been long already, where each look costs somebody else something, such as a request to
-the server from each of many ranks."""
+"""The same, in a wait that has been long already, where each look has a cost elsewhere, such as a request to the server
+from each of many ranks."""

@@ -51,7 +51,7 @@ class Codec(Generic[T]):
         self._unescaper = msgspec.msgpack.Decoder(ext_hook=unescape)
 
     def encode(self, message: T) -> bytes:
-        """A message's bytes, without framing.
+        """Return a message's bytes, without framing.
 
         Raises:
             TypeError: a field holds something that cannot be encoded.
@@ -62,7 +62,7 @@ class Codec(Generic[T]):
             return self._encoder.encode(_escaped(msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_plain)))
 
     def frame(self, message: T) -> bytearray:
-        """A message as sent over a stream; see ``framing``. Raises TypeError as ``encode`` does."""
+        """Return a message as sent over a stream; see ``framing``. Raises TypeError as ``encode`` does."""
         frame = bytearray(framing.HEAD)
         try:
             self._encoder.encode_into(message, frame, framing.HEAD)
@@ -72,7 +72,7 @@ class Codec(Generic[T]):
         return frame
 
     def decode(self, data: bytes | memoryview) -> T:
-        """The inverse of ``encode``.
+        """Return the message: the inverse of ``encode``.
 
         Raises:
             ValueError: the bytes are not a message of this type.
@@ -92,12 +92,12 @@ class Codec(Generic[T]):
 
 
 def to_json(value: Any) -> bytes:
-    """A value as JSON in ASCII, in one line; and unlike msgspec's, with any path in it (see below)."""
+    """Return a value as JSON in ASCII, in one line. Unlike msgspec's encoder, accept any path in it (see below)."""
     return json.dumps(msgspec.to_builtins(value), separators=(",", ":")).encode("ascii")
 
 
 def from_json(data: bytes, kind: type[T]) -> T:
-    """The inverse of ``to_json``.
+    """Return the value: the inverse of ``to_json``.
 
     Raises:
         ValueError: the bytes are no such value.
@@ -146,7 +146,7 @@ def _spelled_out(code: int, data: memoryview) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """How values without a msgpack form are encoded. Subclasses' values (numpy's float64) become their bases'."""
+    """Convert a value without a msgpack form. Subclasses' values (numpy's float64) become their bases'."""
     if isinstance(value, _OddText):
         return msgspec.msgpack.Ext(_EXTENSION, value.data)
     for base in (str, float, int):

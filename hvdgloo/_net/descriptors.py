@@ -1,8 +1,8 @@
 """Descriptors: how many a process may have, and those that a forked child must not keep open.
 
-The system's soft limit on open files is 1,024 in many places, since some old programs fail above it. Whoever holds one
-connection for each rank or host of a large job needs more, and may take more as long as the hard limit permits. Where
-it does not, the job ends before anybody waits in vain for connections that cannot be accepted.
+The system's soft limit on open files is 1,024 in many places, since some old programs fail above it. A process
+with one connection for each rank or host of a large job needs more, and may take more as long as the hard limit
+permits. Where it does not, the job ends before any rank waits for a connection that cannot be accepted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def reserve_descriptors(least: int, who: str, purpose: str, wanted: int = 0) -> 
         wanted: how many more there may be at the most, if that is more.
 
     Returns:
-        how many there is room for: ``wanted``, or fewer.
+        the number that there is room for: ``wanted``, or fewer.
 
     Raises:
         ConfigError: there is no room for ``least``; the text says which limit to raise, and to what.
@@ -61,7 +61,7 @@ def reserve_descriptors(least: int, who: str, purpose: str, wanted: int = 0) -> 
 
 
 def _held() -> int:
-    """How many descriptors are open."""
+    """Return the number of open descriptors."""
     try:
         return len(os.listdir("/dev/fd"))
     except OSError:

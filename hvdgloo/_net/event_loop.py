@@ -91,7 +91,7 @@ class EventLoop:
         self.wake_up.wake()
 
     def call_first(self, action: Callable[[], None]) -> None:
-        """As ``call_soon``, before all that was left there: of that there may be much, and it may be in vain."""
+        """Do as ``call_soon``, before everything that was left there, which may be much and no longer needed."""
         self._urgent.append(action)
         self.wake_up.wake()
 

@@ -1,4 +1,4 @@
-"""What authenticates messages one by one, once a handshake has given both sides a key. Pure."""
+"""Tags that authenticate messages one by one, once a handshake has given both sides a key. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FrameMac:
         return self._key, self._count
 
     def tag(self, message: bytes | bytearray | memoryview) -> bytes:
-        """The tag of the next message."""
+        """Return the tag of the next message."""
         self._count += 1
         return blake2b(message, digest_size=TAG, key=self._key, salt=self._count.to_bytes(16, "big")).digest()
 

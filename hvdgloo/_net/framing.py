@@ -1,5 +1,5 @@
-"""Where a message begins and ends in a stream of bytes: a length of 4 bytes in network order, then that many bytes,
-then a tag of 16 bytes where messages are authenticated.
+"""Messages in a stream of bytes: a length of 4 bytes in network order, then that many bytes, then a tag of 16 bytes
+where messages are authenticated.
 
 Pure: nothing here reads or writes.
 """
@@ -18,18 +18,18 @@ TAG = 16
 
 
 def head(length: int) -> bytes:
-    """What precedes a message of ``length`` bytes."""
+    """Return the bytes that precede a message of ``length`` bytes."""
     return _LENGTH.pack(length)
 
 
 def body_length(head: bytes | bytearray | memoryview) -> int:
-    """How many bytes follow the first ``HEAD`` bytes of a frame, without its tag."""
+    """Return the number of bytes that follow the first ``HEAD`` bytes of a frame, without its tag."""
     length: int = _LENGTH.unpack_from(head)[0]
     return length
 
 
 class Mac(Protocol):
-    """What ``hvdgloo._net.frame_mac.FrameMac`` does, which imports more than those need who authenticate nothing."""
+    """The part of ``hvdgloo._net.frame_mac.FrameMac`` used here. Its imports are not needed where nothing is signed."""
 
     def check(self, message: memoryview, tag: memoryview, what: str) -> None: ...
 
@@ -56,7 +56,7 @@ class FrameDecoder:
         return bool(self._buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[memoryview]:
-        """All messages that these bytes complete, in order. They may be views of ``data``: read them before it changes.
+        """Return all messages that these bytes complete. They may be views of ``data``: read them before it changes.
 
         Raises:
             ValueError: a message is longer than the limit, which is detected at its beginning, and nothing is stored of
@@ -81,7 +81,7 @@ class FrameDecoder:
         return messages
 
     def _end(self, begun: bytearray | memoryview) -> int:
-        """How many bytes of a message that has begun are known to come, with its head and tag."""
+        """Return the size of a message that has begun, as far as it is known, with its head and tag."""
         if len(begun) < HEAD:
             return HEAD
         length = body_length(begun)
@@ -90,7 +90,7 @@ class FrameDecoder:
         return HEAD + length + self._tag
 
     def _message(self, frame: memoryview) -> memoryview:
-        """A whole frame's message, checked."""
+        """Check a whole frame's tag; return its message."""
         if self._mac is None:
             return frame[HEAD:]
         message = frame[HEAD:-TAG]

@@ -1,19 +1,19 @@
-"""How the control connections are made: every rank to rank 0, or in a tree (``hvdgloo._engine.tree``) to its leader.
+"""The handshake at the beginning of each connection whose two sides must belong to the job.
 
-Each side proves that it knows the job's secret.
+Control connections begin with it (every rank's to rank 0, or in a tree to its leader), ranks that set up shared memory,
+and agents that come by themselves. Each of these is a purpose with keys of its own.
 
-The challenge is mutual (both sides sign both nonces, so neither a stray server nor a stray client passes), and the
-secret is never sent. What is said afterwards is authenticated message by message, with keys that follow from the secret
-and both nonces (``hvdgloo._net.frame_mac``). With TLS (``hvdgloo._net.tls``), all of them cover the listener's
-certificate, too::
+The proof is mutual (both sides sign both nonces, so neither a stray server nor a stray client passes), and the secret
+is never sent. Later messages are authenticated one by one, with keys that follow from the secret and both nonces
+(``hvdgloo._net.frame_mac``). With TLS (``hvdgloo._net.tls``), proofs and keys cover the listener's certificate, too::
 
     member       -> coordinator   magic, epoch, generation, rank, nonce
     coordinator  -> member        nonce, HMAC(key, "coordinator", ...)
     member       -> coordinator   HMAC(key, "member", ...)
-    coordinator  -> member        its clock, and settings that shape plans: the first message
+    coordinator  -> member        its clock, and settings that shape plans: the first message of a control connection
 
-Below, the coordinator is the rank that listens, be it rank 0 or a leader. It serves all visitors on one thread, as they
-speak (``hvdgloo._net.visitors``).
+Below, the coordinator is the side that listens: rank 0, a leader or the launcher. It serves all visitors on one thread,
+whenever they send something (``hvdgloo._net.visitors``).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _bounded(head: bytes, what: str, limit: int) -> int:
 
 
 class _Answer(codec.Message, frozen=True):
-    """What the coordinator tells whoever has proved to belong to the job.
+    """The coordinator's first message to a rank that has proved to belong to the job.
 
     Attributes:
         clock: its own, in seconds since 1970.
@@ -121,7 +121,7 @@ _ANSWER: codec.Codec[_Answer] = codec.Codec(_Answer, "answer to a handshake")
 
 
 def listen(address: str, port_range: tuple[int, int] | None) -> socket.socket:
-    """A listening socket on one address.
+    """Listen on one address.
 
     Args:
         port_range: first and last port that may be used; None for any free one.
@@ -136,7 +136,7 @@ def listen(address: str, port_range: tuple[int, int] | None) -> socket.socket:
 
 
 class Handshake:
-    """What both sides know about the job before they meet.
+    """The knowledge about the job that both sides share before they connect.
 
     Args:
         secret: of the job.
@@ -184,10 +184,10 @@ class Handshake:
         cancelled: Cancelled | None = None,
         here: tuple[socket.socket, Collection[int]] | None = None,
     ) -> dict[int, Link]:
-        """The coordinator's side: wait for those who connect to it.
+        """Do the coordinator's part: wait for the ranks that connect to it.
 
         Args:
-            ranks: they, in the order in which an error names those that did not come.
+            ranks: the ranks to wait for, in the order in which an error names missing ones.
             settings: what is decided for all, for them to know. With ``clock_offset``, what is to be added to this
                 host's clock to get rank 0's.
             cancelled: polled; returns whether to give up.
@@ -239,7 +239,7 @@ class Handshake:
         describe: Callable[[int], str],
         cancelled: Cancelled | None = None,
     ) -> tuple[Link, dict[str, Any]]:
-        """Another rank's side: connect to the coordinator.
+        """Do another rank's part: connect to the coordinator.
 
         Args:
             cancelled: polled; returns whether to give up.
@@ -277,7 +277,7 @@ class Handshake:
         describe: Callable[[int], str],
         cancelled: Cancelled | None = None,
     ) -> tuple[Link, dict[str, Any]]:
-        """As ``connect``, to a coordinator on this host.
+        """Do as ``connect`` does, to a coordinator on this host.
 
         Args:
             name: of the ``abstract`` socket at which it listens, or soon will.
@@ -314,11 +314,11 @@ class Handshake:
             opened.pop_all()
 
     def name_here(self, world: str) -> str:
-        """The name of the ``abstract`` socket at which the coordinator listens for ranks on its own host. Nobody
-        without the secret can know it beforehand.
+        """Return the name of the ``abstract`` socket at which the coordinator listens for ranks on its own host. No
+        process without the secret can predict it.
 
         Args:
-            world: tells those apart that are formed at the same time.
+            world: tells worlds apart that are formed at the same time.
         """
         return f"hvdgloo-{prove(self._key, 'name', self._claim(self.parent), world.encode()).hex()[:32]}"
 
@@ -343,7 +343,7 @@ class Handshake:
         link = self.prove(sock, rank, deadline, channel, cancelled)
         asked = time.time()
         answer = _ANSWER.decode(link.receive(f"the answer of rank {self.parent}", _MAX_ANSWER, deadline, cancelled))
-        # Rank 0's clock, or that of a leader, which may differ from rank 0's.
+        # The clock is rank 0's, or a leader's, which may differ from rank 0's.
         offset = answer.settings.get("clock_offset", 0.0) + answer.clock - (asked + time.time()) / 2
         return link, {**answer.settings, "clock_offset": offset}
 
@@ -355,8 +355,8 @@ class Handshake:
         channel: bytes = b"",
         cancelled: Cancelled | None = None,
     ) -> Link:
-        """Prove the secret to whoever listens, once it has proved it. The first message is the listener's or this
-        side's, as the purpose wants it.
+        """Prove the secret to the listener, once the listener has proved it. Which side sends the first message depends
+        on the purpose.
 
         Args:
             channel: SHA-256 of the certificate that the listener has shown; empty if nothing is encrypted.
@@ -371,7 +371,7 @@ class Handshake:
         sock.sendall(_HELLO.pack(_MAGIC, self._claim(rank), nonce))
         agreed = self._agreed(rank, nonce, receive_exactly(sock, NONCE_BYTES, deadline, cancelled), channel)
         if not proves(receive_exactly(sock, PROOF_BYTES, deadline, cancelled), self._key, "coordinator", *agreed):
-            raise AuthenticationError("whoever listens there does not know this job's secret")
+            raise AuthenticationError("the process that listens there does not know this job's secret")
         sock.sendall(prove(self._key, "member", *agreed))
         down, up = self._frame_macs(*agreed)
         return Link(sock, sending=up, receiving=down)
@@ -420,7 +420,7 @@ class Handshake:
 
 
 def receive_exactly(sock: socket.socket, count: int, deadline: float, cancelled: Cancelled | None = None) -> bytes:
-    """``count`` bytes from a blocking socket, until ``deadline`` on the monotonic clock.
+    """Return ``count`` bytes from a blocking socket, until ``deadline`` on the monotonic clock.
 
     One deadline for all of them: with a timeout for each piece, a peer that trickles bytes could hold on for minutes.
 
@@ -447,7 +447,7 @@ def receive_exactly(sock: socket.socket, count: int, deadline: float, cancelled:
 
 
 def _connected(address: str, port: int, deadline: float, cancelled: Cancelled | None) -> socket.socket:
-    """A connection, as ``socket.create_connection`` makes it; a wait for it may be given up."""
+    """Connect as ``socket.create_connection`` does; the wait can be cancelled."""
     reason: OSError = TimeoutError("timed out")
     for family, kind, protocol, _, endpoint in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, protocol)
@@ -539,7 +539,7 @@ class _Acceptor:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not come, or have not yet been told that they are in."""
+        """The ranks that have not connected, or have not yet been told that they are in."""
         return [
             rank
             for group in self._expected.values()
@@ -553,7 +553,7 @@ class _Acceptor:
         return self._visitors.exhausted
 
     def serve(self, patience: float) -> None:
-        """Let visitors in and hear them, waiting up to ``patience`` seconds for one to come or speak."""
+        """Accept and serve visitors, waiting up to ``patience`` seconds for one to connect or send something."""
         now = time.monotonic()
         self._visitors.keep_time(now)
         for key, _ in self._selector.select(max(0.0, min(patience, self._visitors.next - now))):

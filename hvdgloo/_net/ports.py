@@ -5,8 +5,8 @@ binds much later (``MASTER_PORT``, for the user's own torch.distributed) is *hel
 socket named after its number, which belongs to the network namespace as ports do and vanishes with its owner. Listeners
 skip held ports. Only Linux has such sockets; elsewhere nothing is held.
 
-Any user of the host can take such a name, and all of them. So a name that somebody else has taken is respected as long
-as there are other ports, since it may be another user's job; it does not make a range unusable.
+Any user of the host can take such a name, and all of them. So a name that another process has taken is respected as
+long as there are other ports, since it may be another user's job; it does not make a range unusable.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def hold_free_port(port_range: PortRange | None = None) -> PortHold:
 
 
 def is_held(port: int) -> bool:
-    """Whether a process in this network namespace holds the port; where there are no holds, assumed to be so."""
+    """Tell whether a process in this network namespace holds the port; True where there are no holds."""
     if sys.platform != "linux":
         return True
     try:
@@ -187,7 +187,7 @@ def _mark_name(port: int) -> str:
 
 
 def _held_by_others(held: Sequence[int]) -> Iterator[int]:
-    """Those of the held ports of which no process of this user that can be seen has the name."""
+    """Yield the held ports whose name no visible process of this user has."""
     return (port for port in held if not abstract.holders(_mark_name(port)))
 
 
@@ -248,7 +248,7 @@ def _ephemeral_ports() -> PortRange:
 
 
 def _is_free(port: int) -> bool:
-    """Whether a listener could be opened at any address; connections in TIME_WAIT do not matter."""
+    """Tell whether a listener could be opened at any address; connections in TIME_WAIT do not matter."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             probe = socket.socket(family)

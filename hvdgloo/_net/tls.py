@@ -1,11 +1,11 @@
 """TLS for the connections of a job: encryption by a well-kept library, identity by the job's secret.
 
-Whoever listens has a certificate: the user's, or one that is made for the process in memory. A certificate of our own
+Each listener has a certificate: the user's, or one that is made for the process in memory. A certificate of our own
 says nothing about its owner, and need not: what is signed under the job's secret at the beginning of a connection (the
 handshake of the control plane, the requests and answers of the rendezvous) covers the fingerprint of the certificate
-that each side has seen. Somebody in the middle has another certificate, with another fingerprint, and both sides notice
-it before anything of value is said. With a certificate authority of the user's, the certificate must be signed by that,
-too.
+that each side has seen. An attacker in the middle has another certificate, with another fingerprint, and both sides
+notice it before anything of value is sent. With a certificate authority of the user's, the certificate must be signed
+by that one, too.
 
 ``ssl`` and ``cryptography`` are imported only where TLS is switched on.
 """
@@ -34,19 +34,19 @@ _MOST_AT_ONCE = 1 << 14
 """Bytes of one TLS record."""
 
 TLS_HELLO = b"\x16\x03"
-"""What a client that speaks TLS begins with."""
+"""The first byte of a client that uses TLS."""
 
 _NO_TLS = "it does not use TLS, and HVDGLOO_TLS=required must be set for every process of a job"
 
 
 class Tls:
-    """How this process takes part in TLS.
+    """This process's part in TLS.
 
     Args:
         certificate: file with the certificate (and further ones up to the authority's) that this process shows when it
             listens, in PEM; empty to have one made.
         key: file with the certificate's private key; empty if ``certificate`` holds it.
-        authority: file with the certificates by one of which those of others must be signed; empty for any.
+        authority: file with certificates, one of which must have signed a listener's; empty for any.
     """
 
     def __init__(self, certificate: str = "", key: str = "", authority: str = "") -> None:
@@ -200,7 +200,7 @@ def shake_hands(sock: TlsConnection) -> bool:
 
 
 def pending(sock: socket.socket) -> bytes:
-    """What an encrypted connection has read and decrypted already, so that no selector announces it."""
+    """Return the bytes that an encrypted connection has already read and decrypted: no selector announces them."""
     count = getattr(sock, "pending", int)()
     return sock.recv(count) if count else b""
 
@@ -218,7 +218,7 @@ def _listening_context() -> ssl.SSLContext:
     import ssl
 
     context = _context(ssl.PROTOCOL_TLS_SERVER)
-    # Tickets arrive when nobody reads, and whoever looks whether a connection is idle would take them for an end.
+    # Tickets arrive when no thread reads, and a check whether the connection is idle would take them for its end.
     context.num_tickets = 0
     return context
 
@@ -262,7 +262,7 @@ def _wrapped(context: ssl.SSLContext, sock: socket.socket, *, server_side: bool)
 
 def _no_password() -> str:
     """Instead of OpenSSL's own way to get a key's password, which is to ask on the terminal and wait."""
-    raise ValueError("the private key is encrypted, and nobody can be asked for its password")
+    raise ValueError("the private key is encrypted, and there is no way to ask for its password")
 
 
 def _make_certificate() -> tuple[bytes, bytes]:
@@ -279,7 +279,7 @@ def _make_certificate() -> tuple[bytes, bytes]:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        # Clocks of hosts differ, and nobody checks: it is worth as much as the signatures that name its fingerprint.
+        # Clocks of hosts differ, and no side checks: it is worth as much as the signatures that name its fingerprint.
         .not_valid_before(datetime.datetime(2000, 1, 1, tzinfo=datetime.timezone.utc))
         .not_valid_after(datetime.datetime(9999, 12, 31, tzinfo=datetime.timezone.utc))
         .sign(key, hashes.SHA256())

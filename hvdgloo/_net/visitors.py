@@ -1,7 +1,7 @@
-"""Strangers at a listener: heard as they speak, each for a limited time, and no more of them than there are places.
+"""Connections to a listener that have proved nothing yet: each has a limited time, and their number is limited.
 
-A visitor is a connection that has proved nothing yet. One that says nothing costs the others nothing: all are served by
-one thread, and when there are too many, or no descriptors are left, the one that has been silent longest is sent away.
+A silent visitor costs the others nothing: all are served by one thread, and when there are too many, or no descriptors
+are left, the one that has been silent longest is closed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeAlias
 from hvdgloo.errors import AuthenticationError
 
 PAUSE = 0.02
-"""Seconds until the next attempt where not even one more descriptor can be had, or where nobody listens yet."""
+"""Seconds until the next attempt where not even one more descriptor can be had, or where no process listens yet."""
 
 Steps: TypeAlias = Generator[int, None, None]
 """A conversation with a visitor, which yields the selector's events that it waits for."""
@@ -46,14 +46,14 @@ class _Visitor:
 
 
 class Visitors:
-    """Those who have connected to some listeners, and with whom a conversation is under way.
+    """The connections to some listeners with which a conversation is under way.
 
     Args:
         selector: whose registered data are called when a descriptor is ready.
         listeners: they become non-blocking.
-        converse: returns the conversation with whoever has connected, given a non-blocking socket and the listener. If
+        converse: returns the conversation with a new visitor, given its non-blocking socket and the listener. If
             it raises OSError, EOFError or AuthenticationError, the visitor is refused.
-        refused: told whom, and why; returns whether the connection is to be closed.
+        refused: called with the socket, its address and the reason; returns whether the connection is to be closed.
         patience: seconds that a visitor has in all.
         most: visitors at a time; the kernel keeps further ones in the listener's queue.
         grace: seconds that every visitor has, however many are waiting.
@@ -99,7 +99,7 @@ class Visitors:
         return iter(list(self._visitors))
 
     def keep_time(self, now: float) -> None:
-        """Send away those whose time is over, and listen if there is room. To be called before each wait."""
+        """Close visitors whose time is over, and listen if there is room. To be called before each wait."""
         for visitor in list(self._visitors.values()):
             if now >= visitor.deadline:
                 self._refuse(visitor, TimeoutError("timed out"))
@@ -107,14 +107,14 @@ class Visitors:
 
     @property
     def next(self) -> float:
-        """When ``keep_time`` has something to do."""
+        """The time at which ``keep_time`` has something to do."""
         changes = [visitor.deadline for visitor in self._visitors.values()]
         if not self._listens:
             changes += [visitor.since + self._grace for visitor in self._visitors.values()]
         return min(changes, default=float("inf"))
 
     def close(self) -> None:
-        """Listen no longer, and forget who is there. Closes no socket."""
+        """Stop listening, and forget all visitors. Close no socket."""
         self._listen(False)
         for visitor in list(self._visitors.values()):
             self._take_leave(visitor)
@@ -128,7 +128,7 @@ class Visitors:
         self._listens = wanted
 
     def _superfluous(self, now: float) -> _Visitor | None:
-        """Who must go if another one is to come: the silent one that came first, if there is one."""
+        """Return the visitor to close for another one: the first silent one, if there is one."""
         had_time = [visitor for visitor in self._visitors.values() if now - visitor.since >= self._grace]
         return next((visitor for visitor in had_time if visitor.silent), had_time[0] if had_time else None)
 
@@ -144,9 +144,9 @@ class Visitors:
         except OSError as error:
             if error.errno in _NO_MORE:
                 self.exhausted = True
-                self._most = max(1, len(self._visitors))  # there is no room for more until somebody leaves
+                self._most = max(1, len(self._visitors))  # there is no room for more until one leaves
                 if not self._visitors:
-                    time.sleep(PAUSE)  # nobody here can go, and nobody waits for this thread
+                    time.sleep(PAUSE)  # no visitor can be closed, and nothing waits for this thread
             return  # or the visitor has left
         self.exhausted = False
         self._most = max(self._most, len(self._visitors) + 1)
@@ -186,7 +186,7 @@ class Visitors:
 
 
 def received(sock: socket.socket, count: int) -> Generator[int, None, bytes]:
-    """``count`` bytes from a non-blocking socket.
+    """Return ``count`` bytes from a non-blocking socket.
 
     Raises:
         EOFError: the peer closed the connection earlier.

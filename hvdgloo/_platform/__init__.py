@@ -1,1 +1,1 @@
-"""What machine and Python provide: cores, huge pages, queues, pickles, corrected spelling, errors told by a text."""
+"""Services of the machine and of Python: cores, huge pages, queues, pickles, corrected spelling, causes of errors."""

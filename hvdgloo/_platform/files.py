@@ -1,7 +1,7 @@
 """Files that are made or written: never through a link that another user has put in the way.
 
-In a folder that others may write to, such as a shared one without the sticky bit, any name may turn out to be somebody
-else's link to a file of this user's. So all of the library's files are opened here, by one of three functions.
+In a folder that others may write to, such as a shared one without the sticky bit, any name may turn out to be another
+user's link to a file of this user's. So all of the library's files are opened here, by one of three functions.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def replacing(path: str, mode: int = PUBLIC) -> Iterator[IO[bytes]]:
 
 
 def overwrite(path: str, *, append: bool = False, private: bool = False) -> int:
-    """Return the descriptor of a file that is written in place, so that whoever follows it sees it grow.
+    """Return the descriptor of a file that is written in place, so that a reader sees it grow.
 
     This user's own links and the system's (``/dev/stdout``) lead on; another user's is replaced by a file.
 
@@ -112,7 +112,7 @@ def _own_target(path: str) -> str | None:
     """Read the target of a link of this user's or root's; None if it is another user's."""
     if not hasattr(os, "O_PATH"):
         return os.readlink(path) if os.lstat(path).st_uid in (0, os.geteuid()) else None
-    # By a descriptor of the link itself, which nobody can exchange between the two questions.
+    # By a descriptor of the link itself, which no process can exchange between the two questions.
     link = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         return os.readlink("", dir_fd=link) if os.fstat(link).st_uid in (0, os.geteuid()) else None

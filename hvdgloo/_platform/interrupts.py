@@ -1,8 +1,8 @@
 """Ctrl-C: a command that starts or ends is over at once, without a traceback of imports; what must not be left half
 done is finished first.
 
-Python runs a signal's handler, which raises KeyboardInterrupt, between any two instructions of the main thread. Whoever
-catches that and goes on must find either nothing done or all of it.
+Python runs a signal's handler, which raises KeyboardInterrupt, between any two instructions of the main thread. A
+caller that catches it and goes on must find either nothing done or all of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _handler: Held = None  # that Ctrl-C had before the last ``hold``
 
 def end_at_once() -> None:
     """From now on Ctrl-C ends this process, with the status that shells give; for times in which nothing has to be
-    cleaned up. Whoever ignores Ctrl-C (a shell's background job), or handles it, goes on doing so.
+    cleaned up. A process that ignores Ctrl-C (a shell's background job), or handles it, continues to do so.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)

@@ -18,7 +18,7 @@ _KERNEL_KILL = re.compile(rb"out of memory: Killed process (\d+)", re.IGNORECASE
 
 
 def has_package(name: str) -> bool:
-    """Whether a package can be imported. A folder of that name without code, such as a data folder, does not count."""
+    """Tell whether a package can be imported. A directory of that name without code does not count."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -56,7 +56,7 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
 
 
 def _left(present: int, visible: str | None) -> int:
-    """How many GPUs a list of numbers and identities leaves visible."""
+    """Return the number of GPUs that a list of numbers and identities leaves visible."""
     if visible is None or not present:
         return present
     chosen = 0
@@ -109,8 +109,8 @@ def amd_gpus(nodes: str = "/sys/class/kfd/kfd/topology/nodes") -> int:
 class MemoryWatch:
     """Says what the kernel has to do with the end of a process that SIGKILL ended.
 
-    The kernel's log names the processes that it kills for lack of memory, but not everybody may read it, and in a
-    container it has other numbers for them. Then its counters must do: those of the control groups, and the whole
+    The kernel's log names the processes that it kills for lack of memory, but it may be closed to this user, and in a
+    container it has other numbers for them. Then its counters must do: the control groups', and the whole
     machine's, which may count other users' processes.
 
     Args:
@@ -127,7 +127,7 @@ class MemoryWatch:
             pass  # not readable here
 
     def account(self, pid: int) -> str:
-        """What is known of the end of a process, in words; empty if the kernel says that it has killed none for lack of
+        """Return a phrase about the end of a process; empty if the kernel reports that it has killed none for lack of
         memory since the last call, or since construction.
         """
         count, previous = self._count(), self._last

@@ -21,7 +21,7 @@ def nic_of(address: str) -> str:
 
 
 def nccl_variables(nic: str, *, ipv6: bool) -> dict[str, str]:
-    """What tells NCCL which interface to use for its own connections.
+    """Set the variables that tell NCCL which interface to use for its own connections.
 
     Args:
         nic: one that the user has chosen; empty leaves the choice to NCCL, which takes several if it finds several.

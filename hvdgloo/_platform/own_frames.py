@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from traceback import FrameSummary
 
 FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-"""Where hvdgloo is."""
+"""The directory of hvdgloo."""
 
 
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
@@ -15,7 +15,7 @@ _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 def is_of_program(filename: str) -> bool:
-    """Whether a frame's file is the program's own: neither hvdgloo's nor Python's nor an installed package's."""
+    """Tell whether a frame's file is the program's own: neither hvdgloo's nor Python's nor an installed package's."""
     return not (filename.startswith((FOLDER, _STDLIB, "<frozen ")) or _INSTALLED in filename)
 
 
@@ -32,7 +32,7 @@ def without_between(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
 def without_own(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
     """A stack, outermost frame first, up to where the program called hvdgloo.
 
-    One without any of the program's frames, such as that of a thread of ours, is kept: there is nothing else.
+    A stack without any of the program's frames, such as one of hvdgloo's threads, is kept: there is nothing else.
     """
     stack = list(frames)
     kept = list(stack)

@@ -16,7 +16,7 @@ def take_within(items: queue.SimpleQueue[T], seconds: float) -> T:
     since the machine is busy or the time was short, without a limit. A ``get`` that does not wait closes the lock.
 
     Args:
-        items: nobody else may take from it meanwhile, which would leave the lock open as well.
+        items: no other thread may take from it meanwhile, which would leave the lock open as well.
         seconds: how long to wait.
 
     Raises:

@@ -33,7 +33,7 @@ _UNFINISHED = re.compile(r"[0-9a-f]+\.job\.new")
 
 
 def runtime_folder(environ: Mapping[str, str]) -> str:
-    """The folder. It is made if it is not there yet, and nobody but this user can look into it.
+    """Return the directory. It is made if it does not exist yet, and only this user can look into it.
 
     It is ``hvdgloo`` in XDG_RUNTIME_DIR, where a login has one, and otherwise ``hvdgloo-<user id>`` in the folder for
     temporary files.
@@ -42,7 +42,7 @@ def runtime_folder(environ: Mapping[str, str]) -> str:
         environ: this process's.
 
     Raises:
-        ConfigError: there is no such place; the text says why. Somebody else may have taken the name in a folder that
+        ConfigError: there is no such place; the text says why. Another user may have taken the name in a directory that
             all can write to.
     """
     user = os.geteuid()
@@ -68,7 +68,7 @@ def runtime_folder(environ: Mapping[str, str]) -> str:
 
 
 def agent_folder(agent_id: str, environ: Mapping[str, str]) -> str:
-    """Where an agent, and the workers that it has started, have their sockets. It is not made.
+    """Return the directory for the sockets of an agent and of the workers that it has started. It is not made.
 
     Args:
         agent_id: the job's id, and the agent's number after a full stop.
@@ -84,8 +84,9 @@ def agent_folder(agent_id: str, environ: Mapping[str, str]) -> str:
 def remove_stale(folder: str) -> None:
     """Remove from this user's folder what processes have left there that were killed, of agents and of launchers.
 
-    A socket that nobody listens at any more tells of it, wherever its process has run: containers may share the folder,
-    and have process ids of their own. What has no socket has to be old. Nobody is connected to, and so nobody is woken.
+    A socket at which no process listens any more tells of it, wherever its process has run: containers may share the
+    folder, and have process ids of their own. What has no socket has to be old. No process is connected to, so none is
+    woken.
     """
     try:
         names = set(os.listdir(folder))
@@ -106,7 +107,7 @@ def remove_stale(folder: str) -> None:
 
 
 def _is_deserted(path: str, folder: str = "") -> bool:
-    """Whether nobody listens at a Unix socket any more; where there is no socket, whether its ``folder`` is old."""
+    """Tell whether no process listens at a Unix socket any more; without a socket, whether its ``folder`` is old."""
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
@@ -125,7 +126,7 @@ def _is_old(path: str) -> bool:
     try:
         return time.time() - os.lstat(path).st_mtime > _STALE_SECONDS
     except OSError:
-        return False  # somebody else has removed it
+        return False  # another process has removed it
 
 
 def _unlink(path: str) -> None:
@@ -134,7 +135,7 @@ def _unlink(path: str) -> None:
 
 
 def _is_private(path: str) -> bool:
-    """Whether it is a folder, and not a link to one, that belongs to this user and is closed to others."""
+    """Tell whether it is a directory, and not a link to one, that belongs to this user and is closed to others."""
     try:
         found = os.lstat(path)
     except OSError:

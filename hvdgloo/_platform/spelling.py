@@ -28,7 +28,7 @@ def in_one_line(text: str) -> str:
 
 
 def followed_by(text: object, clause: str) -> str:
-    """Continue somebody else's text, an error's for example, in the same message.
+    """Continue another text, such as an error's, in the same message.
 
     Args:
         text: may end in a mark of its own, as a question does; then the clause becomes a sentence after it.

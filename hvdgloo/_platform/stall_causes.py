@@ -1,4 +1,4 @@
-"""What a rank adds to its stacks in a stall report: causes that stacks do not show, and only a front-end knows."""
+"""Causes that a rank adds to its stacks in a stall report: stacks do not show them, and only a front-end knows them."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def register(look: Callable[[], str | None]) -> None:
 
 
 def known() -> list[str]:
-    """What is known at the moment, a sentence each."""
+    """Return the causes known at the moment, a sentence each."""
     return [cause for cause in (look() for look in _looks) if cause]

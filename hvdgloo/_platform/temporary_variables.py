@@ -61,7 +61,7 @@ class TemporaryVariables:
                 ctypes.memset(self._entries[name], ord(name[0]), 1)
             if self._seen(name) == value:
                 return
-            self._add(name)  # nobody has made room, or somebody has removed it since
+            self._add(name)  # no room was made, or it was removed since
 
     def _hide(self, name: str, value: str, before: str | None) -> None:
         if before is None:

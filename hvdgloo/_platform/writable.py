@@ -1,4 +1,4 @@
-"""Whether a file could be written, found out without writing it."""
+"""Checks that a file could be written, without writing it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ INCOMPLETE = "INCOMPLETE: "
 
 
 def why_not_writable(path: str) -> str:
-    """Why no file can be written at ``path``, whose missing folders would be created; empty if nothing is known to
-    prevent it (a full disk shows only later).
+    """Return why no file can be written at ``path``, whose missing directories would be created; empty if nothing is
+    known to prevent it (a full disk shows only later).
     """
     if os.path.isdir(path):
         return "it is a folder"
@@ -27,8 +27,8 @@ def why_not_writable(path: str) -> str:
 
 
 def why_not_replaceable(path: str) -> str:
-    """Why no file can be put at ``path`` at once, by way of another one beside it; empty if nothing is known to prevent
-    it. A file is made for that in the nearest folder that exists, and is gone when this returns.
+    """Return why no file can be put at ``path`` at once, by way of another one next to it; empty if nothing is known to
+    prevent it. A file is made for that in the nearest directory that exists, and is removed before this returns.
     """
     reason = why_not_writable(path) if os.path.basename(path) else "it does not end with the name of a file"
     if reason:

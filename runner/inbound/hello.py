@@ -43,7 +43,7 @@ class TaskHello(msgspec.Struct, frozen=True):
         path: PYTHONPATH of its workers.
         kept, limits: names of variables; see ``Premises``.
         pid: of the task's process.
-        attempt: how often this task was tried before.
+        attempt: the number of earlier attempts of this task.
         address: where it came from, as the launcher saw it.
     """
 
@@ -86,7 +86,7 @@ def introduce(secret: bytes, sock: socket.socket, hello: TaskHello, deadline: fl
         deadline: on the monotonic clock.
 
     Raises:
-        AuthenticationError: whoever listens there does not know the secret.
+        AuthenticationError: the process that listens there does not know the secret.
         OSError, EOFError: the connection broke, or nothing came in time.
         ValueError: the reply cannot be read.
     """

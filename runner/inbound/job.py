@@ -1,4 +1,4 @@
-"""A function on agents that have come by themselves: the same as ``hvdgloo.run.run`` does on hosts that it reaches."""
+"""Calls of a function on agents that connected by themselves, as ``hvdgloo.run.run`` makes them on hosts it reaches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _INTERVAL = 0.5
 
 
 class InboundSpawner:
-    """Takes agents that have come, instead of starting any."""
+    """Takes agents that have connected, instead of starting any."""
 
     def __init__(self, listener: TaskListener) -> None:
         self._listener = listener
@@ -72,7 +72,7 @@ def run_function(
     start_timeout: float | None = None,
     elastic: ElasticSpec | None = None,
 ) -> list[Any]:
-    """Call ``func(*args, **kwargs)`` in a worker process beside each task that has come, and wait for all of them.
+    """Call ``func(*args, **kwargs)`` in a worker process next to each connected task, and wait for all of them.
 
     Workers have the environment, the working directory and the module path of their task, and in addition ``env``, and
     this process's settings of hvdgloo.
@@ -157,9 +157,9 @@ def run_elastic_function(
     Args:
         np: the agents that a start waits for.
         min_np, max_np: the fewest and the most workers; by default ``np``, and no limit.
-        reset_limit: how often workers may form anew.
+        reset_limit: how often workers may form again.
         elastic_timeout: seconds to wait for enough agents; by default 600.
-        failures_per_agent: the failure of a worker at which no other one is started beside its task.
+        failures_per_agent: the failure of a worker after which no other one is started next to its task.
         options: as for ``run_function``.
 
     Raises:
@@ -183,7 +183,7 @@ def run_elastic_function(
 
 
 def _hosts(listener: TaskListener) -> tuple[HostEntry, ...]:
-    """All tasks that ``gather`` has returned, or an error: without one that has gone since then the job is smaller."""
+    """Return all tasks that ``gather`` returned. Raise an error if one has left, as the job would be smaller."""
     try:
         return listener.hosts()
     except LaunchError as error:
@@ -191,12 +191,12 @@ def _hosts(listener: TaskListener) -> tuple[HostEntry, ...]:
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    """What is sent to tasks: this process's settings, and what was given for them."""
+    """Return the variables sent to tasks: this process's settings, and the given ones."""
     return without_place({**for_other_hosts(os.environ, frozenset(), export_all=False), **given})
 
 
 def explained(report: LaunchResult, listener: TaskListener) -> LaunchResult:
-    """The report with what the other system says about an agent that was lost, or about a worker that was killed."""
+    """Return the report with the other system's reason for the loss of an agent or the end of a killed worker."""
     first = report.outcome.first
     if first is None or not _from_outside(first):
         return report
@@ -208,5 +208,5 @@ def explained(report: LaunchResult, listener: TaskListener) -> LaunchResult:
 
 
 def _from_outside(failure: Failure) -> bool:
-    """Whether something other than the worker itself may have brought it about."""
+    """Return whether something other than the worker itself may have caused a failure."""
     return failure.rank is None or failure.signal in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""The launcher's listener for agents that come by themselves, and the list of those that have come."""
+"""The launcher's listener for agents that come by themselves, and the list of connected ones."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ MOST_VISITORS = 256
 
 _PATIENCE, _GRACE = 5.0, 1.0  # seconds that a visitor has for its proof; at the least, however many are waiting
 _SETTLE = 5.0
-"""Seconds for others to come, once one has come that cannot be used: so that one report has all of them."""
+"""Seconds for others to connect after an unusable one, so that one report has all of them."""
 
 _TURN = 0.2  # seconds between two calls of what the waiting thread has to look after
 _SHOWN = 16  # tasks that an error lists
 
 _UNUSUAL = re.compile(r"[\s:,@\[\]/#]+")
-"""What cannot be in the name of a host."""
+"""Characters that cannot be in the name of a host."""
 
 
 @dataclass(eq=False)
 class _Task:
-    """A task that has come, and whose agent waits for the beginning.
+    """A connected task, whose agent waits for the job's beginning.
 
     Attributes:
         key: by which the job asks for its connection.
@@ -81,7 +81,7 @@ class TaskListener:
         addresses: at which tasks reach this machine, best first: addresses of its own, or names that lead to it from
             where the tasks are. By default all of its own.
         port_range: first and last port that may be used; None for the setting, which is any by default.
-        start_timeout: seconds that all have for coming.
+        start_timeout: seconds within which all must connect.
 
     Attributes:
         secret: of the job.
@@ -115,7 +115,7 @@ class TaskListener:
         self._error: BaseException | None = None
         self._note: Callable[[Failure], None] | None = None
         self._closed = False
-        self._begun = False  # all that were waited for have come
+        self._begun = False  # all expected tasks have connected
 
     def __enter__(self) -> TaskListener:
         reserve_descriptors((self._count or 0) + MOST_VISITORS, "this process", f"connections of {self._what}")
@@ -154,12 +154,12 @@ class TaskListener:
 
     @property
     def reason(self) -> str:
-        """What went wrong outside; empty if nothing is known."""
+        """The failure outside of the job; empty if none is known."""
         with self._changed:
             return self._reason
 
     def fail(self, reason: str, error: BaseException | None = None) -> None:
-        """Something went wrong outside: the other system has lost or ended tasks. The first reason counts.
+        """Record a failure outside of the job: the other system has lost or ended tasks. The first reason counts.
 
         It ends the wait for tasks, or the job. Safe in any thread, at any time.
 
@@ -191,7 +191,7 @@ class TaskListener:
                 self._note = None
 
     def await_reason(self, seconds: float) -> str:
-        """What went wrong outside, as soon as it is known; empty if it is not within ``seconds``."""
+        """Return the failure outside of the job, as soon as it is known; empty if none is within ``seconds``."""
         with self._changed:
             self._changed.wait_for(lambda: self._reason, seconds)
             return self._reason
@@ -204,7 +204,7 @@ class TaskListener:
         on_arrival: Callable[[TaskHello], None] | None = None,
         poll: Callable[[], None] | None = None,
     ) -> tuple[TaskHello, ...]:
-        """Wait until all tasks have come.
+        """Wait until all tasks have connected.
 
         Args:
             least: the number of tasks to wait for, if not all; needed where tasks come and go.
@@ -253,8 +253,8 @@ class TaskListener:
                 raise LaunchError(self._describe_missing(wanted, remedy))
 
     def hosts(self) -> tuple[HostEntry, ...]:
-        """An entry for each agent that is here, in order of ranks: those of one machine follow each other, and machines
-        come in the order of their first tasks.
+        """Return an entry for each connected agent, in order of ranks: agents of one machine follow each other, and
+        machines come in the order of their first tasks.
 
         Raises:
             LaunchError: a task that had come has gone again, and the job would be smaller than it was to be.
@@ -266,7 +266,7 @@ class TaskListener:
         return entries(arrived)
 
     def hand_over(self, key: int) -> InboundStream:
-        """The connection of an agent that is here; its agent begins.
+        """Return the connection of a waiting agent, which begins.
 
         Args:
             key: see ``Premises``.
@@ -287,14 +287,14 @@ class TaskListener:
 
         self._loop.call_soon(take)
         while not done.wait(_TURN) and self._thread.is_alive():
-            pass  # nobody is there any more once the listener has been left
+            pass  # the thread has ended once the listener was closed
         if not found:
             raise LaunchError("its task has ended, and only another one could bring another agent")
         task = found[0]
         return InboundStream(task.link, self.secret, lambda: self.reason, partial(self._ended, task))
 
     def find_available_hosts_and_slots(self) -> Mapping[str, int | None]:
-        """The agents that are here, for an elastic job: each is a host with one slot; see ``entry``."""
+        """Return the connected agents, for an elastic job: each is a host with one slot; see ``entry``."""
         with self._changed:
             here = [task for task in self._tasks.values() if task.here and not task.unusable]
             for task in here:
@@ -303,7 +303,7 @@ class TaskListener:
             return {task.elastic_name: 1 for task in here}
 
     def entry(self, name: str) -> HostEntry:
-        """What a name that ``find_available_hosts_and_slots`` has ever returned stands for."""
+        """Return the host for a name that ``find_available_hosts_and_slots`` has ever returned."""
         return self._entries[name]
 
     def _name(self, task: _Task) -> None:
@@ -343,7 +343,7 @@ class TaskListener:
         return "; ".join(parts) + (f". {remedy}" if remedy else "")
 
     def _describe_gone(self) -> str:
-        """Tasks that came and are not here now."""
+        """Describe tasks that connected and have left again."""
         return "; ".join(f"task {index} came and {why}" for index, why in self._gone.items())
 
     # The thread.
@@ -384,11 +384,11 @@ class TaskListener:
         self._loop.call_soon(partial(self._watch, task))
 
     def _why_not(self, hello: TaskHello) -> str:
-        """Why a task that knows the secret is refused; empty if it is not."""
+        """Return why a task that knows the secret is refused; empty if it is not."""
         index = hello.index
         if self._count is None:
             # Which task it is does not say which rank. An unusable one is reported while all are waited for; later
-            # nobody would hear of it, and it would only keep a place from another.
+            # no report would name it, and it would only take a place from another.
             return _why_unusable(hello) if self._begun else ""
         if not 0 <= index < self._count:
             return f"task {index} has no place in a job of {self._count} {self._what}"
@@ -405,14 +405,14 @@ class TaskListener:
         )
 
     def _replace(self, task: _Task) -> None:
-        """A task has given this connection up, since it did not hear in time that it was let in, and comes again."""
+        """Forget a connection that its task gave up, as the answer did not arrive in time: it connects again."""
         if task.here:
             self._on_left(task)
         else:
             self._forget(task, "was lost at once")
 
     def _watch(self, task: _Task) -> None:
-        """A task has been told that it is in: nothing comes from it until the beginning, except its end."""
+        """Watch a task that was let in: nothing arrives from it until the job begins, except its end."""
         if self._closed or self._tasks.get(task.key) is not task:
             task.link.sock.close()
             return
@@ -421,7 +421,7 @@ class TaskListener:
             task.here = True
             self._gone.pop(task.hello.index, None)
             self._changed.notify_all()
-        logger.info("%s has come from %s", task.hello.label, task.hello.address)
+        logger.info("%s connected from %s", task.hello.label, task.hello.address)
 
     def _on_left(self, task: _Task) -> None:
         if task.taken:
@@ -431,7 +431,7 @@ class TaskListener:
         self._forget(task, f"has gone again ({task.hello.label})")
 
     def _ended(self, task: _Task) -> None:
-        """The job has closed an agent's connection."""
+        """Forget an agent whose connection the job has closed."""
         if self._count is None:
             self._forget(task, "has ended")
 
@@ -474,7 +474,7 @@ def entries(hellos: Sequence[TaskHello]) -> tuple[HostEntry, ...]:
 
 
 def _attempt(hello: TaskHello) -> tuple[str, int, int]:
-    """Which process of which attempt a task is brought by."""
+    """Return what identifies the process, and the attempt, by which a task is brought."""
     return hello.host, hello.pid, hello.attempt
 
 
@@ -494,7 +494,7 @@ def _unusable(reasons: dict[str, str], came: int, what: str) -> UnusableHostsErr
 
 
 def _endpoints(wanted: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Addresses that tasks are told, and those to listen at."""
+    """Return the addresses that tasks are told, and the addresses to listen at."""
     addresses = interfaces.own_addresses()
     own = [address.address for address in interfaces.candidates(addresses, InterfaceFilter())]
     loopback = [address.address for address in addresses if address.loopback]

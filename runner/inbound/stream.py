@@ -1,4 +1,4 @@
-"""A connection of an agent that has come by itself, as supervision sees it: in place of a command that leads to one."""
+"""The connection of an agent that came by itself, in the form in which supervision expects a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process that another system has started calls to bring an agent: ``bring_agent``.
+"""The side of a process that another system has started: it brings an agent with ``bring_agent``.
 
 The agent is a child of this process, in a session of its own. No code of the user's runs in this process itself: it may
 have run other tasks before, and may run others afterwards.
@@ -43,7 +43,7 @@ _OVERRUN = (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED)
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a task must be told to bring an agent. It can be pickled; whoever can read it can take part in the job.
+    """Everything that a task needs to bring an agent. It can be pickled; a process that can read it can join the job.
 
     Attributes:
         endpoints: addresses and ports at which the launcher listens, best first.
@@ -114,7 +114,7 @@ def start_agent(
 
 
 def _search_path(path: Sequence[str]) -> str:
-    """What of ``sys.path`` workers would not have without being told; its "" means this process's folder."""
+    """Return the part of ``sys.path`` that workers would lack; its "" means this process's directory."""
     return os.pathsep.join(os.path.abspath(entry) for entry in function_task.beyond_installation(path))
 
 

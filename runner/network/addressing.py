@@ -38,11 +38,11 @@ _NAMED_PAIRS = 6
 _NAMED_IN_A_LINE = 3
 
 Answers = Mapping[tuple[int, int, str], Answer]
-"""Who tried whom at which address, to the result. Hosts are numbers, or LAUNCHER."""
+"""Results by source, target and address. Hosts are numbers, or LAUNCHER."""
 
 
 class Server(enum.Enum):
-    """Where the rendezvous server runs."""
+    """The place of the rendezvous server."""
 
     LAUNCHER = "launcher"
     FIRST_HOST = "first host"
@@ -50,7 +50,7 @@ class Server(enum.Enum):
 
 @dataclass(frozen=True)
 class Placement:
-    """What was chosen.
+    """The chosen addresses.
 
     Attributes:
         addresses: of each host.
@@ -84,22 +84,22 @@ class Reports:
 
 @functools.cache
 def plan(hosts: int) -> tuple[tuple[int, ...], ...]:
-    """Which others each host tries: their numbers, in order; the launcher comes on top."""
-    everybody = range(hosts)
+    """Return the other hosts that each host tries: their numbers, in order; the launcher is tried as well."""
+    everyone = range(hosts)
     if hosts <= ALL_PAIRS:
-        return tuple(tuple(other for other in everybody if other != host) for host in everybody)
+        return tuple(tuple(other for other in everyone if other != host) for host in everyone)
     # The first host tries all others, as all others try it.
     return tuple(
         tuple(sorted({0, *((host + step) % hosts for step in range(1, NEIGHBOURS + 1))} - {host}))
         if host
-        else tuple(everybody[1:])
-        for host in everybody
+        else tuple(everyone[1:])
+        for host in everyone
     )
 
 
 @functools.cache
 def _tried_by(hosts: int) -> tuple[tuple[int, ...], ...]:
-    """Which others try each host."""
+    """Return the hosts that try each host."""
     found: list[list[int]] = [[] for _ in range(hosts)]
     for source, targets in enumerate(plan(hosts)):
         for target in targets:
@@ -117,7 +117,7 @@ def choose(reports: Reports) -> Placement | None:
 
 
 def settled(reports: Reports) -> bool:
-    """Whether answers that are still missing can change nothing: even if all of them said "reached"."""
+    """Tell whether missing answers can change nothing, even if all of them were "reached"."""
     now = choose(reports)
     return now is not None and now == choose(_all_reached(reports))
 
@@ -160,7 +160,7 @@ def _reached(answers: Answers, source: int, target: int, address: Address) -> bo
 
 
 class _Order:
-    """Which addresses are preferred, before any has been tried."""
+    """The preference between addresses, before any has been tried."""
 
     def __init__(self, reports: Reports) -> None:
         self._owners = Counter(a for host in reports.candidates for a in {a.address for a in host})
@@ -249,7 +249,7 @@ def _failing_pairs(reports: Reports, targets: set[int]) -> list[tuple[int, int]]
 
 
 def describe_unreached(reports: Reports) -> str:
-    """Why there is no choice, in one line: who does not reach whom, with the result for each address."""
+    """Explain in one line why there is no choice: which host does not reach which, with the result for each address."""
     lacking = {host for host in range(len(reports.names)) if not any(_usable(reports, v)[host] for v in _VERSIONS)}
     pairs = _failing_pairs(reports, lacking or set(range(len(reports.names))))
     lines = [_describe_pair(reports, source, target) for source, target in pairs[:_NAMED_IN_A_LINE]]
@@ -262,7 +262,7 @@ def _describe_pair(reports: Reports, source: int, target: int) -> str:
 
 
 def describe_tries(reports: Reports, source: int, target: int) -> str:
-    """What came of one host's attempts to reach another, or the launcher, at each address."""
+    """Describe the result of one host's attempts to reach another, or the launcher, at each address."""
     addresses = reports.launcher if target == LAUNCHER else reports.candidates[target]
     return ", ".join(f"{address} {_say(reports, source, target, address)}" for address in addresses)
 

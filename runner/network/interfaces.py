@@ -88,7 +88,7 @@ def _prefix(netmask: str | None, address: str) -> int:
 
 
 class InterfaceFilter:
-    """What the user asked for one host's addresses: names of interfaces, networks, and exceptions from both.
+    """The user's rules for one host's addresses: names of interfaces, networks, and exceptions from both.
 
     Args:
         items: each ``eth0``, ``eth*``, ``10.0.0.0/8`` or ``10.0.0.5``, with ``^`` before it for an exception.
@@ -101,7 +101,7 @@ class InterfaceFilter:
         self._unwanted = [item[1:] for item in items if item.startswith("^")]
 
     def allow(self, address: Address) -> bool:
-        """Whether an address may be used: it is not an exception and, if anything was asked for, is among that."""
+        """Tell whether an address may be used: it is no exception, and it is included if the rules include anything."""
         if any(_matches(item, address) for item in self._unwanted):
             return False
         return not self._wanted or any(_matches(item, address) for item in self._wanted)
@@ -140,7 +140,7 @@ class NicSettings:
 
 
 def parse_nics(texts: Iterable[str], hosts: Sequence[str] | None) -> NicSettings:
-    """What the values of ``--nics`` mean.
+    """Return the rules that the values of ``--nics`` stand for.
 
     Args:
         texts: each a comma-separated list of names and networks, each with an optional ``^`` before it, and before that
@@ -188,7 +188,7 @@ def candidates(addresses: Iterable[Address], rules: InterfaceFilter) -> tuple[Ad
 
 
 def why_not(address: Address, rules: InterfaceFilter, *, alone: bool = False) -> str:
-    """Why an address is not considered; empty if it is.
+    """Return why an address is not considered; empty if it is.
 
     Args:
         alone: there is no other host, so loopback will do.
@@ -205,7 +205,7 @@ def why_not(address: Address, rules: InterfaceFilter, *, alone: bool = False) ->
 
 
 def explain_none(host: str, addresses: Sequence[Address], rules: InterfaceFilter, *, alone: bool = False) -> str:
-    """Why a host has no usable address, and what to do."""
+    """Explain why a host has no usable address, and what to do."""
     if not rules.items:
         listed = ", ".join(f"{a} is {why_not(a, rules, alone=alone)}" for a in addresses) or "it has none at all"
         return f"host {host} has no address that another host could reach: {listed}. Bring a network interface up there"

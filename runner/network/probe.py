@@ -1,4 +1,4 @@
-"""Trying out addresses: does this host reach that one there, and is it really that one that answers?
+"""Probes of addresses: does this host reach another one there, and is it really that host which answers?
 
 That something accepts a connection says little: 172.17.0.1 is the address of every host's own Docker bridge, and the
 same private network exists many times. So a prober names the host and the address that it means, and only the agent of
@@ -47,7 +47,7 @@ _VISIT_SECONDS = 5.0
 
 
 class ProbeResult(enum.Enum):
-    """What became of a probe."""
+    """The kinds of results of a probe."""
 
     REACHED = "reached"
     REFUSED = "refused"
@@ -71,7 +71,7 @@ class ProbeTarget:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a probe.
+    """The result of a probe.
 
     Attributes:
         outcome: the result.
@@ -87,7 +87,7 @@ class Answer:
 
 
 def probe_key(secret: bytes) -> bytes:
-    """The key of all proofs of a job."""
+    """Return the key of all proofs of a job."""
     return derive(secret, "probe")
 
 
@@ -106,13 +106,13 @@ def _unpacked(data: bytes) -> str:
 
 
 def question(key: bytes, nonce: bytes, target: ProbeTarget) -> bytes:
-    """What a prober sends."""
+    """Return the bytes that a prober sends."""
     meant = _place(target.host, target.address)
     return _QUESTION.pack(_MAGIC, nonce, meant, prove(key, "question", nonce, meant))
 
 
 def answer(key: bytes, asked: bytes, host: int, address: str) -> bytes | None:
-    """What a listener replies, being ``host`` and having been reached at ``address``; None to a stranger."""
+    """Return the reply of a listener that is ``host`` and was reached at ``address``; None to a stranger."""
     magic, nonce, meant, proof = _QUESTION.unpack(asked)
     if magic != _MAGIC or not proves(proof, key, "question", nonce, meant):
         return None
@@ -121,7 +121,7 @@ def answer(key: bytes, asked: bytes, host: int, address: str) -> bytes | None:
 
 
 def judge(key: bytes, nonce: bytes, target: ProbeTarget, reply: bytes, source: str) -> Answer:
-    """What a reply is worth."""
+    """Return the result that a reply stands for."""
     magic, place, proof = _ANSWER.unpack(reply)
     if magic != _MAGIC or not proves(proof, key, "answer", nonce, place):
         return Answer(ProbeResult.STRANGER, source)
@@ -169,7 +169,7 @@ class ProbeListener:
                 continue
             self._listeners.append(listener)
             self.ports[address] = listener.getsockname()[1]
-        # Nobody is let in for long, so the oldest silent visitor may go as soon as there are too many.
+        # No visit takes long, so the oldest silent visitor may be closed as soon as there are too many.
         self._visitors = Visitors(
             selector,
             self._listeners,
@@ -202,7 +202,7 @@ class Prober:
     """Tries addresses, all at once.
 
     Args:
-        selector: of its owner, which calls ``tick`` when ``deadline`` has come.
+        selector: of its owner, which calls ``tick`` at ``deadline``.
         key: of the job's proofs.
         targets: to try.
         timeout: seconds for each. If very many get no answer, some are not tried at all.
@@ -232,7 +232,7 @@ class Prober:
 
     @property
     def deadline(self) -> float | None:
-        """When ``tick`` is to be called."""
+        """The time at which ``tick`` is to be called."""
         return min(self._end, next(iter(self._running)).deadline) if self._running else None
 
     def tick(self) -> None:

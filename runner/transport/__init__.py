@@ -1,1 +1,1 @@
-"""How an agent is started on a host: as a local process, or by ssh, srun or any command."""
+"""Ways to start an agent on a host: as a local process, or by ssh, srun or any command."""

@@ -1,4 +1,4 @@
-"""What a transport offers: a way to get an agent running on a host.
+"""The interface of a transport: a way to get an agent running on a host.
 
 Each transport is a module of its own (``local``, ``ssh``, ``srun``, ``template``); ``select`` chooses. No other part of
 the launcher knows how an agent was started.
@@ -51,7 +51,7 @@ class Spawner(Protocol):
         """
 
     def is_local(self, host: HostEntry) -> bool:
-        """Whether its agent is a child of this process, with the same environment."""
+        """Tell whether its agent is a child of this process, with the same environment."""
 
     def diagnose(self, host: HostEntry, ending: Ending) -> Diagnosis:
-        """Why the command for ``host`` has ended without a usable agent."""
+        """Explain why the command for ``host`` ended without a usable agent."""

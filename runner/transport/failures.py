@@ -1,4 +1,4 @@
-"""Why a command that should have led to an agent did not: from its last words to one line that says what to do. Pure.
+"""Diagnoses of commands that did not lead to an agent: from their last output to one line with the remedy. Pure.
 
 Users see only what the launcher prints, and most failures at start-up are not the launcher's: a name, a key, a
 firewall, an installation. Each has its own remedy, so they are distinguished. So is what may be temporary, which is
@@ -18,7 +18,7 @@ from hvdgloo.version import __version__
 
 
 class Cause(enum.Enum):
-    """What went wrong."""
+    """The kind of a failure."""
 
     NAME = "name lookup"
     REFUSED = "connection refused"
@@ -40,7 +40,7 @@ class Cause(enum.Enum):
 
 
 class Retry(enum.Enum):
-    """Whether the same command may work later."""
+    """The chances of the same command at a later attempt."""
 
     NEVER = enum.auto()
     A_FEW_TIMES = enum.auto()
@@ -49,7 +49,7 @@ class Retry(enum.Enum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a host cannot be used.
+    """The reason why a host cannot be used.
 
     Attributes:
         cause: the kind of failure.
@@ -64,7 +64,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a command that should have led to an agent ended.
+    """The end of a command that should have led to an agent.
 
     Attributes:
         status: exit status, or minus the signal; None if it had to be ended.
@@ -93,7 +93,7 @@ _NO_PROGRAM = re.compile(
 
 
 def python_failure(ending: Ending, python: str) -> Diagnosis | None:
-    """What may be wrong on any host, however it was reached: its Python, and hvdgloo there."""
+    """Diagnose faults that any host may have, however it was reached: its Python, and hvdgloo there."""
     found = _VERSION.search(ending.text)
     if found is not None:
         return Diagnosis(Cause.VERSION, other_version(found[1], python))
@@ -136,7 +136,7 @@ def preflight_failure(found: Lacking, cwd: str) -> Diagnosis | None:
 
 
 def other_version(found: str, python: str) -> str:
-    """What to say about a host with another version of hvdgloo."""
+    """Return the message about a host with another version of hvdgloo."""
     return (
         f"it has hvdgloo {found}, the launcher has {__version__}; install the same version everywhere "
         f"({_install(python)})"

@@ -1,4 +1,4 @@
-"""Which transport leads to which host: this machine's agent is a child process, all others are reached in one way.
+"""The choice of a transport for each host: this machine's agent is a child process, all others are reached in one way.
 
 That way is the user's template if there is one, srun for nodes of the Slurm allocation, else ssh.
 """
@@ -64,7 +64,7 @@ def choose_spawner(hosts: Sequence[HostEntry], reach: Reach, *, fork: bool = Fal
 
 
 def _elsewhere(hosts: Sequence[HostEntry], reach: Reach) -> Mapping[HostEntry, Spawner]:
-    """What leads to hosts that are not this machine. Raises ConfigError for a template that does not fit one."""
+    """Return what leads to other hosts than this machine. Raise ConfigError for a template that does not fit one."""
     ways: dict[bool, Spawner] = {False: TemplateSpawner(reach, hosts) if reach.agent_command else SshSpawner(reach)}
     if reach.slurm_job and not reach.agent_command:
         ways[True] = SrunSpawner(reach, reach.slurm_job, os.environ)

@@ -81,7 +81,7 @@ _EXECVE = re.compile(r"execve\(\): .*(No such file or directory|Permission denie
 
 
 def diagnose(ending: Ending, reach: Reach) -> Diagnosis:
-    """Why a step has ended without an agent."""
+    """Explain why a step ended without an agent."""
     found = python_failure(ending, reach.python)
     if found is None and _EXECVE.search(ending.text) and reach.python in ending.text:
         found = python_failure(Ending(127, ending.lines), reach.python)

@@ -74,7 +74,7 @@ def ssh_options(host: HostEntry, reach: Reach) -> tuple[str, ...]:
 
 
 def _by_hand(host: HostEntry, reach: Reach) -> str:
-    """What the user can type to see the same failure and answer questions."""
+    """Return the command with which the user can see the same failure and answer questions."""
     words = ["ssh"]
     words += reach.ssh_args
     if reach.ssh_port is not None:
@@ -88,7 +88,7 @@ def _by_hand(host: HostEntry, reach: Reach) -> str:
 class _Rule:
     """Words of ssh, what they mean, and the remedy. ``{by_hand}``, ``{said}`` and others are filled in."""
 
-    pattern: str  # compiled when somebody asks, which a start that succeeds never does
+    pattern: str  # compiled on the first use, which a start that succeeds never makes
     cause: Cause
     text: str
     retry: Retry = Retry.NEVER
@@ -105,15 +105,15 @@ _RULES = (
     _Rule(
         r"REMOTE HOST IDENTIFICATION HAS CHANGED",
         Cause.HOST_KEY_CHANGED,
-        "its host key has changed; if the machine was installed anew, remove the old key "
+        "its host key has changed; if the machine was reinstalled, remove the old key "
         "(ssh-keygen -R {known_as}) and accept the new one ({by_hand})",
     ),
     _Rule(
         r"Host key verification failed|host key is known for|authenticity of host .* can't be established"
         r"|REVOKED HOST KEY|No host key is known",
         Cause.HOST_KEY_UNKNOWN,
-        "its host key is not known here, and nobody can be asked now; accept it once by hand ({by_hand}), or collect "
-        "all keys with ssh-keyscan",
+        "its host key is not known here, and there is no terminal to ask at; accept it once by hand ({by_hand}), or "
+        "collect all keys with ssh-keyscan",
     ),
     _Rule(
         r"Permission denied \(|Permission denied, please try again|Too many authentication failures"
@@ -180,11 +180,11 @@ _RULES = (
 """In the order in which they are tried: a jump host's refusal, for example, is followed by a dropped connection."""
 
 _NOT_UP = frozenset({Cause.NAME, Cause.REFUSED, Cause.TIMED_OUT, Cause.NO_ROUTE, Cause.NOT_THERE})
-"""What the attempt may report for a host that is still starting up."""
+"""Causes that an attempt may report for a host that is still starting up."""
 
 
 def diagnose(host: HostEntry, ending: Ending, reach: Reach) -> Diagnosis:
-    """Why a session has ended without an agent."""
+    """Explain why a session ended without an agent."""
     found = python_failure(ending, reach.python)
     if found is not None:
         return found

@@ -27,7 +27,7 @@ FIELDS = {
     "command": "the agent's command line: as words if it stands alone, else as text for a shell",
     "shell": "the same as one word, quoted for a shell",
 }
-"""What may be in braces."""
+"""The names that may be in braces."""
 
 
 class TemplateSpawner:
@@ -121,7 +121,7 @@ _REFUSED = re.compile(
 
 
 def diagnose(ending: Ending, reach: Reach) -> Diagnosis:
-    """Why a command has ended without an agent."""
+    """Explain why a command ended without an agent."""
     program = os.path.basename(reach.agent_command[0])
     found = python_failure(ending, reach.python) or _container_without_python(ending, reach.python)
     if found is not None:

@@ -109,7 +109,7 @@ def test_what_a_newcomer_does_alone_is_said_once(caplog: pytest.LogCaptureFixtur
         newcomer.total()
         newcomer.total()
     (said,) = [record for record in caplog.records if "act on it alone" in record.getMessage()]
-    assert said.getMessage().startswith("allreduce.noname.1: this worker has come while others are in training")
+    assert said.getMessage().startswith("allreduce.noname.1: this worker joined while others are in training")
 
 
 def test_a_second_run_in_an_epoch_takes_its_state_from_rank_0() -> None:
