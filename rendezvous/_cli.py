@@ -1,8 +1,8 @@
 """``hvdgloo-rendezvous``: the rendezvous server on its own, where something else (Kubernetes, Slurm, ...) starts the
 workers.
 
-It prints what workers need to know, then a line whenever a worker comes or goes. It ends of its own accord only with
-``--once``: when all workers have come and have all gone again (they keep a connection while they live, so one that dies
+It prints the settings for workers, then a line whenever a worker arrives or leaves. It ends by itself only with
+``--once``: when all workers have arrived and left again (they keep a connection while they live, so one that dies
 counts as gone), or when a start or an elastic job has failed. Otherwise SIGINT or SIGTERM ends it, since only their
 sender can know whether workers will be started again. Nothing that workers do can keep it from ending.
 """
@@ -57,7 +57,7 @@ if an elastic job has failed; 2 if an option cannot be used or the port is taken
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit status."""
+    """Run the command; return its exit status."""
     try:
         options = _parse(argv)
         with _stopped_by_signals() as stopped:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _own_addresses(error: ConfigError) -> str:
-    """What to bind instead, if the address to listen on was another host's."""
+    """Suggest addresses to bind instead of another host's."""
     if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRNOTAVAIL:
         return ""
     own = ", ".join(endpoint.rpartition(":")[0] for endpoint in _reachable("0.0.0.0:0"))
@@ -130,7 +130,7 @@ class _Stopped(BaseException):
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[type[BaseException]]:
-    """The first SIGINT or SIGTERM raises what this yields; further ones change nothing, as stopping takes a second."""
+    """Raise ``_Stopped`` at the first SIGINT or SIGTERM; further ones change nothing, as stopping takes a second."""
 
     def stop(_number: int, _frame: Any) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -149,7 +149,7 @@ def _stopped_by_signals() -> Iterator[type[BaseException]]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests the option that was probably meant before complaining of a missing one."""
+    """A parser that suggests the option that was probably meant before it complains of a missing one."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
@@ -214,12 +214,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="serve a page that shows the job live, and print a link to it, which works for one browser; / of this "
         "server leads there, too. By default it is at 127.0.0.1 and any free port",
     )
-    parser.add_argument("--once", action="store_true", help="end when all workers have come and gone, or did not come")
+    parser.add_argument(
+        "--once", action="store_true", help="end when all workers have arrived and left, or did not arrive"
+    )
     parser.add_argument(
         "--status-token",
         action="store_true",
         help="print the token that reads /v1/status and /metrics, and leads from / to the job's page (as bearer token, "
-        "or as the password that a browser asks for), and end",
+        "or as the password that a browser asks for), and quit",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     options = parser.parse_args(argv)
@@ -231,7 +233,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_elastic(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "elastic jobs, whose workers may come and go", "Either of --min-np and --max-np makes a job elastic."
+        "elastic jobs, whose workers may change", "Either of --min-np and --max-np makes a job elastic."
     )
     group.add_argument(
         "--min-np",
@@ -259,17 +261,18 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         "--reset-limit",
         type=_whole,
         metavar="N",
-        help="how often workers may form anew (default: no limit)",
+        help="number of times that the workers may change (default: no limit)",
     )
     group.add_argument(
         "--join",
         choices=[join.value for join in Join],
-        help="when training stops for a newcomer: once it is at elastic.run, or once it has come (default: ready)",
+        help="when training stops for a new worker: ready, once it is at elastic.run; now, once it arrives "
+        "(default: ready)",
     )
 
 
 def _rules(options: argparse.Namespace) -> Rules | None:
-    """What the options say of an elastic job; None if the number of workers is fixed."""
+    """Return the options of an elastic job; None if the number of workers is fixed."""
     if options.min_np is None and options.max_np is None:
         for name in ("elastic_timeout", "reset_limit", "join"):
             if getattr(options, name) is not None:
@@ -310,7 +313,7 @@ def _positive_int(text: str) -> int:
 
 
 def _of_setting(name: str) -> Any:
-    """The parser of a Config field, for an option of the same meaning."""
+    """Return the parser of a Config field, for an option of the same meaning."""
 
     def parse(text: str) -> Any:
         try:
@@ -322,7 +325,7 @@ def _of_setting(name: str) -> Any:
 
 
 def _addresses(binds: Sequence[str] | None) -> tuple[list[str], int]:
-    """The addresses to listen on, and their port."""
+    """Return the addresses to listen on, and their port."""
     addresses, ports = [], set()
     for text in binds or ["127.0.0.1"]:
         try:
@@ -340,7 +343,7 @@ def _addresses(binds: Sequence[str] | None) -> tuple[list[str], int]:
 
 
 def _secret(options: argparse.Namespace, stack: ExitStack) -> tuple[bytes, str]:
-    """The job's secret, and where workers find it, in words for people."""
+    """Return the job's secret, and a text that says where workers find it."""
     if options.secret_file:
         path = os.path.abspath(options.secret_file)
         if os.path.exists(path):
@@ -423,7 +426,7 @@ def _is_loopback(endpoint: str) -> bool:
 
 
 def _reachable(endpoint: str) -> list[str]:
-    """An endpoint as others may use it: all of this host's addresses, if it listens on any."""
+    """Return an endpoint as others may use it: all of this host's addresses, if it listens on any."""
     host, _, port = endpoint.rpartition(":")
     address = ipaddress.ip_address(host.strip("[]"))
     if not address.is_unspecified:

@@ -24,30 +24,30 @@ MAX_SCOPE_BYTES = 255
 
 
 class Store(Protocol):
-    """What Gloo, the engine and the runner need of a store. Keys are text, values are bytes."""
+    """The interface of a store for Gloo, the engine and the runner. Keys are text, values are bytes."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Put ``value`` under ``key``, replacing what was there, and wake those that wait for it."""
+        """Put ``value`` under ``key``, replacing any other, and wake the readers that wait for it."""
 
     def set_many(self, items: Mapping[str, bytes]) -> None:
         """Set several keys at once; no reader sees only some of them."""
 
     def get(self, key: str, *, timeout: float) -> bytes:
-        """The value of ``key``, waiting up to ``timeout`` seconds until it is there.
+        """Return the value of ``key``, waiting up to ``timeout`` seconds until it exists.
 
         Raises:
             RendezvousTimeoutError: it was not set by then.
         """
 
     def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes]:
-        """The values of all ``keys`` in their order, waiting up to ``timeout`` seconds until all are there.
+        """Return the values of all ``keys`` in their order, waiting up to ``timeout`` seconds until all exist.
 
         Raises:
-            RendezvousTimeoutError: naming the keys that are missing.
+            RendezvousTimeoutError: not all exist by then; the text names the missing ones.
         """
 
     def delete(self, key: str) -> bool:
-        """Remove ``key``; True if it was there."""
+        """Remove ``key``; return True if it existed."""
 
 
 def check_key(key: str, what: str = "key", limit: int = MAX_KEY_BYTES) -> str:

@@ -1,4 +1,4 @@
-"""How a job has ended, in words."""
+"""The result of a launch, and its description in words."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Restart:
     """A failure after which all workers were started again.
 
     Attributes:
-        failure: in words.
-        after: seconds from the start, or the restart before, to the failure's end.
+        failure: the failure in words.
+        after: seconds from the start, or the previous restart, to the failure's end.
     """
 
     failure: str
@@ -31,22 +31,22 @@ class Restart:
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """A job that has ended.
+    """The result of a job that has ended.
 
     Attributes:
-        outcome: how it ended.
-        slots: where its workers were; those of an elastic job that were together last.
+        outcome: the job's outcome.
+        slots: its workers' slots; in an elastic job, the last members'.
         last_lines: the end of the output of the first worker that failed.
-        in_sight: they have just been shown, so that the command line need not repeat them.
-        exception: what it ended with, as the last line of its traceback has it; empty if it printed none.
-        advice: what to do about them, in one line; empty if that is not known.
-        restarts: those that came before, in order.
-        numbers: of the workers in ``slots``, by rank; -1 for one that was never started.
-        workers: the ids of the same workers in an elastic job; empty in others.
-        changes: of the workers of an elastic job: see ``ElasticDriver``.
+        in_sight: True if these lines were just shown, so that the command line need not repeat them.
+        exception: the exception that ended it, from the last line of its traceback; empty if it printed none.
+        advice: one line that says what to do about it; empty if that is not known.
+        restarts: earlier restarts, in order.
+        numbers: numbers of the workers in ``slots``, by rank; -1 for one that was never started.
+        workers: ids of the same workers in an elastic job; empty in others.
+        changes: changes of the workers of an elastic job: see ``ElasticDriver``.
         why_over: why an elastic job could not survive the failure.
-        files: sentences that say where files are that were asked for.
-        unwritten: what could not be written, each with the reason.
+        files: sentences that tell the paths of requested files.
+        unwritten: files and output that could not be written, each with the reason.
     """
 
     outcome: JobOutcome
@@ -65,14 +65,14 @@ class LaunchResult:
 
     @property
     def exit_code(self) -> int:
-        """The launcher's own: 0 only if the job has succeeded, and all that it said could be written."""
+        """The launcher's exit status: 0 only if the job succeeded and all its output could be written."""
         return self.outcome.exit_code or int(bool(self.unwritten))
 
     def summary(self, *, whole: bool = True) -> str:
-        """How the job ended, in words; empty after success at the first attempt.
+        """Describe the job's end; empty after success at the first attempt.
 
         Args:
-            whole: with the worker's last lines, also if they are in sight.
+            whole: include the worker's last lines even if they are in sight.
         """
         end = self._end(whole)
         past = self._changes() or (history(self.restarts) if self.restarts else "")
@@ -84,7 +84,7 @@ class LaunchResult:
         return "\n".join(filter(None, [text, lost, *self.files]))
 
     def headline(self) -> str:
-        """How the job has failed, in a line; empty if it has not."""
+        """Describe the job's failure in a line; empty if it did not fail."""
         return first_line(self._end(whole=False))
 
     def _changes(self) -> str:
@@ -95,10 +95,10 @@ class LaunchResult:
         return summarize(self.changes)
 
     def failure(self, *, whole: bool = True) -> str:
-        """What failed first, in words, with what the worker said last."""
+        """Describe the first failure, with the worker's last lines."""
         assert self.outcome.first is not None
         text = describe_failure(self.outcome.first)
-        if self.exception and self.outcome.first.signal is None:  # what a signal ended, an exception did not
+        if self.exception and self.outcome.first.signal is None:  # otherwise the signal ended it
             shown = in_one_line(self.exception)
             text += "" if shown in text else f": {shown}"
         if self.why_over and self.why_over != self.outcome.first.reason:
@@ -109,13 +109,13 @@ class LaunchResult:
 
     def _end(self, whole: bool) -> str:
         if self.outcome.interrupted == signal.SIGPIPE:
-            return "stopped, because nobody reads the output any longer"
+            return "stopped, because the reader of the output is gone"
         if self.outcome.interrupted is not None:
             return f"stopped by {signal.Signals(self.outcome.interrupted).name}"
         return f"the job failed: {self.failure(whole=whole)}" if self.outcome.first is not None else ""
 
     def error(self) -> JobFailedError:
-        """The failure as an exception."""
+        """Return the failure as an exception."""
         first = self.outcome.first
         return JobFailedError(
             self.summary(),
@@ -128,17 +128,17 @@ class LaunchResult:
 
 
 def first_line(text: str) -> str:
-    """What is most important of a text with several lines."""
+    """Return the first line of a text, which is the most important one."""
     return text.partition("\n")[0]
 
 
 def history(restarts: Sequence[Restart]) -> str:
-    """A line for each failure after which the job was started again."""
+    """Return a line for each failure after which the job was started again."""
     times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
     lines = [f"  after {restart.after:.1f} s: {restart.failure}" for restart in restarts]
     return "\n".join([f"it was started again {times}:", *lines])
 
 
 def describe_failure(failure: Failure) -> str:
-    """``rank 3 on host h2 was killed by signal 9 (SIGKILL)``."""
+    """Describe a failure: ``rank 3 on host h2 was killed by signal 9 (SIGKILL)``."""
     return failure.reason if failure.rank is None else f"rank {failure.rank} on host {failure.host} {failure.reason}"

@@ -1,13 +1,13 @@
-"""The worker's side: RendezvousClient, and HttpStore, a Store behind it.
+"""The client of the rendezvous server: RendezvousClient, and HttpStore, a Store behind it.
 
 Built on HTTP connections of its own (``hvdgloo.rendezvous._client.connection``) and not on ``requests``: they ignore
-proxy variables (a proxy cannot reach a job's inner addresses, but is often configured where jobs run), cost a fraction,
+proxy variables (a proxy cannot reach a job's inner addresses, but is often configured where jobs run), cost far less,
 and allow what a rendezvous needs: one deadline for a whole call, the local address of the connection, and control over
 what may be repeated.
 
 **Deadlines.** Every call has one, and it covers connecting, waiting and repeating. A wait is made of requests of at
-most ``MAX_POLL`` seconds, each told to the server, so its answer names who or what is missing; an answer that is on its
-way at the deadline is given a moment longer.
+most ``MAX_POLL`` seconds, which the server knows, so its answer names the missing workers or keys; an answer that is on
+its way at the deadline is given a moment longer.
 
 **Repeating.** Connecting is repeated while the server is not there yet. A request that was sent and got no answer is
 repeated, under a signature of its own, only if it is idempotent: everything but ``delete``. A worker that is
@@ -61,7 +61,7 @@ _OTHER_CERTIFICATE = json.dumps(
 
 @dataclass(frozen=True)
 class Registration:
-    """The answer to a worker: its rank, and who is where."""
+    """A worker's rank, and the topology."""
 
     rank: int
     topology: Topology
@@ -76,7 +76,7 @@ class _Answer:
 
     @property
     def details(self) -> dict[str, Any]:
-        """The JSON object of a refusal; for anything else, one made up from the body."""
+        """Return the JSON object of a refusal; for anything else, one made from the body."""
         try:
             details = json.loads(self.body)
         except ValueError:
@@ -91,15 +91,15 @@ class _Answer:
 
 
 class RendezvousClient:
-    """Talks to one rendezvous server. Any thread may call; concurrent calls use a connection each.
+    """A client of one rendezvous server. Any thread may call; concurrent calls use a connection each.
 
     Args:
         server: ``host:port``, IPv6 addresses in brackets.
-        secret: of the job.
+        secret: the job's secret.
         connect_timeout: seconds for which to retry a server that cannot be reached; it may start later than its
             workers.
-        secret_source: where the secret came from, for messages.
-        tls: encrypts all connections, if given, as the server's must do.
+        secret_source: origin of the secret, for messages.
+        tls: encrypts all connections, if given; the server must do the same.
 
     Raises:
         ConfigError: ``server`` is malformed.
@@ -134,18 +134,18 @@ class RendezvousClient:
     # What a worker calls.
 
     def register(self, epoch: int, worker: WorkerInfo, *, timeout: float) -> Registration:
-        """Take part in an epoch, and wait until all its workers have come.
+        """Take part in an epoch, and wait until all its workers have registered.
 
         The same client may call again, and gets the same answer.
 
         Args:
             epoch: the generation of the membership.
-            worker: who calls.
-            timeout: seconds, counted anew from each further worker that comes.
+            worker: the calling worker.
+            timeout: seconds, counted again from each further worker that registers.
 
         Raises:
-            RendezvousTimeoutError: not all came; the text says how many and which did.
-            RendezvousRefusedError: there is no such epoch, or the place is another worker's.
+            RendezvousTimeoutError: not all registered; the text says how many and which did.
+            RendezvousRefusedError: there is no such epoch, or another worker has the place.
             AuthenticationError: server and worker have different secrets.
             RendezvousError: the server cannot be reached.
         """
@@ -173,7 +173,7 @@ class RendezvousClient:
             ) from error
 
     def store(self, scope: str, *, timeout: float = 30.0) -> HttpStore:
-        """The store of a scope.
+        """Return the store of a scope.
 
         Args:
             scope: a name; keys of different scopes never meet.
@@ -185,7 +185,7 @@ class RendezvousClient:
         return HttpStore(self, scope, timeout)
 
     def status(self, *, timeout: float = 10.0) -> dict[str, Any]:
-        """The job as the server sees it: the JSON of ``/v1/status``.
+        """Return the job's state at the server: the JSON of ``/v1/status``.
 
         Args:
             timeout: seconds.
@@ -199,7 +199,7 @@ class RendezvousClient:
         return status
 
     def local_address(self, *, timeout: float = 30.0) -> str:
-        """The IP address of this end of a connection to the server: an address at which this host is reached.
+        """Return the IP address of this end of a connection to the server, at which this host can be reached.
 
         Waits for the server for ``timeout`` seconds rather than ``connect_timeout``: it may be started much later.
 
@@ -212,7 +212,7 @@ class RendezvousClient:
         return self._local_address
 
     def is_elastic(self, *, timeout: float = 30.0) -> bool:
-        """Whether the server's job is elastic: then ``ElasticClient`` registers with it, and ``register`` cannot.
+        """Return whether the server's job is elastic: workers then use ``ElasticClient`` rather than ``register``.
 
         Waits for the server for ``timeout`` seconds, and raises, as ``local_address`` does.
         """
@@ -220,10 +220,10 @@ class RendezvousClient:
         return self._elastic
 
     def observe(self, observation: bytes, *, timeout: float = 10.0) -> bool:
-        """Hand on what a rank says of itself, in the bytes of ``hvdgloo._observe.samples.CODEC``.
+        """Send a rank's observation, encoded by ``hvdgloo._observe.samples.CODEC``.
 
         Returns:
-            False if the server shows nothing to anybody.
+            False if the job has no observer.
 
         Raises:
             RendezvousTimeoutError: there was no answer in time.
@@ -247,7 +247,7 @@ class RendezvousClient:
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors that a forked child must not keep open."""
+        """Return the descriptors that a forked child must not keep open."""
         return [connection.fileno() for connection in [*self._idle, *self._busy]]
 
     def __enter__(self) -> RendezvousClient:
@@ -272,16 +272,16 @@ class RendezvousClient:
         follow: bool = False,
         outlive: bool = False,
     ) -> _Answer:
-        """A call that the server holds back until there is something to answer.
+        """Make a call that the server holds back until it has an answer.
 
         Args:
-            body: what is sent, or what makes it anew each time.
-            follow: once the server has been there, wait for it until the deadline, and repeat the call to another one
-                in its place that has the same secret.
-            outlive: also if the server says that it is being stopped.
+            body: the body, or a function that makes it for each request.
+            follow: once the server was reached, wait for it until the deadline, and repeat the call to another one in
+                its place that has the same secret.
+            outlive: do so even if the server answers that it is being stopped.
 
         Returns:
-            the answer; one with status ``pending`` if the deadline came first.
+            the answer; one with status ``pending`` if the deadline passed first.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -331,7 +331,7 @@ class RendezvousClient:
         return self._repeated(exchange, target, deadline, repeat=repeat, outlive=outlive)
 
     def _run_id(self, deadline: float, *, patient: bool = False) -> str:
-        """The server's run id: one hello at the first call, whichever thread makes it."""
+        """Return the server's run id, from one hello at the first call, whichever thread makes it."""
         if self._pid != os.getpid():
             self._reset()
         with self._hello_lock:
@@ -354,11 +354,11 @@ class RendezvousClient:
         repeat: bool = True,
         outlive: bool = False,
     ) -> _Answer:
-        """The answer to a request, which is sent again until there is one.
+        """Send a request again until there is an answer, and return it.
 
         Args:
-            repeat: even where the connection failed before an answer had come, and the server may have acted.
-            outlive: even where the server is being stopped.
+            repeat: do so even if the connection failed before an answer arrived, and the server may have acted.
+            outlive: do so even if the server is being stopped.
         """
         attempts = _Attempts(deadline)
         while True:
@@ -386,15 +386,15 @@ class RendezvousClient:
         """Send one request and read its answer.
 
         Args:
-            patience: seconds after the deadline in which an answer that is on its way may come.
+            patience: seconds after the deadline in which an answer that is on its way may arrive.
             patient: connecting may take until the deadline, and not only ``connect_timeout``.
 
         Returns:
-            the server's answer; if it shows another certificate than before, one in its stead that says so.
+            the server's answer; if its certificate differs from the last one, an answer in its stead that says so.
 
         Raises:
             _Unanswered: the connection failed on the way.
-            RendezvousTimeoutError: nothing came until the deadline.
+            RendezvousTimeoutError: nothing arrived before the deadline.
             RendezvousError: the server cannot be reached.
         """
         with self._lock:
@@ -433,7 +433,7 @@ class RendezvousClient:
         return _Answer(status, data, signed, connection.channel)
 
     def _checked(self, answer: _Answer, target: str, *, allow: int = 0) -> _Answer:
-        """The answer, if it is the server's own and a good one."""
+        """Return an answer, if it is the server's own and a good one."""
         route = target.partition("?")[0]
         where = f"rendezvous server {self.server}, {route}"
         if answer.status == 401:
@@ -465,7 +465,7 @@ class RendezvousClient:
     # Connections.
 
     def _reset(self) -> None:
-        """Begin as a new client. What the parent process had is its own, and is left alone."""
+        """Begin as a new client. The parent process's connections are left alone."""
         self._pid = os.getpid()
         self._client = auth.generate_id()
         self._counter = itertools.count()
@@ -502,7 +502,7 @@ class RendezvousClient:
         connection.close()
 
     def _connect(self, deadline: float, target: str) -> HttpConnection:
-        """A new connection, tried until the deadline."""
+        """Make a new connection, trying until the deadline."""
         attempts = _Attempts(deadline)
         while True:
             try:
@@ -529,10 +529,10 @@ class RendezvousClient:
 
 
 class _Attempts:
-    """Pauses between attempts: each twice as long as the last, and never quite the same for two clients.
+    """Pauses between attempts: each twice as long as the last, and randomly different between clients.
 
     Args:
-        deadline: of all attempts, on the monotonic clock.
+        deadline: deadline of all attempts, on the monotonic clock.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -540,7 +540,7 @@ class _Attempts:
         self._pause = _FIRST_PAUSE
 
     def rest(self) -> bool:
-        """Wait for the next attempt; False at once if there is no time left for one."""
+        """Wait for the next attempt; return False at once if there is no time left for one."""
         if time.monotonic() + self._pause >= self._deadline:
             return False
         time.sleep(self._pause * random.uniform(0.5, 1.0))
@@ -549,7 +549,7 @@ class _Attempts:
 
 
 class _Unanswered(Exception):  # noqa: N818 - never leaves this module
-    """The connection failed before an answer had come."""
+    """The connection failed before an answer arrived."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(str(cause))
@@ -587,7 +587,7 @@ class HttpStore:
             self._client._call("POST", f"{self._path}?op=set", messages.pack_items(items), self._seconds(timeout))
 
     def get(self, key: str, *, timeout: float | None = None) -> bytes:
-        """The value of ``key``, as soon as it is there.
+        """Return the value of ``key``, as soon as it exists.
 
         Raises:
             ValueError: the key cannot be used.
@@ -601,7 +601,7 @@ class HttpStore:
         return answer.body
 
     def get_many(self, keys: Sequence[str], *, timeout: float | None = None) -> list[bytes]:
-        """The values of all ``keys`` in their order, as soon as all are there, in one request. Raises as ``get``."""
+        """Return the values of all ``keys`` in their order, as soon as all exist, in one request. Raises as ``get``."""
         for key in keys:
             check_key(key)
         if not keys:
@@ -620,7 +620,7 @@ class HttpStore:
         return values
 
     def delete(self, key: str, *, timeout: float | None = None) -> bool:
-        """Remove ``key``; True if it was there. Not repeated automatically if the connection breaks.
+        """Remove ``key``; return True if it existed. Not repeated automatically if the connection breaks.
 
         Raises:
             ValueError: the key cannot be used.

@@ -1,8 +1,8 @@
-"""One HTTP connection of the client: what HTTP/1.1 requires of a client that talks to a single server, and no more.
+"""One HTTP connection of the client, with no more of HTTP/1.1 than a client of a single server needs.
 
 ``http.client`` would import the standard library's mail and TLS packages into every worker, which takes longer than
 all requests of a start; it sends head and body apart, so a server under load wakes twice for each request; and its
-timeout starts anew with every packet. Here a request is one write, and everything keeps one deadline.
+timeout starts again with every packet. Here a request is one write, and everything keeps one deadline.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r?\n")
 
 
 class NotHttpError(Exception):
-    """What came is not HTTP, or not all of an answer."""
+    """The received bytes are not HTTP, or not a whole answer."""
 
 
 class HttpConnection:
     """A connected socket on which one request at a time is made.
 
     Args:
-        host, port: of the server.
+        host, port: address of the server.
         deadline: in seconds, on the monotonic clock.
-        tls: encrypts it, if given.
+        tls: encrypts the connection, if given.
 
     Attributes:
-        channel: SHA-256 of the certificate that the server has shown; empty without TLS.
+        channel: SHA-256 of the server's certificate; empty without TLS.
 
     Raises:
         OSError: it cannot connect.
@@ -72,7 +72,7 @@ class HttpConnection:
 
         Raises:
             TimeoutError: the deadline passed.
-            OSError, NotHttpError: the connection broke, or what came is not HTTP.
+            OSError, NotHttpError: the connection broke, or the answer is not HTTP.
         """
         head = (
             f"{method} {target} HTTP/1.1\r\nHost: {self._host}\r\nAuthorization: {authorization}\r\n"
@@ -93,7 +93,7 @@ class HttpConnection:
         return status, data, headers.get(ANSWER_HEADER.lower(), ""), again
 
     def stale(self) -> bool:
-        """Whether the server has closed it while it was idle; a good one has nothing to read."""
+        """True if the server closed the idle connection; otherwise there is nothing to read."""
         poller = select.poll()  # select() cannot watch descriptors above 1023
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(0))
@@ -120,11 +120,11 @@ class _Incoming:
 
     @property
     def empty(self) -> bool:
-        """Nothing is here beyond what was asked for."""
+        """True if nothing arrived beyond the answer."""
         return not self._buffer
 
     def head(self) -> tuple[int, dict[str, str]]:
-        """Status and headers, by their lower-case names; "connection: close" is added for HTTP/1.0."""
+        """Read status and headers, by their lower-case names; "connection: close" is added for HTTP/1.0."""
         while b"\n" not in self._buffer:
             # Something other than an HTTP server may wait for more after its first words.
             if not self._buffer.startswith(b"HTTP/1."[: len(self._buffer)]) or len(self._buffer) > _LONGEST_HEAD:
@@ -146,7 +146,7 @@ class _Incoming:
         return int(first[2]), headers
 
     def body(self, status: int, headers: dict[str, str]) -> tuple[bytes, bool]:
-        """The body, and whether its end was marked; if it was not, the end of the connection was its end."""
+        """Read the body; return it, and whether its end was marked rather than the connection's end."""
         if status in (204, 304):
             return b"", True
         if "chunked" in headers.get("transfer-encoding", "").lower():
@@ -159,7 +159,7 @@ class _Incoming:
         return self._take(int(length)), True
 
     def _chunks(self) -> bytes:
-        """A body in chunks: hvdgloo's server sends none, but a proxy may make them."""
+        """Read a body in chunks: hvdgloo's server sends none, but a proxy may make them."""
         chunks: list[bytes] = []
         while True:
             found = _CHUNK_LINE.fullmatch(self._line())

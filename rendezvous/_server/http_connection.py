@@ -1,7 +1,7 @@
 """One client's connection to the server, and its requests: cheroot's HTTP parser and WSGI gateway, made stricter.
 
 A request is served by a thread that may wait, or by the front's own, which may not: then it is put aside whenever it
-has to wait for other workers.
+must wait for other workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Headers(dict[bytes, bytes]):
-    """Refuses a second value for what must have one, and lengths that are not plain numbers."""
+    """Headers that refuse a second value where there must be only one, and lengths that are not plain numbers."""
 
     def __setitem__(self, name: bytes, value: bytes) -> None:
         if name in self and name.decode("latin-1").lower() in ONCE:
@@ -34,7 +34,7 @@ class _Headers(dict[bytes, bytes]):
 
 
 class _Unfolded:
-    """Refuses a header that goes on in the next line, which readers have never agreed about."""
+    """A reader that refuses a header continued on the next line, which readers treat differently."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -47,8 +47,7 @@ class _Unfolded:
 
 
 class _HeaderReader(cheroot_server.HeaderReader):
-    """Drops headers with underscores, which WSGI could not distinguish from those with dashes; is strict about
-    what must be clear."""
+    """A strict reader of headers. It drops headers with underscores, which WSGI could not distinguish from dashes."""
 
     def __call__(self, rfile: Any, hdict: Any = None) -> Any:
         headers = {} if hdict is None else hdict
@@ -65,7 +64,7 @@ class _HeaderReader(cheroot_server.HeaderReader):
 
 
 class _Request(cheroot_server.HTTPRequest):
-    """One request; what cheroot itself refuses is answered as JSON, like everything else."""
+    """A request; refusals by cheroot itself are answered as JSON, like all others."""
 
     header_reader = _HeaderReader()
 
@@ -98,9 +97,9 @@ class HttpConnection(cheroot_server.HTTPConnection):
     """One client's connection. It belongs to the front's thread while quiet, and to a pool thread while that serves it.
 
     Attributes:
-        pause: what its request waits for, if the front has put it aside.
-        hand_over: takes the connection when the head of an answer that does not end has been sent; from then on the
-            front only closes it.
+        pause: present pause of its request, if the front has put it aside.
+        hand_over: takes the connection once the head of an answer without an end was sent; from then on the front only
+            closes it.
     """
 
     RequestHandlerClass = _Request
@@ -132,7 +131,7 @@ class HttpConnection(cheroot_server.HTTPConnection):
 
     @property
     def patient(self) -> bool:
-        """Whether the thread that serves it may wait."""
+        """True if the thread that serves it may wait."""
         return self._writer.patient
 
     def communicate(self) -> bool:
@@ -142,12 +141,12 @@ class HttpConnection(cheroot_server.HTTPConnection):
         return keep
 
     def begin(self) -> None:
-        """Serve one request without waiting for anything; it is through unless it has a ``pause``."""
+        """Serve one request without waiting for anything; it is finished unless it has a ``pause``."""
         self._writer.patient = False
         self.keep = bool(super().communicate())  # type: ignore[no-untyped-call]
 
     def resume(self, released: bool) -> None:
-        """Go on with a request after its pause; ``released``: what it waited for has happened."""
+        """Resume a request after its pause; ``released`` is True if the awaited event happened."""
         assert self.go_on is not None, "only a request that has begun has a pause"
         self.keep = False
         try:
@@ -159,7 +158,7 @@ class HttpConnection(cheroot_server.HTTPConnection):
         """Send the rest of an answer.
 
         Raises:
-            OSError: the client has gone, or does not read.
+            OSError: the client disconnected, or does not read.
         """
         self._writer.patient = True
         self._writer.flush()

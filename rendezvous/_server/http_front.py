@@ -1,24 +1,24 @@
 """The server's front: sockets, request heads and threads, around the connections' HTTP parser and WSGI gateway.
 
 On its own, cheroot hands a connection to a thread of a fixed pool as soon as it is accepted, and the thread then waits
-for the client to speak. A client that opens connections and says little would thus occupy all threads, which a job's
-long polls need. Here one thread owns the quiet connections, and four rules hold:
+for the client to send something. A client that opens connections and sends little would thus occupy all threads, which
+a job's long polls need. Here one thread owns the quiet connections, and four rules hold:
 
 * A connection takes a thread only when a whole request head has arrived (or is too long to be one). So clients that are
   slow or silent cost a descriptor each; when descriptors become scarce, the connection that has been quiet longest is
   closed.
-* What all workers ask at a start is answered by the front's own thread, if all of the request is here: to hand each of
-  thousands of small requests to another thread costs more than to answer it. That thread never waits. A request that
-  has to wait for other workers is put aside as a generator, and the rest of an answer that the client does not read yet
-  is left to the pool. Encrypted connections are served by the pool alone.
+* Requests that all workers make at a start are answered by the front's own thread once they have arrived completely: to
+  hand each of thousands of small requests to another thread costs more than to answer it. That thread never waits. A
+  request that must wait for other workers is put aside as a generator, and the rest of an answer that the client does
+  not read yet is left to the pool. Encrypted connections are served by the pool alone.
 * Only a request whose signature was verified may make its thread wait: for the body, within a deadline, or in a long
   poll. Meanwhile this module watches the connection, and reports a client that hangs up.
 * A request that is refused with its body unread ends the connection: the refusal is sent, further input is discarded
   for a moment (closing at once would make the kernel drop the refusal), and then it is closed.
 
-An answer that never ends is somebody else's to write: once its head has been sent, the connection is handed over.
+An answer without an end is written by another owner: once its head has been sent, the connection is handed over.
 
-The pool's threads are created when they are needed, up to a limit that its user sets.
+The pool's threads are created when they are needed, up to a limit that its caller sets.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _TIMERS_OF_THE_PAST = 64  # of pauses that are over; more are thrown away
 
 
 class Front(cheroot_server.HTTPServer):
-    """Serves an application on several listening sockets.
+    """A server of an application on several listening sockets.
 
     It is cheroot's server only as far as its parser and gateway require; threads and sockets are this class's own.
 
@@ -70,9 +70,9 @@ class Front(cheroot_server.HTTPServer):
         max_body: maximum size of a request's body, in bytes.
         head_timeout: seconds within which a request's head must be whole.
         tls: encrypts all connections, if given.
-        dead_after: seconds after which a client that is cut off counts as gone, whatever it owes; None leaves it to the
-            kernel if there is data that it has not acknowledged.
-        name: of the server and its threads.
+        dead_after: seconds after which a client that is cut off counts as gone, even with unacknowledged data; None
+            leaves that case to the kernel.
+        name: name of the server and its threads.
     """
 
     max_request_header_size = MAX_HEAD
@@ -159,7 +159,7 @@ class Front(cheroot_server.HTTPServer):
 
     @contextmanager
     def watch(self, connection: HttpConnection, on_hang_up: Callable[[], None]) -> Iterator[None]:
-        """While a pool thread waits for something else, call ``on_hang_up`` if the client goes away."""
+        """Call ``on_hang_up`` if the client disconnects while a pool thread waits for something else."""
         with self._lock:
             connection.on_hang_up = on_hang_up
             connection.socket.setblocking(False)  # the front looks whether the client has gone, and must not wait
@@ -173,7 +173,7 @@ class Front(cheroot_server.HTTPServer):
                 self._unregister(connection)
 
     def put_conn(self, connection: HttpConnection) -> None:
-        """A request has been served and its connection stays open."""
+        """Take back a connection that stays open after a request."""
         connection.rfile.feed(pending(connection.socket))
         if connection.rfile.has_data() and connection.rfile.has_head():
             with self._lock:
@@ -183,7 +183,7 @@ class Front(cheroot_server.HTTPServer):
         begun = connection.rfile.has_data()
         with self._lock:
             if connection in self._connections:
-                # Whoever has not proved to be a client of this run of the server keeps its connection for a moment.
+                # A peer that has not proved to be a client of this run of the server keeps its connection for a moment.
                 table = self._reading if begun or connection.on_close is None else self._idle
                 table[connection] = time.monotonic() + self._head_timeout
                 connection.socket.setblocking(False)
@@ -195,7 +195,7 @@ class Front(cheroot_server.HTTPServer):
         logger.log(level, "%s", msg, exc_info=traceback)
 
     def close_connection(self, connection: HttpConnection) -> None:
-        """Close one that was handed over."""
+        """Close a connection that was handed over."""
         self._close(connection)
 
     @property
@@ -203,7 +203,7 @@ class Front(cheroot_server.HTTPServer):
         return bool(self.ready)
 
     def _serve(self, connection: HttpConnection) -> None:
-        """One request, on a thread of the pool."""
+        """Serve one request, on a thread of the pool."""
         keep = False
         try:
             keep = connection.communicate()
@@ -214,7 +214,7 @@ class Front(cheroot_server.HTTPServer):
         self._after(connection, keep)
 
     def _after(self, connection: HttpConnection, keep: bool) -> None:
-        """A request has been answered."""
+        """Keep or close a connection after a request was answered."""
         if connection.hand_over is not None and self.ready:
             connection.hand_over(connection)
         elif keep and self.ready:
@@ -254,7 +254,7 @@ class Front(cheroot_server.HTTPServer):
             time.sleep(0.001 if self._parked else 0)
 
     def _next(self) -> float:
-        """Return when something expires, if nothing happens first."""
+        """Return the time at which the next thing expires."""
         with self._lock:
             deadlines = [next(iter(table.values())) for table in (self._reading, self._lingering) if table]
         if self._accept_again:
@@ -310,7 +310,7 @@ class Front(cheroot_server.HTTPServer):
             self._dispatch(connection)
 
     def _go_on(self, connection: HttpConnection) -> None:
-        """A request was served on this thread as far as that can be done without waiting."""
+        """Continue with a request that was served on this thread as far as possible without waiting."""
         if connection.pause is not None:
             self._park(connection, connection.pause)
             return
@@ -328,7 +328,7 @@ class Front(cheroot_server.HTTPServer):
         self.pool.submit(lambda: self._send_rest(connection))
 
     def _send_rest(self, connection: HttpConnection) -> None:
-        """On a thread of the pool: what the client was not ready to take at once."""
+        """Send the rest of an answer, on a thread of the pool."""
         try:
             connection.flush_patiently()
         except OSError as error:
@@ -347,13 +347,13 @@ class Front(cheroot_server.HTTPServer):
         pause.latch.then(lambda: self._let_go_on(connection, pause))
 
     def _let_go_on(self, connection: HttpConnection, pause: Pause) -> None:
-        """A pause is over; on any thread, which may hold locks."""
+        """Queue a request whose pause is over; called on any thread, which may hold locks."""
         self._ready_again.append((connection, pause))
         if threading.current_thread() is not self._thread:
             self._loop.wake_up.wake()
 
     def _resume(self) -> None:
-        """Go on with all requests whose pauses are over."""
+        """Resume all requests whose pauses are over."""
         while self._ready_again:
             self._unpark(*self._ready_again.popleft(), True)
         now = time.monotonic()
@@ -374,7 +374,7 @@ class Front(cheroot_server.HTTPServer):
         self._go_on(connection)
 
     def _greet(self, connection: HttpConnection) -> bool:
-        """Go on with a connection's TLS handshake; whether it is complete.
+        """Continue a connection's TLS handshake; return whether it is complete.
 
         It costs a signature, which is computed without the lock: until then only this thread uses the connection.
         """
@@ -402,7 +402,7 @@ class Front(cheroot_server.HTTPServer):
             return True
 
     def _peek(self, connection: HttpConnection) -> None:
-        """A watched connection is readable: its client hung up, or sends its next request early."""
+        """Look at a readable watched connection: its client hung up, or sends its next request early."""
         callback = connection.on_hang_up
         gone = self._gone(connection)
         self._unregister(connection)
@@ -425,7 +425,7 @@ class Front(cheroot_server.HTTPServer):
                     return
                 continue
             if full:
-                self._evict()  # only now: as long as nobody else comes, those who are here may stay
+                self._evict()  # only now, since connections may stay until another one needs the room
             self._welcome(sock, address)
 
     def _welcome(self, sock: socket.socket, address: Any) -> None:
@@ -453,7 +453,7 @@ class Front(cheroot_server.HTTPServer):
             return any((self._lingering, self._reading, self._idle))
 
     def _evict(self) -> bool:
-        """Close the connection that has been quiet longest: strangers first, then those that have been served."""
+        """Close the connection that has been quiet longest: strangers first, then clients that were served."""
         with self._lock:
             for table in (self._lingering, self._reading, self._idle):
                 if table:
@@ -462,7 +462,7 @@ class Front(cheroot_server.HTTPServer):
         return False
 
     def _pause(self) -> None:
-        """Descriptors are used up by connections that are being served: accept again in a moment."""
+        """Stop accepting for a moment, since connections that are being served use up the descriptors."""
         self._accept_again = time.monotonic() + 0.05
         for listener in self._listeners:
             self._selector.unregister(listener)
@@ -481,7 +481,7 @@ class Front(cheroot_server.HTTPServer):
 
     @staticmethod
     def _say_encrypted(connection: HttpConnection) -> None:
-        """To a client that speaks HTTP without TLS, in its own words."""
+        """Tell a client that speaks HTTP without TLS, in plain HTTP, that it must use TLS."""
         reason = "this server uses TLS: set HVDGLOO_TLS=required for every process of the job"
         body = json.dumps({"error": "Bad Request", "reason": reason}).encode()
         try:
@@ -537,7 +537,7 @@ class Front(cheroot_server.HTTPServer):
 
 
 def keep_alive(sock: socket.socket, dead_after: float | None) -> None:
-    """Have the kernel notice that a peer is cut off, where it lets us say when.
+    """Have the kernel notice that a peer is cut off, where its timing can be set.
 
     Args:
         dead_after: within so many seconds (at least 4), even while the peer owes an acknowledgement; None: within two
@@ -550,6 +550,6 @@ def keep_alive(sock: socket.socket, dead_after: float | None) -> None:
     for name, value in (("TCP_KEEPIDLE", idle), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", probes)):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    # Nobody is asked whether they live while they owe an acknowledgement.
+    # No keep-alive probe is sent to a peer with unacknowledged data.
     if dead_after is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * dead_after))

@@ -30,7 +30,7 @@ class NotAcceptedError(Exception):
 
 
 @dataclass(frozen=True)
-class Registration:
+class RegisteredWorker:
     """An admitted worker: its client id, its description of itself, and the number of its arrival."""
 
     client: str
@@ -63,7 +63,7 @@ class Membership:
             raise ValueError(f"an epoch needs at least one worker, not {size}")
         self.size = size
         self._places = self._fill()
-        self._registrations: dict[str, Registration] = {}
+        self._registrations: dict[str, RegisteredWorker] = {}
         self._slots: dict[int, str] = {}  # rank or index to the client that has it
         self._arrivals = 0
 
@@ -76,7 +76,7 @@ class Membership:
         return len(self._registrations) == self.size
 
     @property
-    def registrations(self) -> tuple[Registration, ...]:
+    def registrations(self) -> tuple[RegisteredWorker, ...]:
         """All admitted workers, in order of arrival."""
         return tuple(self._registrations.values())
 
@@ -107,7 +107,7 @@ class Membership:
                 if own := started_by(each.info, info, "a worker"):
                     raise NotAcceptedError(own, taken=True)
             raise NotAcceptedError(f"epoch {self.epoch} is complete: {self.summary()}", taken=True)
-        self._registrations[client] = Registration(client, info, self._arrivals)
+        self._registrations[client] = RegisteredWorker(client, info, self._arrivals)
         self._arrivals += 1
         if slot is not None:
             self._slots[slot] = client
@@ -219,15 +219,15 @@ class Membership:
             break  # all admitted workers agree, so one of them is enough
         return info.rank if info.rank is not None else info.index
 
-    def _groups(self) -> list[tuple[str, list[Registration]]]:
+    def _groups(self) -> list[tuple[str, list[RegisteredWorker]]]:
         """Return the hosts in order: name, and workers in order."""
         if self.hosts is not None:
-            by_host: list[tuple[str, list[Registration]]] = [(name, []) for name, _ in self.hosts]
+            by_host: list[tuple[str, list[RegisteredWorker]]] = [(name, []) for name, _ in self.hosts]
             for rank, (host, _) in enumerate(self._places):
                 by_host[host][1].append(self._registrations[self._slots[rank]])
             return by_host
         ordered = sorted(self.registrations, key=_order)
-        by_identity: dict[str, list[Registration]] = {}
+        by_identity: dict[str, list[RegisteredWorker]] = {}
         for registration in ordered:
             by_identity.setdefault(registration.info.host_identity, []).append(registration)
         return [(registrations[0].info.host_name, registrations) for registrations in by_identity.values()]
@@ -237,7 +237,7 @@ def _claim(info: WorkerInfo) -> str:
     return "a rank" if info.rank is not None else "an index" if info.index is not None else "neither rank nor index"
 
 
-def _order(registration: Registration) -> int:
+def _order(registration: RegisteredWorker) -> int:
     claim = registration.info.rank if registration.info.rank is not None else registration.info.index
     return registration.arrival if claim is None else claim
 

@@ -212,7 +212,7 @@ def _news(service: Service, call: Call) -> Steps[Reply]:
 
 def _observe(service: Service, call: Call) -> Reply:
     if service.observed is None:
-        raise Refusal(404, "nobody looks at this job: its server was started without --page")
+        raise Refusal(404, "this job has no observer: its server was started without --page")
     from hvdgloo._observe.samples import CODEC, LIMIT
 
     if len(call.body) > LIMIT:
@@ -371,7 +371,7 @@ def _wait(service: Service, call: Call, store: MemoryStore, keys: Sequence[str])
         if service.stopping:
             raise StoppingError(service.stopping)
         if waiter.position < len(keys):
-            raise Refusal(400, "the client hung up")  # nobody reads this
+            raise Refusal(400, "the client hung up")  # so this is never read
 
 
 def _decoded(text: str, what: str, limit: int | None = None) -> str:

@@ -384,7 +384,7 @@ class Gate:
         environ["hvdgloo.credentials"] = credentials
         body = self._body(environ, length, arrived)
         if auth.digest(body) != credentials.digest:
-            raise Refusal(401, "the body is not the signed one")
+            raise Refusal(401, "the body is not the one that was signed")
         environ["hvdgloo.body"] = body
 
     def _body(self, environ: Environ, length: int, arrived: Callable[[int], None]) -> bytes:

@@ -30,7 +30,7 @@ Waiting = Callable[[], AbstractContextManager[None]]
 
 
 class Reader:
-    """What cheroot reads a request from: bytes that have arrived, then the socket, until a deadline."""
+    """The source of a request for cheroot: bytes that have arrived, then the socket, until a deadline."""
 
     def __init__(self, sock: socket.socket, flush: Callable[[], object], waiting: Waiting) -> None:
         self._socket = sock
@@ -55,7 +55,7 @@ class Reader:
         return self._buffer.startswith(words)
 
     def has_small_request(self) -> bool:
-        """Whether all of a request that a worker makes at its start is here, so that nothing of it is waited for."""
+        """Return whether a request of a worker's start has arrived completely, so that no wait is needed."""
         head, end, body = self._buffer.partition(b"\r\n\r\n")
         if not end or not _OF_A_START.match(head) or _NOT_PLAIN.search(head):
             return False
@@ -63,7 +63,7 @@ class Reader:
         return len(lengths) == head.lower().count(b"content-length") <= 1 and len(body) >= sum(map(int, lengths))
 
     def has_head(self) -> bool:
-        """Whether parsing can begin: the head is complete, or longer than any head may be."""
+        """Return whether parsing can begin: the head is complete, or longer than any head may be."""
         end = self._buffer.find(b"\r\n\r\n", max(0, self._searched - 3))
         self._searched = len(self._buffer)
         return end >= 0 or len(self._buffer) > MAX_HEAD
@@ -78,12 +78,12 @@ class Reader:
         self._arrived = arrived
 
     def readline(self, size: int) -> bytes:
-        """One line of the head, which is here already: a missing end is never waited for."""
+        """Read one line of the head, which has arrived already: a missing end is never waited for."""
         end = self._buffer.find(b"\n", 0, size) + 1
         return self._take(end if end else size)
 
     def read(self, size: int) -> bytes:
-        """Exactly ``size`` bytes, or fewer if the client ends its side.
+        """Read exactly ``size`` bytes, or fewer if the client ends its side.
 
         Raises:
             TimeoutError: the deadline passed first.
@@ -123,10 +123,10 @@ class Reader:
 
 
 class Writer:
-    """What cheroot writes an answer to: head and body leave together, within a deadline.
+    """The sink of an answer for cheroot: head and body are sent together, within a deadline.
 
     Attributes:
-        patient: whether this thread may wait for a client that does not read yet.
+        patient: True if this thread may wait for a client that does not read yet.
     """
 
     _HELD_BACK = 64 * 1024
@@ -153,7 +153,7 @@ class Writer:
             whether all of it was sent; always, if this is patient.
 
         Raises:
-            OSError: the client has gone, or does not read.
+            OSError: the client disconnected, or does not read.
         """
         if self._pending:
             data = b"".join(self._pending)
@@ -172,7 +172,7 @@ class Writer:
         return True
 
     def _at_once(self, data: bytes) -> int:
-        """How many bytes have been sent without waiting for the client; an encrypted socket cannot tell beforehand."""
+        """Send without waiting for the client; return the number of bytes, which TLS cannot tell beforehand."""
         if type(self._socket) is not socket.socket:
             return 0
         self._socket.setblocking(False)  # with a timeout, Python waits before each call, whatever its flags say

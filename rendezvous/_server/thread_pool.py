@@ -1,9 +1,9 @@
-"""The threads that serve what the front's own thread may not: requests that are large, encrypted, or not of a start.
+"""The threads for requests that the front's own thread may not serve: large, encrypted, or not part of a start.
 
-Where connections are encrypted, there are as many as long polls, of which only a few are at work at a time. A thousand
+Where connections are encrypted, there are as many threads as long polls, of which only a few work at a time. A thousand
 workers that ask at the same moment, or whose long polls end at the same moment, would make a thousand threads compete
-for the interpreter, which costs several times what they have to do. So a thread that has something to do waits until it
-is its turn; one that waits for something outside says so, and another one may go on meanwhile.
+for the interpreter, which costs several times their actual work. So a thread with work waits for its turn; before a
+thread waits for something outside, it gives its turn to another one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AT_WORK = 2
 
 
 class _Free(Latch):
-    """A thread without a job waits for one, or for the end."""
+    """A thread without a job, which waits for one, or for the end."""
 
     __slots__ = ("job",)
 
@@ -36,7 +36,7 @@ class ThreadPool:
     """Threads that run jobs, created when all others wait. Daemons, joined by ``stop``.
 
     Attributes:
-        limit: how many threads there may be; it becomes lower if the system refuses further ones.
+        limit: largest number of threads; lowered if the system refuses further ones.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -58,7 +58,7 @@ class ThreadPool:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """To be entered by a job around what may wait for somebody else; leaving it waits for the thread's turn."""
+        """Give up the thread's turn while a job may wait for something outside; wait for the next turn on leaving."""
         with self._lock:
             self._at_work -= 1
             self._fill()
@@ -88,7 +88,7 @@ class ThreadPool:
         return sum(thread.is_alive() for thread in self._threads)
 
     def _fill(self) -> None:
-        """Put as many threads to work as there may be: those that have waited first. Called with the lock held."""
+        """Give a turn to as many threads as allowed, in the order of their waits. Called with the lock held."""
         while self._at_work < AT_WORK and (self._turns or self._jobs):
             if self._turns:
                 self._turns.popleft().release()
@@ -101,7 +101,7 @@ class ThreadPool:
             self._at_work += 1
 
     def _create(self) -> bool:
-        """Another thread for the next job; False if the system refuses it. Called with the lock held."""
+        """Create a thread for the next job; return False if the system refuses it. Called with the lock held."""
         name = f"{self.name}-{len(self._threads)}"
         thread = threading.Thread(target=self._work, args=(self._jobs[0],), name=name, daemon=True)
         try:

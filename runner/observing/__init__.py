@@ -1,1 +1,1 @@
-"""What a launcher shows of its job to those who look at it: the page, ``top``, the report and the progress line."""
+"""Observation of a launcher's job: its state for the page, ``top``, the report and the progress line."""

@@ -1,9 +1,8 @@
-"""One job as others see it: from what the launcher and its agents know to page, ``top``, report and progress line.
+"""The launcher's observer of its job: it feeds page, ``top``, report and progress line.
 
-Every job listens at a Unix socket in the user's private folder, where ``hvdgloo-run top`` finds it; nothing else is
-done for that before somebody connects. Only then, or with ``--page``, ``--report`` or a terminal, are agents told to
-take in what workers report, and an observatory is made of it. What has happened before is kept here, as far as it fits
-in a few words: who is where, and who has ended.
+Every job listens at a Unix socket in the user's private directory, where ``hvdgloo-run top`` finds it; nothing else is
+done for that before the first connection. Only then, or with ``--page``, ``--report`` or a terminal, are agents told to
+collect workers' samples, and an observatory is made of them. Until then only the workers' places and ends are kept.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from hvdgloo.runner.protocol.frames import Frame, Observe, Observed, Traced, Tra
 from hvdgloo.runner.supervise.audience import Seat
 from hvdgloo.version import __version__
 
-if TYPE_CHECKING:  # what a job that nobody looks at does without
+if TYPE_CHECKING:  # not imported for a job without observers
     from hvdgloo._observe.observatory import Observatory, Subscription
     from hvdgloo.rendezvous._page_server.server import PageServer
     from hvdgloo.runner.console.console import Console
     from hvdgloo.runner.observing.traces import Traces
     from hvdgloo.runner.supervise.supervisor import Supervisor
 
-_GATHER = 0.2  # seconds in which process numbers are collected: those of a thousand workers come one by one
+_GATHER = 0.2  # seconds in which process numbers are collected: a thousand workers report one by one
 _NEEDED = tuple(
     f"hvdgloo.{name}"
     for name in ("_observe.observatory", "_observe.jobs", "_observe.page.page", "rendezvous._page_server.server")
@@ -48,20 +47,20 @@ _PACKAGES = ("torch", "tensorflow", "keras", "jax", "mxnet", "numpy")
 
 
 class JobObserver:
-    """What is shown of a job, from its start to its end, over all restarts. An ``Audience`` of each supervisor.
+    """The observer of a job, from its start to its end, over all restarts. An ``Audience`` of each supervisor.
 
     A context manager. Methods are for the supervisor's thread, except where they say otherwise.
 
     Args:
-        spec: its ``views`` say what is asked for.
+        spec: the job, whose ``views`` are the requested ones.
         say: prints a line of the launcher's own.
-        progress: the launcher has a terminal for a line about the job's progress.
+        progress: True if the launcher has a terminal for a line about the job's progress.
 
     Attributes:
-        observe: what agents are told with their start; None while nobody looks.
+        observe: sent to agents with their start; None while the job has no observers.
         progress: see above.
-        written: the report's files, once they are there.
-        unwritten: the report and why it could not be written, if that was so.
+        written: the report's files, once they exist.
+        unwritten: the report and why it could not be written, if it could not.
 
     Raises:
         ConfigError: on entering: the page cannot listen where it should, or the report could not be written.
@@ -94,7 +93,7 @@ class JobObserver:
         self._hosts: dict[str, str] = {}
         self._place_at: float | None = None
         if self._public:
-            # Entering imports nothing: Ctrl-C in the middle of an import may be told by a traceback.
+            # Entering imports nothing, since Ctrl-C in the middle of an import may print a traceback.
             for name in _NEEDED:
                 importlib.import_module(name)
 
@@ -126,14 +125,14 @@ class JobObserver:
                 self._say(f"the report is in {path}")
         self._stack.close()
 
-    # What ``launch`` calls.
+    # Called by ``launch``.
 
     def attend(self, supervisor: Supervisor, restart: str = "") -> None:
-        """An attempt to run the job begins.
+        """Observe an attempt to run the job.
 
         Args:
-            supervisor: which starts agents and workers this time.
-            restart: why this is not the first attempt.
+            supervisor: the attempt's supervisor.
+            restart: why there is another attempt; empty for the first one.
         """
         with self._lock:
             self._supervisor = supervisor
@@ -147,17 +146,17 @@ class JobObserver:
             self.event("state", restart)
 
     def conclude(self, outcome: JobOutcome, message: str) -> None:
-        """The job has ended; if it has not succeeded, ``message`` says what failed, in a line."""
+        """End the job; if it did not succeed, ``message`` says in a line what failed."""
         stopped, first = outcome.interrupted is not None, outcome.first
         causes = None if first is None and not stopped else [] if first is None or first.rank is None else [first.rank]
         self._conclude(outcome.exit_code, message, stopped=stopped, causes=causes)
 
     def subscribe(self) -> Subscription | None:
-        """News of the job for one reader; None as long as nobody looks, or no worker has reported anything."""
+        """Subscribe to news of the job; None as long as it has no observers, or no worker has reported anything."""
         return None if self._observatory is None else self._observatory.subscribe()
 
     def tick(self) -> float | None:
-        """To be called in each turn of the supervisor's loop; returns when to be called again."""
+        """Do what is due, in each turn of the supervisor's loop; return the time of the next call."""
         if not self._serving:
             # Not earlier: an agent on this machine is forked from this process, which must have one thread until then.
             self._serving = True
@@ -170,20 +169,20 @@ class JobObserver:
         return min((when for when in (self._place_at, deadline) if when is not None), default=None)
 
     def event(self, kind: str, text: str) -> None:
-        """Something worth telling has happened. Safe in any thread."""
+        """Record an event. Safe in any thread."""
         if self._observatory is not None:
             self._observatory.event(kind, text)
 
     def output(self, number: int, stream: int, data: bytes) -> None:
-        """A worker has written something."""
+        """Take a worker's output."""
         if self._public and self._observatory is not None:
             seat = self._seats.get(number)
             self._observatory.output(number if seat is None else seat.rank, stream, data)
 
-    # What the supervisor calls: see ``Audience``.
+    # Called by the supervisor: see ``Audience``.
 
     def host(self, name: str, state: str, reason: str = "") -> None:
-        """A host is "up", is "left out" for the time being, was "lost", or has "left" the job."""
+        """Record that a host is "up", is "left out" for the time being, was "lost", or has "left" the job."""
         with self._lock:
             self._hosts[name] = state
             if self._observatory is not None:
@@ -194,28 +193,28 @@ class JobObserver:
             self._traces.host_lost()
 
     def placed(self, epoch: int, seats: Sequence[Seat]) -> None:
-        """These workers form an epoch of the job."""
+        """Record the workers that form an epoch of the job."""
         with self._lock:
             self._epoch = epoch
             self._seats = {seat.number: seat for seat in seats}
             self._place()
 
     def spawned(self, number: int, pid: int) -> None:
-        """A worker was started as this process of its host."""
+        """Record the process of a worker that was started."""
         with self._lock:
             self._pids[number] = pid
         if self._place_at is None and number in self._seats:
             self._place_at = time.monotonic() + _GATHER
 
     def ended(self, number: int, status: int | None, reason: str) -> None:
-        """A worker has ended."""
+        """Record the end of a worker."""
         state = "lost" if status is None else "failed" if status and reason else "ended"
         with self._lock:
             self._ends[number] = state, reason
             self._report_end(number)
 
     def reported(self, host: str, frame: Frame) -> None:
-        """An agent has passed on what was observed on its host, or traces of its workers."""
+        """Take an agent's observations of its host, or its workers' traces."""
         if isinstance(frame, Observed):
             self._observed(host, frame)
         elif self._traces is not None and isinstance(frame, Tracing | Traced):
@@ -231,11 +230,11 @@ class JobObserver:
             try:
                 observation = CODEC.decode(data)
             except ValueError:
-                continue  # anything of this user's can send datagrams there
+                continue  # any process of this user can send datagrams there
             observatory.observe(host, observation)
 
     def _made(self) -> Observatory:
-        """The observatory, with what is known already. Safe in any thread."""
+        """Return the observatory, made with what is known already. Safe in any thread."""
         with self._lock:
             if self._observatory is not None:
                 return self._observatory
@@ -296,7 +295,7 @@ class JobObserver:
             folder = runtime_folder(self._spec.environ)
             path = jobs.socket_path(folder, self._id)
         except ConfigError:
-            folder = path = ""  # ``top`` does not find it, which is no reason not to run it
+            folder = path = ""  # ``top`` does not find the job, which runs all the same
         if page is None and not path:
             return
         if self._views.control:
@@ -351,7 +350,7 @@ class JobObserver:
             if self._server is not None:
                 self._server.start_on_demand()
             return
-        # What serves it takes long to import, and the supervisor has agents to show that it is alive.
+        # The server takes long to import, and the supervisor must show agents that it is alive.
         thread = threading.Thread(target=self._start, name="hvdgloo-page-start", daemon=True)
         thread.start()
         self._stack.callback(thread.join)
@@ -364,7 +363,7 @@ class JobObserver:
             self._say(f"the page cannot be served: {type(error).__name__}: {error}")
 
     def _looked_at(self) -> Observatory:
-        """Somebody has connected for the first time. On the server's thread."""
+        """Return the observatory for the first visitor, and have agents observe. Called on the server's thread."""
         with self._lock:
             self._public = True
             self.observe = Observe(host=True)
@@ -376,7 +375,7 @@ class JobObserver:
         return observatory
 
     def _order(self, frame: TraceSteps) -> int:
-        """Have all workers trace; returns on how many hosts there are any. On any thread."""
+        """Have all workers trace; return the number of their hosts. Called on any thread."""
         with self._lock:
             supervisor = self._supervisor
             hosts = {seat.host for number, seat in self._seats.items() if number not in self._ends}
@@ -403,7 +402,7 @@ class JobObserver:
                 self.written = report.write(self._observatory, self._views.report)
             except OSError as error:
                 self._not_written(error.strerror or str(error))
-            except Exception as error:  # noqa: BLE001 - the job is over, and what became of it is not the report's to say
+            except Exception as error:  # noqa: BLE001 - the job is over, and its result does not depend on the report
                 self._not_written(in_one_line(f"{type(error).__name__}: {error}"))
 
     def _not_written(self, reason: str) -> None:
@@ -412,10 +411,10 @@ class JobObserver:
 
 
 def _check_report(path: str) -> None:
-    """Find out before the job whether there can be a report after it.
+    """Check before the job that its report can be written.
 
     Raises:
-        ConfigError: there cannot.
+        ConfigError: it cannot.
     """
     from hvdgloo._observe.page import report
 
@@ -427,7 +426,7 @@ def _check_report(path: str) -> None:
 
 
 def progress_display(spec: LaunchSpec, job_observer: JobObserver, console: Console) -> LiveDisplay | None:
-    """The line about a job's progress, once that has started; None where it is not wanted."""
+    """Return the display of a job's progress once it has started; None if it is not wanted."""
     if not job_observer.progress:
         return None
     from hvdgloo.runner.observing.progress import RunProgress
@@ -437,14 +436,14 @@ def progress_display(spec: LaunchSpec, job_observer: JobObserver, console: Conso
 
 
 def _status(error: BaseException) -> int:
-    """The exit status that an error stands for."""
+    """Return the exit status for an error."""
     if isinstance(error, JobFailedError):
         return error.exit_code
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _versions() -> dict[str, str]:
-    """Of what trains, as far as it is installed beside this launcher."""
+    """Return the versions of the frameworks that are installed next to this launcher."""
     import platform
     from importlib import metadata
 

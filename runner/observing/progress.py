@@ -1,4 +1,4 @@
-"""How far a job is, in one line that stands below everything else on a terminal while it runs."""
+"""The job's progress, in one line below everything else on a terminal while it runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hvdgloo._observe.view import Job, Snapshot, Straggler, Update
 from hvdgloo.runner.console.progress import cut, seconds
 
 WAITING_AFTER = 5.0
-"""Seconds that ranks have waited for others after which the line says for which operations: those of a job that hangs
-would show it only with the stall report, a minute later.
+"""Seconds of waiting after which the line names the ranks and operations: without it, a job that hangs would show this
+only with the stall report, a minute later.
 """
 
 _NAMED = 3  # operations, and ranks that wait for one
@@ -20,7 +20,7 @@ _LONGEST = 40  # characters of an operation's name
 
 
 class Reader(Protocol):
-    """Where news of the job comes from: ``hvdgloo._observe.observatory.Subscription``."""
+    """The source of news of the job: ``hvdgloo._observe.observatory.Subscription``."""
 
     def next(self, timeout: float = 0.0) -> Update | Snapshot | None: ...
     def waiting(self, least: float) -> dict[int, str]: ...
@@ -30,8 +30,8 @@ class RunProgress:
     """The line, for a ``LiveDisplay``.
 
     Args:
-        reader: subscribes to news of the job; None as long as no rank has reported anything.
-        now: when workers were started, on the clock of all other times.
+        reader: subscribes to news of the job; returns None as long as no rank has reported anything.
+        now: time at which workers were started, on the clock of all other times.
     """
 
     def __init__(self, reader: Callable[[], Reader | None], now: float | None = None) -> None:
@@ -42,11 +42,11 @@ class RunProgress:
         self._stragglers: list[Straggler] = []
 
     def over(self, now: float) -> bool:
-        """Never, by itself: the job's end closes the display."""
+        """Return False: the job's end closes the display."""
         return False
 
     def screen(self, now: float, width: int, height: int, *, colour: bool) -> list[str]:
-        """The live view: one line, and none before any rank has done anything worth telling."""
+        """Return the live view: one line, or none before any rank has made progress."""
         if self._reader is None:
             self._reader = self._subscribe()
         while self._reader is not None and (news := self._reader.next()) is not None:
@@ -59,11 +59,11 @@ class RunProgress:
         return [cut(f"{text}, {seconds(now - self._started)}", width)][:height] if text else []
 
     def line(self, now: float) -> str:
-        """Nothing for a log."""
+        """Return nothing for a log."""
         return ""
 
     def done(self, now: float) -> str:
-        """Nothing for a log."""
+        """Return nothing for a log."""
         return ""
 
     def _text(self) -> str:

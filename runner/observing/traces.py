@@ -1,4 +1,4 @@
-"""Traces of some steps of a job, which somebody who looks at it has asked for: asked of all ranks, and merged."""
+"""Traces of some steps of a job, ordered by an observer: requested from all ranks, and merged."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ PATIENCE = 120.0
 
 @dataclass
 class _Order:
-    """One request.
+    """One order.
 
     Attributes:
-        trace: as readers see it.
-        until: when those that are missing are left out, on the monotonic clock.
-        hosts: that were asked; None while that is not known.
+        trace: the trace as readers see it.
+        until: time at which missing traces are given up, on the monotonic clock.
+        hosts: number of hosts that were asked.
         asked: host to the number of its workers that trace.
-        files: rank to what has come of its trace.
+        files: rank to the file with the received part of its trace.
         done: ranks whose traces are complete.
-        closed: nothing more is taken for it.
+        closed: True if nothing more is taken for it.
     """
 
     trace: Trace
@@ -47,11 +47,11 @@ class _Order:
 class Traces:
     """All traces of a job; see ``hvdgloo._observe.trace_control``.
 
-    Requests come on any thread; what agents hand in, and the time, on the supervisor's.
+    Orders are given on any thread; agents' traces and ticks arrive on the supervisor's.
 
     Args:
-        order: passes a request on to all agents, and returns how many there are; 0 if the job is not running.
-        tell: receives a line for those who look at the job.
+        order: passes an order on to all agents, and returns their number; 0 if the job is not running.
+        tell: receives a line for the job's observers.
     """
 
     def __init__(self, order: Callable[[TraceSteps], int], tell: Callable[[str], None]) -> None:
@@ -63,7 +63,7 @@ class Traces:
         self._merging: threading.Thread | None = None
         self._folder = ""
 
-    # What the page calls.
+    # Called by the page.
 
     def trace(self, steps: int) -> Trace:
         """Have all ranks trace their next steps. Raises BusyError if that is not possible now."""
@@ -74,7 +74,7 @@ class Traces:
                 try:
                     self._folder = tempfile.mkdtemp(prefix="hvdgloo-traces-")
                 except OSError as error:
-                    raise BusyError(f"there is no folder for traces: {error}") from None
+                    raise BusyError(f"there is no directory for traces: {error}") from None
             number = len(self._all) + 1
             hosts = self._order(TraceSteps(number, steps))
             if not hosts:
@@ -86,12 +86,12 @@ class Traces:
         return trace
 
     def traces(self) -> list[Trace]:
-        """All of them, in ascending order."""
+        """Return all traces, in ascending order."""
         with self._lock:
             return list(self._all)
 
     def path(self, number: int) -> str:
-        """The merged file. Raises KeyError if there is no such trace, and BusyError if it is not ready."""
+        """Return the path of the merged file. Raises KeyError for an unknown trace, BusyError if it is not ready."""
         with self._lock:
             if not 1 <= number <= len(self._all):
                 raise KeyError(number)
@@ -100,11 +100,11 @@ class Traces:
             raise BusyError(trace.text)
         return self._merged(number)
 
-    # What the supervisor's thread calls.
+    # Called by the supervisor's thread.
 
     def handed_in(self, host: str, frame: Tracing | Traced) -> None:
-        """An agent says how many workers it has asked, or passes on a piece of a rank's trace."""
-        with self._lock:  # ``trace`` may not have noted yet what it has ordered
+        """Take the number of workers that an agent asked, or a piece of a rank's trace."""
+        with self._lock:  # ``trace`` may not have noted its order yet
             order = self._current
         if order is None or order.closed or frame.number != order.trace.number:
             return  # it was given up
@@ -119,7 +119,7 @@ class Traces:
         self._judge(order)
 
     def host_lost(self) -> None:
-        """A host is not there any more, and nothing will come from it."""
+        """Expect nothing more from a lost host."""
         order = self._current
         if order is not None and not order.closed:
             order.hosts = max(1, order.hosts - 1)
@@ -127,18 +127,18 @@ class Traces:
 
     @property
     def deadline(self) -> float | None:
-        """When ``tick`` has something to do, on the monotonic clock."""
+        """Time at which ``tick`` has something to do, on the monotonic clock."""
         order = self._current
         return None if order is None or order.closed else order.until
 
     def tick(self) -> None:
-        """To be called when that time has come."""
+        """Finish an order whose time is up."""
         order = self._current
         if order is not None and not order.closed and time.monotonic() >= order.until:
             self._finish(order)
 
     def close(self) -> None:
-        """The job is over: remove all files."""
+        """Remove all files: the job is over."""
         if self._merging is not None:
             self._merging.join()
         if self._current is not None:
@@ -149,7 +149,7 @@ class Traces:
     # Inside.
 
     def _judge(self, order: _Order) -> None:
-        """Merge what has come if nothing more is to be expected."""
+        """Merge the received traces if no more are expected."""
         if len(order.asked) >= order.hosts and len(order.done) >= sum(order.asked.values()):
             self._finish(order)
 
@@ -164,7 +164,7 @@ class Traces:
     def _finish(self, order: _Order) -> None:
         if not order.done:
             why = (
-                f"no rank has handed in a trace within {PATIENCE:g} s; do they still train?"
+                f"no rank sent a trace within {PATIENCE:g} s; check that they still train"
                 if any(order.asked.values())
                 else "no worker can be asked for a trace: either none uses hvdgloo, or all have HVDGLOO_OBSERVE=0"
             )
@@ -185,7 +185,7 @@ class Traces:
             self._over(order, "failed", f"the ranks' traces cannot be merged: {error}")
             return
         ranks = f"{len(order.done)} rank{'s' if len(order.done) > 1 else ''}"
-        late = f"; {missing} more did not hand in theirs" if missing > 0 else ""
+        late = f"; {missing} more did not send theirs" if missing > 0 else ""
         self._over(order, "ready", f"{_steps(order.trace.steps)} of {ranks}{late}", size)
 
     def _over(self, order: _Order, state: str, text: str, size: int = 0) -> None:

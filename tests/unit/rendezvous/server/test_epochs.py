@@ -28,7 +28,7 @@ class Gathering:
 def test_an_epoch_is_opened_once() -> None:
     epochs = Epochs(10.0)
     epochs.open(0, size=1)
-    with pytest.raises(ValueError, match="opened before"):
+    with pytest.raises(ValueError, match="already open"):
         epochs.open(0, size=1)
 
 

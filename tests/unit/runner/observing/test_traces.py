@@ -145,7 +145,7 @@ def test_a_rank_that_hands_in_nothing_is_left_out_after_a_while(
     monkeypatch.setattr(module.time, "monotonic", lambda: deadline)
     job.traces.tick()
     made = job.outcome()
-    assert (made.state, made.text) == ("ready", "10 steps of 1 rank; 1 more did not hand in theirs")
+    assert (made.state, made.text) == ("ready", "10 steps of 1 rank; 1 more did not send theirs")
 
 
 def test_a_host_that_is_lost_is_not_waited_for(job: Job, written: list[bytes]) -> None:
@@ -157,7 +157,7 @@ def test_a_host_that_is_lost_is_not_waited_for(job: Job, written: list[bytes]) -
 
 
 @pytest.mark.parametrize(
-    ("workers", "why"), [(0, "no worker can be asked for a trace"), (2, "no rank has handed in a trace within 120 s")]
+    ("workers", "why"), [(0, "no worker can be asked for a trace"), (2, "no rank sent a trace within 120 s")]
 )
 def test_without_any_trace_it_has_failed_and_says_why(
     job: Job, workers: int, why: str, monkeypatch: pytest.MonkeyPatch
