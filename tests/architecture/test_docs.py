@@ -189,6 +189,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert {link[1:] for link in _links(text) if link.startswith("#")} <= headings
 
 
+@pytest.mark.parametrize("page", FOR_CONTRIBUTORS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_contributors_are_sent_to_exist(page: Path) -> None:
+    named = set(re.findall(r"`([\w/.*]+/[\w*]+\.(?:py|md))`", page.read_text(encoding="utf-8")))
+    roots = (ROOT, ROOT / "hvdgloo", page.parent)
+    assert [name for name in sorted(named) if not any(next(root.glob(name), None) for root in roots)] == []
+
+
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = {link.partition("#")[0] for link in _links((ROOT / "README.md").read_text(encoding="utf-8"))}
     # The site's page of changes is CHANGELOG.md.
