@@ -175,8 +175,8 @@ class TorchSync:
         if not self.active:
             return holds
         if not self._agreeing:
-            device = holds.device if isinstance(holds, Tensor) else "cpu"
-            flag = torch.as_tensor(holds, dtype=torch.uint8, device=device).reshape(1)
+            known = holds if isinstance(holds, Tensor) else torch.tensor(holds, dtype=torch.bool, device="cpu")
+            flag = known.to(torch.uint8).reshape(1)
             least = CollectiveSpec(
                 Collective.ALLREDUCE, ReduceOp.MIN, process_set=process_set_id(self._options.process_set)
             )
