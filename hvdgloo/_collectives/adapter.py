@@ -1,4 +1,4 @@
-"""What hvdgloo needs from each framework about its own tensors, and nothing else.
+"""The interface to each framework's own tensors, and nothing else.
 
 A TensorAdapter never sees names, ranks, fusion or process sets; the Frontend never sees a framework. Adding a framework
 means writing these nine methods.
@@ -55,7 +55,7 @@ def kind_of(array: npt.NDArray[Any]) -> str:
 
 @dataclass(frozen=True)
 class Tape(Generic[T]):
-    """What a forward call records for its backward call.
+    """The record of a forward call for its backward call.
 
     Attributes:
         shapes: of the inputs.
@@ -71,7 +71,7 @@ class TensorAdapter(Protocol[T]):
     """The tensors of one framework, as the Frontend needs them."""
 
     def owns(self, tensor: object) -> bool:
-        """Whether this is a tensor of the framework."""
+        """Return whether this is a tensor of the framework."""
 
     def describe(self, tensor: T) -> TensorSpec:
         """Element type and shape, and the kind of device that the exported memory is on.
@@ -127,7 +127,8 @@ class TensorAdapter(Protocol[T]):
         """A tensor of the same values in another element type; differentiable where the framework can."""
 
     def fence(self, tensors: Sequence[T]) -> Callable[[], None] | None:
-        """What to call, from any thread, before the tensors' exported memory is used; None if it may be used at once.
+        """Return a function to call, from any thread, before the tensors' exported memory is used; None if it may be
+        used at once.
 
         What that thread then does with the memory (on a CUDA device, on its current stream) comes after everything that
         has been done with the tensors so far. Called once the results are allocated, by the thread that allocated them.

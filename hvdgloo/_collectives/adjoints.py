@@ -3,8 +3,8 @@
 A rule takes what the forward call recorded (a Tape) and the gradients that arrived for its outputs on this rank, and
 returns the gradients of its inputs on this rank. Rules call collectives themselves, so every rank must run them: a
 tensor needs a gradient on all ranks or on none. The linear rules are made of differentiable operations, so second
-derivatives work; those of Min, Max and Product are not, so adapters refuse to differentiate calls marked by ``keep`` a
-second time.
+derivatives work; the rules of Min, Max and Product are not, so adapters refuse to differentiate calls marked by
+``keep`` a second time.
 
 With L = the sum of the ranks' losses, x the input of this rank and g the gradients of the outputs:
 
@@ -18,9 +18,9 @@ alltoall        every row of g back to where it came from (exact)
 reducescatter   the ranks' g, one after another; for Sum times size; times the factors
 =============== ===================================================================================
 
-Those of allgather and broadcast are Horovod's factors: 1/size of the exact gradient of L, so exact for the *mean* of
-the ranks' losses, which is what data-parallel training minimises. That of reducescatter is Horovod's too, and is size
-times the exact gradient of L.
+The factors of allgather and broadcast are Horovod's: 1/size of the exact gradient of L, so exact for the *mean* of
+the ranks' losses, which is what data-parallel training minimises. The rule of reducescatter is Horovod's too, and is
+size times the exact gradient of L.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hvdgloo.types import Collective, ReduceOp
 
 
 class Collectives(Protocol):
-    """What rules call: the part of ``core.Core`` that runs collectives."""
+    """The part of ``core.Core`` that rules call, which runs collectives."""
 
     adapter: TensorAdapter[Any]
 
@@ -57,7 +57,7 @@ class Collectives(Protocol):
         """Every rank's values as an array of shape (ranks, len(values))."""
 
     def members(self, spec: CollectiveSpec) -> tuple[int, int]:
-        """How many ranks take part, and this process's place among them."""
+        """Return the number of ranks that take part, and this process's place among them."""
 
     def zeros(self, like: Any) -> Any:
         """A tensor of zeros of the same shape, type and device."""

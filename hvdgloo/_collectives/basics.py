@@ -49,7 +49,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Args:
         comm: None for a world of all processes, or the ranks (of all the job's) that form this process's world, in
-            which they are numbered anew.
+            which they get new numbers.
         process_sets: sets to register at once, the same list on all ranks: each a ProcessSet or its ranks. None and
             "dynamic" mean none; ``add_process_set`` works in any case.
 
@@ -97,7 +97,7 @@ def _sets(process_sets: Any) -> list[ProcessSet]:
 
 
 def metrics() -> Metrics:
-    """What this rank has counted since its process began: operations, bytes, steps, and what they waited for.
+    """Return the counts of this rank since its process began: operations, bytes, steps, and what they waited for.
 
     It costs some microseconds. In an elastic job, totals go on from one epoch to the next.
 
@@ -132,7 +132,7 @@ def stop_timeline() -> None:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be used from several threads.
+    """Return whether MPI may be used from several threads.
 
     Raises:
         InvalidArgumentError: (a ValueError) always: there is no MPI here.
@@ -141,22 +141,23 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether the job runs on MPI: never."""
+    """Return whether the job runs on MPI: never."""
     return False
 
 
 def mpi_built() -> bool:
-    """Whether MPI could be used: no."""
+    """Return whether MPI could be used: no."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Whether the job runs on Gloo's protocol: once initialised, always."""
+    """Return whether the job runs on Gloo's protocol: once initialised, always."""
     return is_initialized()
 
 
 def gloo_built() -> bool:
-    """Whether jobs can run without MPI: always. ``hvdgloo-run --check-build`` shows which package provides Gloo."""
+    """Return whether jobs can run without MPI: always. ``hvdgloo-run --check-build`` shows which package provides
+    Gloo."""
     return True
 
 
@@ -166,22 +167,22 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """Whether IBM's DDL could be used: no."""
+    """Return whether IBM's DDL could be used: no."""
     return False
 
 
 def ccl_built() -> bool:
-    """Whether Intel's oneCCL could be used: no."""
+    """Return whether Intel's oneCCL could be used: no."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether the installed torch was built for CUDA, so that its CUDA tensors can be exchanged."""
+    """Return whether the installed torch was built for CUDA, so that its CUDA tensors can be exchanged."""
     return (gpu := _gpu()) is not None and gpu.platform() == "cuda"
 
 
 def rocm_built() -> bool:
-    """Whether the installed torch was built for ROCm, whose devices torch calls "cuda" too."""
+    """Return whether the installed torch was built for ROCm, whose devices torch calls "cuda" too."""
     return (gpu := _gpu()) is not None and gpu.platform() == "rocm"
 
 

@@ -57,7 +57,7 @@ class NoneCompressor:
 
 
 class Casts(Protocol[T]):
-    """What casting compressors need from an adapter."""
+    """The part of an adapter that casting compressors need."""
 
     def describe(self, tensor: T) -> TensorSpec:
         """As ``TensorAdapter.describe``."""
@@ -129,7 +129,7 @@ class Compression:
 
 
 class MultiStep(Protocol[T]):
-    """What a compressor that needs several collectives for one gradient has in addition, for GradientReducer."""
+    """The additional method of a compressor that needs several collectives for one gradient, for GradientReducer."""
 
     def begin(self, frontend: Any, operation: Any, name: str, gradients: Sequence[T]) -> Steps[T]:
         """Begin with gradients that travel together. Called while the backward pass runs; must not block."""

@@ -2,8 +2,9 @@
 
 A collective is a ``CollectiveSpec``. ``Core.persistent`` makes it into something that can be started on lists of
 tensors (one tensor is a list of one; in place means that the inputs are also the outputs). ``Core.start`` starts one at
-once, reusing that of an earlier call with the same name. What is started is a ``Pending``; blocking means waiting for
-it; ``apply`` does that and records a gradient. The well-known functions in ``frontend`` are thin methods over it.
+once, reusing the operation of an earlier call with the same name. What is started is a ``Pending``; blocking means
+waiting for it; ``apply`` does that and records a gradient. The well-known functions in ``frontend`` are thin methods
+over it.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from hvdgloo.types import Buffer, Collective, TensorSpec
 T = TypeVar("T")
 
 _MOST_OPERATIONS = 1 << 14
-"""How many named operations are kept to be started again."""
+"""The number of named operations that are kept to be started again."""
 
 
 class _Session(Generic[T]):
-    """What a Frontend keeps for one Context: its names, the operations registered by calls with names, and the numbers
+    """A Frontend's state in one Context: its names, the operations registered by calls with names, and the numbers
     that stand for pending operations."""
 
     def __init__(self, context: Context) -> None:
@@ -96,7 +97,7 @@ class Core(Generic[T]):
             tensors: as for ``PersistentOperation.start``.
             name: without the operation's prefix; None for an automatic one.
             in_place: write the results into ``tensors``, which otherwise are never written.
-            grouped: the names are those of a group's.
+            grouped: the names are a group's.
             splits, waits: as for ``PersistentOperation.start``.
         """
         if name is None:
@@ -192,7 +193,7 @@ class Core(Generic[T]):
         return [*self.adapter.differentiable(forward, backward, [sent], keep=False), *counts]
 
     def _for_gradient(self, operation: CollectiveSpec, name: str | None) -> Core[T]:
-        """What the gradient of a call runs its collectives on; requested in the order of the calls."""
+        """Return the Core on which the gradient of a call runs its collectives; requested in the order of the calls."""
         return self
 
     def reserve_names(self, names: Sequence[str]) -> list[str]:
@@ -227,7 +228,7 @@ class Core(Generic[T]):
     def numbered_array(
         self, operation: CollectiveSpec, array: npt.NDArray[Any], name: str | None = None
     ) -> tuple[npt.NDArray[Any], int]:
-        """What ``start_array`` would return the result of, waited for, and the operation's ``Handle.order``."""
+        """Do as ``start_array``, and wait; return the result and the operation's ``Handle.order``."""
         handle, result = self._submit_array(operation, array, name)
         handle.wait()
         return result(), handle.order
@@ -253,7 +254,7 @@ class Core(Generic[T]):
         return handle, lambda: gathered[0]
 
     def members(self, operation: CollectiveSpec) -> tuple[int, int]:
-        """How many ranks take part in an operation, and this process's place among them.
+        """Return the number of ranks that take part in an operation, and this process's place among them.
 
         Raises:
             InvalidArgumentError: this process is not in the operation's process set.
@@ -271,11 +272,11 @@ class Core(Generic[T]):
         return ranks if len(ranks) > 1 and self.context.rank in ranks else ()
 
     def is_shared(self, process_set: ProcessSet) -> bool:
-        """Whether this process and at least one other are in the set."""
+        """Return whether this process and at least one other are in the set."""
         return bool(self.sharers(process_set))
 
     def may_share(self, process_set: ProcessSet) -> bool:
-        """Whether there are others to share with, now or later in an elastic job.
+        """Return whether there are other processes to share with, now or later in an elastic job.
 
         For what is made once and used in all epochs, such as a traced function.
         """
@@ -310,7 +311,7 @@ class Core(Generic[T]):
     # Handles ----------------------------------------------------------------------------------------------------------
 
     def poll(self, handle: int) -> bool:
-        """Whether ``synchronize(handle)`` would return at once.
+        """Return whether ``synchronize(handle)`` would return at once.
 
         Raises:
             InvalidArgumentError: (a ValueError) no such operation, or it was synchronized already.
@@ -364,7 +365,7 @@ class Core(Generic[T]):
         return [self._own(tensor) for tensor in tensors]
 
     def _splits(self, operation: CollectiveSpec, tensor: T, splits: Any) -> list[int]:
-        """How many rows go to each rank of the operation's set, from the user's argument.
+        """Return the number of rows for each rank of the operation's set, from the user's argument.
 
         Raises:
             InvalidArgumentError: the splits are not integers, too many or too few, negative, or more than there are

@@ -84,7 +84,7 @@ class Frontend(Core[T]):
         return self._context().cross_size
 
     def is_homogeneous(self) -> bool:
-        """Whether every host runs the same number of processes."""
+        """Return whether every host runs the same number of processes."""
         return self._context().is_homogeneous
 
     # allreduce --------------------------------------------------------------------------------------------------------
@@ -486,7 +486,7 @@ class Frontend(Core[T]):
         """Say that this rank has no more data; return when all ranks have said so.
 
         Until then the others' allreduces go on without it: it adds zeros to their sums, averages still divide by all
-        ranks, and minima, maxima and products are those of the others. Other collectives fail meanwhile. The same
+        ranks, and minima, maxima and products are of the others alone. Other collectives fail meanwhile. The same
         applies to operations that a rank submitted before it joined and that the others never submit.
 
         Args:

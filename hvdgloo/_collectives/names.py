@@ -33,7 +33,7 @@ VALUES: Mapping[str, Any] = {
     "global_process_set": global_process_set,
 }
 SHARED: Mapping[str, Any] = {**REDUCTIONS, **BASICS, **VALUES}
-"""What is the same in all front-ends."""
+"""Names with the same value in all front-ends."""
 
 # Methods of a Frontend.
 PLACES = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous")
@@ -69,10 +69,10 @@ ASYNCHRONOUS = (
 OBJECTS = ("broadcast_object", "allgather_object")
 
 BASE = (*REDUCTIONS, *BASICS, *PLACES, *PROCESS_SETS)
-"""What every front-end has, whatever its tensors."""
+"""Functions of every front-end, whatever its tensors."""
 
 EAGER = (*BASE, *COLLECTIVES, *IN_PLACE, *ASYNCHRONOUS)
-"""What a front-end has in addition if its tensors can be written."""
+"""Functions that a front-end has in addition if its tensors can be written."""
 
 
 def bind(

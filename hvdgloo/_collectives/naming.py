@@ -34,7 +34,7 @@ class Names:
         """Count from 1 again, where ranks may have counted differently so far.
 
         Args:
-            process_set: a new set, whose number may have been that of an earlier set, to which not all its ranks
+            process_set: a new set, whose number an earlier set may have had, to which not all its ranks
                 belonged; None for all sets, after a join.
         """
         with self._lock:

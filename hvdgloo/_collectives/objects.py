@@ -3,7 +3,7 @@
 Bytes need no framework, so these functions serve all of them. A pickle can run any code when it is read, and the planes
 that carry tensors are not authenticated: each pickle therefore carries an HMAC under the job's secret, which is checked
 before the pickle is read. It covers what the pickle is for, too: which object of which rank in which call, so that a
-recorded one is not taken for that of a later call of the same name. A job of one process has no secret, and sends
+recorded one is not taken for the proof of a later call of the same name. A job of one process has no secret, and sends
 nothing to other processes.
 
 Lengths travel first: the place of that operation in the job's order is what tells one call from another. A length of

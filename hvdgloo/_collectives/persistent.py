@@ -77,7 +77,7 @@ class PersistentOperation(Generic[T]):
         spec: the collective and its parameters.
         name: without the operation's prefix; None for an automatic one at each start.
         in_place: write the results into the tensors, which otherwise are never written.
-        grouped: the name is that of a group of tensors.
+        grouped: the name is a group's.
     """
 
     __slots__ = ("_adapter", "_context", "_export", "_late", "_registered", "in_place", "name", "prefix", "spec")
@@ -156,7 +156,7 @@ class PersistentOperation(Generic[T]):
         return delivered
 
     def _register(self, context: Context, inputs: Sequence[Buffer]) -> PersistentRequest:
-        """Work out what is the same for all starts with tensors of this kind."""
+        """Make the request of all starts with tensors of this kind."""
         specs = tuple([buffer.spec for buffer in inputs])
         full_name = names_of(context).full(self.spec.process_set, self.prefix, self.name)
         persistent = PersistentRequest(self.spec.request(full_name, specs))

@@ -87,7 +87,7 @@ class ProcessSet:
         return ranks.index(mine)
 
     def included(self) -> bool:
-        """Whether this process is a member.
+        """Return whether this process is a member.
 
         Raises:
             InvalidArgumentError: the set is not registered.

@@ -81,7 +81,7 @@ def inner_products(vectors: Sequence[npt.NDArray[Any]], bounds: Sequence[int]) -
 
 
 def coefficients(products: Floats) -> Floats:
-    """How much of each vector is in the result.
+    """Compute the share of each vector in the result.
 
     Args:
         products: shape (vectors, vectors), the inner products of every pair.

@@ -69,7 +69,7 @@ VERDICT_SECONDS = 3.0
 _FLUSH_SECONDS = 1.0
 
 _ANSWER_SECONDS = 0.2
-"""Seconds that whoever asks what ranks wait for has patience with a turn that takes long."""
+"""Seconds that a caller who asks what ranks wait for stays patient while another thread has the turn."""
 
 
 class Control:
@@ -250,7 +250,7 @@ class Control:
             self.wake()
 
     def abort(self, error: HorovodInternalError) -> None:
-        """End this rank's part at once, and that of all others, without blaming any; callable from any thread."""
+        """End the job at once on all ranks, without blaming any; callable from any thread."""
         self._ordered_end = error
         self.wake()
 
@@ -310,7 +310,7 @@ class Control:
             except (OSError, EOFError, ValueError) as error:
                 self._sockets.unregister(connection)
                 reason = str(error) or type(error).__name__
-                if not isinstance(error, ValueError):  # which is about what the peer, or somebody else, has said
+                if not isinstance(error, ValueError):  # which is about what the peer, or another process, sent
                     reason = f"{reason} (the process died or was killed; see its own output)"
                 self._lose(peer, reason, time.monotonic())
         return bool(ready)
@@ -560,8 +560,8 @@ class Control:
             self._end(error)
 
     def _end_by_order(self, error: HorovodInternalError) -> None:
-        """It is known from elsewhere that the ranks cannot go on together. Nobody is to blame for the connections that
-        end now, neither this rank nor those that hear of it sooner or later: they are told, above and below."""
+        """End the job, since it is known from elsewhere that the ranks cannot go on together. No rank is to blame for
+        the connections that end now: the ranks above and below are told so."""
         verdict = Abort("peer", str(error))
         if self._coordinator is None:
             self._send(self._parent, frame(verdict))
@@ -590,7 +590,7 @@ class Control:
 
     @property
     def _waits(self) -> bool:
-        """Whether this rank itself waits for others."""
+        """True if this rank itself waits for others."""
         return bool(self._member.has_pending or self._executor.backlog or self._ended)
 
     def _watch_parent(self, watch: Liveness, now: float) -> None:

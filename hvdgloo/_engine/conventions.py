@@ -15,9 +15,10 @@ def ping_interval(operation_timeout: float) -> float:
 
 
 def divide_rows(rows: int, size: int) -> list[int]:
-    """How many rows of a reducescatter each rank gets: the first ranks one more where they do not divide evenly."""
+    """Divide the rows of a reducescatter among the ranks: the first ones get one more where they do not divide
+    evenly."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
-INQUEST_SECONDS = 0.5
+ATTRIBUTION_SECONDS = 0.5
 """Seconds that ranks have to show that they are alive after one of them reported a broken data plane."""

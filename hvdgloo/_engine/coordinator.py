@@ -5,8 +5,9 @@ Pure: messages and times go in, messages to send come out in ``outbox``; the con
     running  --Leave-->  ending  --all drained, or deadline-->  over
     running, ending  --a rank lost, a data plane failed, a stall-->  over
 
-A data plane that fails says only that *some* peer went away, so a rank's ``Failed`` opens an inquest: every rank is
-asked for a sign of life, and a rank whose connection has ended, or which does not answer, is named as the cause.
+A data plane that fails says only that *some* peer went away, so a rank's ``Failed`` has the failure attributed: every
+rank is asked for a sign of life, and a rank whose connection has ended, or which does not answer, is named as the
+cause.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from hvdgloo._engine import stall
-from hvdgloo._engine.conventions import COORDINATOR, EVERYONE, INQUEST_SECONDS
+from hvdgloo._engine.conventions import ATTRIBUTION_SECONDS, COORDINATOR, EVERYONE
 from hvdgloo._engine.liveness import Liveness
 from hvdgloo._engine.messages import (
     Abort,
+    AskAlive,
     AskStacks,
     Bye,
     Drained,
@@ -27,7 +29,6 @@ from hvdgloo._engine.messages import (
     Execute,
     Failed,
     Gathered,
-    Inquest,
     Leave,
     Lost,
     Message,
@@ -68,7 +69,7 @@ class CoordinatorSettings:
 
 
 @dataclass
-class _Inquest:
+class _Attribution:
     deadline: float
     rank: int
     text: str
@@ -97,8 +98,8 @@ class Coordinator:
         warnings: of stalls, for people.
         recoveries: what is to be said of stalls that have ended.
         news: what has been decided, for people.
-        gathering: (in a tree) some ranks wait for others, though nothing of that has come up yet; or some have asked
-            lately whether those above are alive.
+        gathering: (in a tree) some ranks wait for others, though no message about that has arrived yet; or some have
+            asked lately whether those above are alive.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Coordinator:
         self._in_tree = position is not None
         self._neighbours = tuple(range(1, size)) if position is None else position.children
         self._leaders: Collection[int] = () if position is None else position.leaders
-        self._inquest_seconds = INQUEST_SECONDS if position is None else position.inquest_seconds
+        self._attribution_seconds = ATTRIBUTION_SECONDS if position is None else position.attribution_seconds
         self._neighbours_watch = Liveness(self._neighbours, rules.operation_timeout, at_once=self._in_tree)
         self._last_release = float("-inf")
         self._ticked = float("-inf")
@@ -135,11 +136,11 @@ class Coordinator:
         self._leaver: int | None = None
         self._undrained: set[int] = set()
         self._end_deadline = 0.0
-        self._inquest: _Inquest | None = None
+        self._attribution: _Attribution | None = None
         self._stall: _StallReport | None = None
         self._next_stall_check: float | None = None
         self._told: dict[int, str | None] | None = None
-        self._late: Collection[int] = ()  # those of them that others wait for
+        self._late: Collection[int] = ()  # the late ones among them
 
     def show(self, timeline: Timeline | Timelines | None) -> None:
         """Record arrivals and orders in this timeline from now on; None for no timeline."""
@@ -170,13 +171,13 @@ class Coordinator:
         self._receive(rank, message, now)
 
     def heard(self, neighbour: int, now: float) -> None:
-        """A neighbour has said something. That of a leader says nothing about the ranks for which it speaks."""
+        """Note a neighbour's sign of life. A leader's tells nothing about the ranks below it."""
         self._neighbours_watch.heard(neighbour, now)
-        if self._inquest is not None and neighbour not in self._leaders:
-            self._inquest.silent.discard(neighbour)
+        if self._attribution is not None and neighbour not in self._leaders:
+            self._attribution.silent.discard(neighbour)
 
     def hear(self, message: Message, now: float) -> list[tuple[int, Sequence[int]]]:
-        """Handle what has come up the tree.
+        """Handle a message that came up the tree.
 
         Returns:
             ranks, as a mask, each with numbers that no longer stand for anything; the ranks must spell out what these
@@ -208,10 +209,10 @@ class Coordinator:
             self._abort("peer", message.text)
         elif isinstance(message, Drained):
             self._drained(bits_of(mask_of_runs(message.ranks)))
-        elif isinstance(message, Silent) and self._inquest is not None:
-            self._inquest.silent.discard(message.rank)
-            self._inquest.silent.update(bits_of(mask_of_runs(message.ranks)))
-            self._inquest.silent.discard(self._inquest.rank)
+        elif isinstance(message, Silent) and self._attribution is not None:
+            self._attribution.silent.discard(message.rank)
+            self._attribution.silent.update(bits_of(mask_of_runs(message.ranks)))
+            self._attribution.silent.discard(self._attribution.rank)
         return unknown
 
     def _receive(self, rank: int, message: Message, now: float) -> None:
@@ -230,7 +231,7 @@ class Coordinator:
         elif isinstance(message, Drained):
             self._drained([rank])
         elif isinstance(message, Failed):
-            self._open_inquest(rank, message.text, now)
+            self._open_attribution(rank, message.text, now)
         elif isinstance(message, Abort):
             self._abort("peer", message.text)
         elif isinstance(message, Stacks) and self._stall is not None:
@@ -258,7 +259,7 @@ class Coordinator:
 
     @property
     def undecided(self) -> str:
-        """What autotune has to say if the job ends now; empty if it has chosen, or was not asked for."""
+        """Autotune's message if the job ends now; empty if it has chosen, or was not asked for."""
         return "" if self._tuner is None else self._tuner.undecided
 
     def _tune(self, tuner: Tuner, batch: Execute, now: float) -> None:
@@ -283,8 +284,8 @@ class Coordinator:
         self._ticked = now
         if self.over:
             return
-        if self._inquest is not None and now >= self._inquest.deadline:
-            self._close_inquest(self._inquest)
+        if self._attribution is not None and now >= self._attribution.deadline:
+            self._close_attribution(self._attribution)
         elif self._leaver is not None and now >= self._end_deadline:
             self._finish()
         else:
@@ -293,12 +294,12 @@ class Coordinator:
                 self._check_stall(now)
 
     def deadline(self) -> float | None:
-        """When ``tick`` has something to do next; None while the job is idle."""
+        """Return the next time at which ``tick`` has something to do; None while the job is idle."""
         if self.over:
             return None
         times = []
-        if self._inquest is not None:
-            times.append(self._inquest.deadline)
+        if self._attribution is not None:
+            times.append(self._attribution.deadline)
         if self._leaver is not None:
             times.append(self._end_deadline)
         if self._neighbours_watch.deadline is not None:
@@ -340,21 +341,21 @@ class Coordinator:
 
     # A broken data plane.
 
-    def _open_inquest(self, rank: int, text: str, now: float) -> None:
-        if self._inquest is None:
+    def _open_attribution(self, rank: int, text: str, now: float) -> None:
+        if self._attribution is None:
             silent = set(self._neighbours) - {rank}
-            self._inquest = _Inquest(now + self._inquest_seconds, rank, text, silent)
-            self.outbox.extend((leader, Inquest()) for leader in sorted(self._leaders))
+            self._attribution = _Attribution(now + self._attribution_seconds, rank, text, silent)
+            self.outbox.extend((leader, AskAlive()) for leader in sorted(self._leaders))
             self.outbox.extend((other, Ping()) for other in sorted(silent.difference(self._leaders)))
 
-    def _close_inquest(self, inquest: _Inquest) -> None:
-        if inquest.silent:
-            silent = sorted(inquest.silent)
+    def _close_attribution(self, attribution: _Attribution) -> None:
+        if attribution.silent:
+            silent = sorted(attribution.silent)
             who = f"{self._describe(silent[0])} does" if len(silent) == 1 else f"{format_ranks(silent)} do"
-            text = f"{who} not answer, and {self._describe(inquest.rank)} reports: {inquest.text}"
+            text = f"{who} not answer, and {self._describe(attribution.rank)} reports: {attribution.text}"
             self._abort("peer", text, silent[0])
         else:
-            self._abort("backend", f"{self._describe(inquest.rank)} reports: {inquest.text}", inquest.rank)
+            self._abort("backend", f"{self._describe(attribution.rank)} reports: {attribution.text}", attribution.rank)
 
     # Signs of life, asked for only while some rank waits.
 
@@ -416,12 +417,12 @@ class Coordinator:
         """Nothing waits any more that a report was about."""
         if self._told is not None:
             self._told = None
-            self.recoveries.append("what ranks waited for has come")
+            self.recoveries.append("the ranks that others waited for have submitted")
 
     def _report_stall(self, report: _StallReport, now: float) -> None:
         self._stall = None
         rules = self._rules
-        # As they wait now: some ranks may have come meanwhile, and the next step uses the same names.
+        # As they wait now: some ranks may have submitted meanwhile, and the next step uses the same names.
         asked_about = {(operation.name, operation.since) for operation in report.overdue}
         waiting = self._negotiator.waiting()
         overdue = [w for w in waiting if (w.name, w.since) in asked_about]

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _FLOATS = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64})
 
 _BATCH = 32
-"""How many operations may collect here, not yet sent to the others, while earlier ones are being agreed upon: a message
+"""Operations that may collect here, not yet sent to the others, while earlier ones are being agreed upon: a message
 for each would cost more than everything else. The control thread gets its turn when a thread waits, or computes without
 the interpreter's lock."""
 
@@ -179,7 +179,7 @@ class Engine:
             aggregator = Aggregator(position, {0: everyone}, patience, settings.operation_timeout)
         self._coordinator = coordinator
         self._in_tree = position is not None
-        self._timelines: dict[bool, Timeline] = {}  # the program's own (False), and one that somebody else asked for
+        self._timelines: dict[bool, Timeline] = {}  # the program's own (False), and one that an observer asked for
         self._control = Control(
             rank,
             links,
@@ -217,7 +217,7 @@ class Engine:
 
     @property
     def error(self) -> HorovodInternalError | None:
-        """Why nothing may be submitted any more; None while the engine runs."""
+        """The reason why nothing may be submitted any more; None while the engine runs."""
         return self._member.closed
 
     def submit(
@@ -322,7 +322,7 @@ class Engine:
         """Trace operations into a file from now on, until ``stop_timeline`` or the end.
 
         Args:
-            asked_for: by somebody who looks at the job: such a trace and the program's own know nothing of each other.
+            asked_for: by an observer of the job: such a trace and the program's own are independent of each other.
 
         Returns:
             False if such a trace is already being written, or the engine has ended: then nothing was done.
@@ -407,8 +407,8 @@ class Engine:
                 self._come_apart()
 
     def _come_apart(self) -> None:
-        """Both threads have ended, and what they called each other by makes circles: with it, planes and their memory
-        would stay until the garbage collector runs, which in an elastic job may be many epochs later."""
+        """Break the reference cycles between the two threads, which have ended: the planes and their memory would live
+        until the next garbage collection, which in an elastic job may be many epochs later."""
         self._open_backend = self._open_device = None
         self._groups.clear()  # the Context, which others may still refer to, keeps no memory
         self._control.forget_whom_to_tell()
@@ -451,8 +451,8 @@ class Engine:
         return members
 
     def oldest_pending(self) -> tuple[str, float]:
-        """What this rank has waited for longest, of what not all ranks have submitted: its name, and when this rank
-        did, on the monotonic clock; an empty name if there is none. Any thread may call."""
+        """Return the operation that this rank has waited longest for other ranks to submit: its name, and the time at
+        which this rank submitted it, on the monotonic clock; an empty name if there is none. Any thread may call."""
         return self._member.oldest_pending()
 
     def overdue(self, least: float) -> tuple[list[Waiting], dict[int, str]]:

@@ -65,7 +65,7 @@ _NOT_WORTH_FUSING = 1 << 18
 what becomes ready meanwhile. A smaller one does until it has completed, but no longer than ``_FUSING_SECONDS``."""
 
 _FUSING_SECONDS = 1e-3
-"""How long a small bucket on a GPU's stream keeps later ones waiting, in seconds."""
+"""Seconds for which a small bucket on a GPU's stream keeps later ones waiting."""
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
 """Seconds between two looks at a GPU: CUDA has no wait with a deadline, nor one for whichever comes first, the end of a
@@ -241,7 +241,7 @@ class Executor:
             self._queue.put(item)
 
     def _plan(self, batch: Batch) -> Sequence[Bucket]:
-        """A batch's buckets; those of numbered operations are cached, since a program repeats its steps."""
+        """Divide a batch into buckets; of numbered operations they are cached, since a program repeats its steps."""
         numbers = tuple([response.signature for response, _ in batch])
         buckets = self._plans.get(numbers)
         if buckets is None:
@@ -258,7 +258,7 @@ class Executor:
         return buckets
 
     def _depends_on_its_place(self, response: Response, tensor: int) -> bool:
-        """Whether a tensor's sums depend on its position in a fused buffer."""
+        """Return whether a tensor's sums depend on its position in a fused buffer."""
         request = response.request
         if not request.collective.reduces:
             return False
@@ -446,7 +446,7 @@ class Executor:
         return transfer
 
     def _due(self, transfer: Transfer, now: float) -> float:
-        """When a bucket that is ready now counts as lost."""
+        """Return the time from which a bucket that is ready now counts as lost."""
         return now + self._operation_timeout + transfer.nbytes / _SLOWEST_NETWORK
 
     @staticmethod
@@ -599,7 +599,7 @@ class Executor:
 
 
 _kept: list[Transfer] = []
-"""What had not ended when its engine did. Its memory may still be read and written."""
+"""Transfers that had not ended when their engine did. Their memory may still be read and written."""
 
 
 def _let_go(transfers: Iterable[Transfer]) -> bool:
@@ -621,7 +621,7 @@ def _let_go(transfers: Iterable[Transfer]) -> bool:
 
 
 def _nothing(*_: object) -> None:
-    """Nobody is told."""
+    """Do nothing, in place of a callback."""
 
 
 def _tune_plane(group: Group, settings: Tune) -> None:

@@ -1,4 +1,4 @@
-"""Which operations travel together.
+"""Division of a batch into buckets, which travel together.
 
 ``plan`` is a pure function of the common order, so every rank forms the same buckets without further messages. Fusing
 saves the fixed cost of a collective and costs a copy in and out; a tensor that is large enough to amortise that fixed

@@ -84,7 +84,7 @@ class Handle:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None while pending, and after success."""
+        """The reason of its failure; None while pending, and after success."""
         return self._error
 
     def wait(self, timeout: float | None = None) -> tuple[Buffer, ...]:

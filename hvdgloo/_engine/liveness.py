@@ -1,4 +1,4 @@
-"""Whether those at the other ends of connections are alive. They are asked only while somebody waits. Pure."""
+"""Liveness of the ranks at the other ends of connections. They are asked only while some rank waits. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from hvdgloo._engine.readiness import mask_of
 
 
 class Liveness:
-    """Watches some peers.
+    """The heartbeats of some peers.
 
     Args:
         peers: their ranks.
         timeout: seconds after which a silent one counts as lost.
-        at_once: ping as soon as somebody waits, not an interval later. So it is in a tree, where a ping has others
+        at_once: ping as soon as some rank waits, not an interval later. So it is in a tree, where a ping has others
             ping in turn: their intervals would add up.
 
     Attributes:
-        deadline: when ``tick`` has something to do next; None while nobody waits.
+        deadline: when ``tick`` has something to do next; None while no rank waits.
     """
 
     def __init__(self, peers: Iterable[int], timeout: float, *, at_once: bool = False) -> None:
@@ -30,19 +30,19 @@ class Liveness:
         self._asked = float("-inf")
 
     def heard(self, peer: int, now: float) -> None:
-        """Somebody has said something, a peer or another."""
+        """Note that a message arrived, from a peer or another rank."""
         if peer in self._heard:
             self._heard[peer] = now
 
     def rests(self, now: float) -> bool:
-        """Whether ``tick`` has nothing to do yet, so that there is no need to find out if anybody waits."""
+        """Return whether ``tick`` has nothing to do yet, so that there is no need to find out if any rank waits."""
         return self.deadline is not None and now < self.deadline
 
     def tick(self, now: float, *, active: bool) -> tuple[bool, list[tuple[int, str]]]:
         """Let time pass.
 
         Args:
-            active: somebody waits for the peers, or for what they pass on.
+            active: some rank waits for the peers, or for what they pass on.
 
         Returns:
             whether to ping them all now, and those that are lost, with the reason.
@@ -78,7 +78,7 @@ class Liveness:
 
 
 class RollCall:
-    """Which ranks give a sign of life when all are asked for one.
+    """A question to all ranks for a sign of life, and the ranks that have given one.
 
     Args:
         asked: those who answer for themselves, or for others as well.

@@ -75,7 +75,7 @@ class Member:
 
     @property
     def closed(self) -> HorovodInternalError | None:
-        """Why nothing may be submitted any more; None while the engine runs."""
+        """The reason why nothing may be submitted any more; None while the engine runs."""
         return self._closed
 
     def add(self, operation: Submission) -> tuple[int, bool]:
@@ -149,7 +149,8 @@ class Member:
         return Submit(tuple(numbers), tuple(requests), self._payload(new) if idle else b"")
 
     def _payload(self, new: Sequence[Submission]) -> bytes:
-        # Only for an operation that is alone. Those of a training step are fused; one by one they would load rank 0.
+        # Only for an operation that is alone. Operations of a training step are fused; one by one they would load rank
+        # 0.
         if len(new) > 1 or len(self._pending) > 1 or new[0].ready is not None:
             return b""
         if not inline.suits(new[0].request, self._inline_threshold):
@@ -225,7 +226,7 @@ class Member:
         return pending
 
     def _agreed_upon_in(self, process_set: int, counters: Counters) -> Traffic:
-        """Where operations of a process set are counted whose results came with the order."""
+        """Return the counter for operations of a process set whose results arrive with the order."""
         traffic = self._agreed_upon[process_set] = counters.carried(AGREEMENT, process_set)
         return traffic
 

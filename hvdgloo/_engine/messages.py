@@ -1,4 +1,4 @@
-"""What ranks say to each other before data moves: values, and their bytes.
+"""The messages between ranks before data moves: values, and their bytes.
 
 A member (any rank) tells the coordinator (rank 0) what it has submitted; the coordinator answers with one order of
 execution for all. A tensor's signature is spelled out once and stands for a small integer afterwards, and consecutive
@@ -60,7 +60,7 @@ class Request(codec.Message, frozen=True, dict=True):
 
     @cached_property
     def key(self) -> tuple[int, str]:
-        """What identifies the operation while it is pending."""
+        """The key of the operation while it is pending."""
         return self.process_set, self.name
 
     @cached_property
@@ -97,10 +97,10 @@ class Request(codec.Message, frozen=True, dict=True):
 
 
 class Response(codec.Message, frozen=True, dict=True):
-    """What all members of a process set agreed upon.
+    """An agreement of all members of a process set.
 
     Attributes:
-        request: the agreed operation. Where first dimensions may differ, they are those of the set's first rank.
+        request: the agreed operation. Where first dimensions may differ, it has the shapes of the set's first rank.
         rows: for an allgather, one tuple per tensor with every member's first dimension, in order of ranks.
         error: why it cannot be executed; empty if it can.
         signature: the number that stands for it from now on, -1 for none.
@@ -178,7 +178,7 @@ class Failed(codec.Message, frozen=True, tag=5):
 
 
 class Stacks(codec.Message, frozen=True, tag=6):
-    """What this rank's Python threads are doing."""
+    """The stacks of this rank's Python threads."""
 
     text: str
 
@@ -228,7 +228,7 @@ class Bye(codec.Message, frozen=True, tag=10):
 
 
 class Tune(codec.Message, frozen=True, tag=20):
-    """What is ordered from here on is fused and sent with these settings; see ``tuning.Choice``. Rank 0 may say it to
+    """Settings for fusing and sending all that is ordered from here on; see ``tuning.Choice``. Rank 0 may send it to
     its coordinator, too, which passes it on."""
 
     fusion_threshold: Count
@@ -241,7 +241,7 @@ class Tune(codec.Message, frozen=True, tag=20):
 
 
 class Part(codec.Message, frozen=True):
-    """What some ranks have submitted of one operation.
+    """The submissions of some ranks for one operation.
 
     Attributes:
         ranks: who has.
@@ -257,13 +257,13 @@ class Part(codec.Message, frozen=True):
 
 
 class Gathered(codec.Message, frozen=True, tag=13):
-    """What the ranks of a subtree have submitted.
+    """The submissions of the ranks of a subtree.
 
     Attributes:
         whole: numbers that all of them have submitted which take part in the operation, as runs.
         parts: everything else, in order.
         last: of what all have submitted, who was the last to do so, where the first had waited longest for it; -1 if
-            nobody has waited.
+            no rank has waited.
         waited: for so many microseconds.
     """
 
@@ -274,7 +274,7 @@ class Gathered(codec.Message, frozen=True, tag=13):
 
 
 class Said(codec.Message, frozen=True, tag=14):
-    """What a rank tells the coordinator by way of its leaders."""
+    """A rank's message to the coordinator by way of its leaders."""
 
     rank: Count
     message: Leave | Failed | Stacks
@@ -288,7 +288,7 @@ class Lost(codec.Message, frozen=True, tag=15):
 
 
 class Silent(codec.Message, frozen=True, tag=16):
-    """The answer of the leader ``rank`` to ``Inquest``: who has given no sign of life."""
+    """The answer of the leader ``rank`` to ``AskAlive``: the ranks that gave no sign of life."""
 
     rank: Count
     ranks: tuple[Count, ...] = ()
@@ -304,12 +304,12 @@ class To(codec.Message, frozen=True, tag=17):
     message: Resend | AskStacks
 
 
-class Inquest(codec.Message, frozen=True, tag=18):
+class AskAlive(codec.Message, frozen=True, tag=18):
     """Ask all ranks of your subtree for a sign of life."""
 
 
 class Observe(codec.Message, frozen=True, tag=19):
-    """Whether the coordinator wants to see every rank come, as it does while it writes a timeline."""
+    """The coordinator's wish to see each rank's submissions, as it does while it writes a timeline, or its end."""
 
     on: bool
 
@@ -344,7 +344,7 @@ Message: TypeAlias = (
     | Lost
     | Silent
     | To
-    | Inquest
+    | AskAlive
     | Observe
     | Tune
 )
@@ -393,7 +393,7 @@ _CODEC: codec.Codec[Any] = codec.Codec(
     | Lost
     | Silent
     | To
-    | Inquest
+    | AskAlive
     | Observe
     | Tune,
     "control message",

@@ -42,7 +42,7 @@ class Waiting:
 
 @dataclass
 class _Signature:
-    """What a number stands for.
+    """The agreement that a number stands for.
 
     Attributes:
         place: where it is counted: its block, and its bit there.
@@ -56,7 +56,7 @@ class _Signature:
 
 
 class Observer(Protocol):
-    """What is notified of what happens to operations."""
+    """An object that is notified of what happens to operations."""
 
     def arrived(self, rank: int, request: Request) -> None: ...
     def settled(self, request: Request, *, executed_here: bool) -> None: ...
@@ -71,7 +71,7 @@ class Negotiator:
 
     Attributes:
         observer: told of arrivals and orders, if there is one.
-        lateness: told who came last, if somebody counts it.
+        lateness: told which rank was last, if that is counted.
     """
 
     def __init__(self, members: Mapping[int, Sequence[int]], capacity: int) -> None:
@@ -298,13 +298,13 @@ class Negotiator:
             self._ready.append(number)
 
     def take(self) -> Execute:
-        """What has become ready since the last call, in order, and the signatures that have been forgotten since."""
+        """Return what became ready since the last call, in order, and the signatures that were forgotten since."""
         message = Execute(tuple(self._ready), tuple(self._forgotten), tuple(self._results))
         self._ready, self._forgotten, self._results = [], [], []
         return message
 
     def responses(self, items: Iterable[int | Response]) -> list[Response]:
-        """What was just taken, spelled out; without numbers that are no longer known."""
+        """Spell out what was just taken, without numbers that are no longer known."""
         spelled = []
         for item in items:
             if not isinstance(item, int):
@@ -413,8 +413,8 @@ class Negotiator:
         return pending
 
     def _has_rivals(self, request: Request) -> bool:
-        """Whether there are operations of other kinds under a request's name. They are looked at one by one from now
-        on, and compared."""
+        """Return whether there are operations of other kinds under a request's name. From now on they are looked at one
+        by one, and compared."""
         found = False
         for key in request.other_kinds:
             number = self._numbers.get(key)
@@ -430,7 +430,7 @@ class Negotiator:
     def _compare_kinds(self, request: Request) -> None:
         """Fail operations under one name of which each rank waits for another kind, as they would for ever.
 
-        As long as ranks submit their operations in one order, whoever has submitted the second of two has also
+        As long as ranks submit their operations in one order, a rank that has submitted the second of two has also
         submitted the first, which is therefore not pending or not missing here. Called for what is new, or comes alone;
         not for the many known operations of a training step, which would pay for it each time.
         """

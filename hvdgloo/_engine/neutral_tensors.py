@@ -1,4 +1,4 @@
-"""What a rank that has joined contributes to operations that the others go on with: tensors that change nothing.
+"""The contribution of a rank that has joined to operations that the others go on with: tensors that change nothing.
 
 For a sum these are zeros (an average still divides by all ranks); for a minimum the largest number, for a maximum the
 smallest, for a product one.
@@ -15,7 +15,7 @@ from hvdgloo.types import Buffer, DType, ReduceOp, TensorSpec
 
 
 def stand_in(request: Request) -> Submission:
-    """An operation of neutral tensors, in memory of its own, whose results nobody reads."""
+    """Make a submission of neutral tensors, in memory of its own, whose results are never read."""
     buffers = [_neutral(spec, request.op) for spec in request.tensors]
     return Submission(PersistentRequest(request), buffers, buffers)
 

@@ -77,7 +77,7 @@ class PartialSubmission:
     """An operation that some ranks have submitted, since the time ``since``.
 
     Args:
-        request: the first rank's; nobody has submitted it yet as far as ``requests`` is concerned.
+        request: the first rank's; ``requests`` does not count it as submitted yet.
         missing: how many ranks have to submit it, or to join if it excuses them, before it is ready.
 
     Attributes:
@@ -102,7 +102,7 @@ class PartialSubmission:
 
     @property
     def excuses(self) -> bool:
-        """Whether it goes on without ranks that have joined. The sets may not be changed in their absence."""
+        """True if it goes on without ranks that have joined. The sets may not be changed in their absence."""
         return not self.requests.shared.collective.changes_sets
 
 

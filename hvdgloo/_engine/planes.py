@@ -1,6 +1,6 @@
 """A process set as one rank's data thread sees it: its members, and the data planes between them.
 
-The plane of CPU memory exists from the beginning. Those of CUDA memory are opened when the members first have CUDA
+The plane of CPU memory exists from the beginning. The planes of CUDA memory are opened when the members first have CUDA
 tensors to exchange: only then does each know which GPU it uses. All members reach this point at the same place in the
 common order, so the opening may itself exchange messages.
 """
@@ -98,7 +98,7 @@ class Group:
         return self._staged if on_host else self._device
 
     def is_in_order(self, device: str) -> bool:
-        """Whether tensors of one kind of device travel on a plane that is open and keeps the order by itself."""
+        """Return whether tensors of one kind of device travel on a plane that is open and keeps the order by itself."""
         return device != "cpu" and self._device is not None and self._device.memory.in_order
 
     def stage(self, plane: Plane, nbytes: int, like: TensorSpec, at_least: int) -> Buffer:

@@ -1,11 +1,11 @@
-"""Which of the operations that are known by number have been announced by everybody who has to: many at a time.
+"""Readiness of operations that are known by number: whether all their ranks have announced them, many at a time.
 
 Operations that are known by number are bits. A number is a block and a bit of it, and a block belongs to one process
-set, so that all its operations wait for the same sources: the ranks of the set, or whoever speaks for several of them.
-How often each operation of a block has been announced is counted in *bit-sliced* counters: plane ``i`` is an integer
-that holds bit ``i`` of every operation's counter, so adding an announcement to any number of counters takes a few
-operations on integers. The counters begin so far below their limit that the last source makes them overflow: what is
-carried out of the highest plane is the set of operations that have just become whole.
+set, so that all its operations wait for the same sources: the ranks of the set, or leaders that speak for several of
+them. How often each operation of a block has been announced is counted in *bit-sliced* counters: plane ``i`` is an
+integer that holds bit ``i`` of every operation's counter, so adding an announcement to any number of counters takes a
+few operations on integers. The counters begin so far below their limit that the last source makes them overflow: what
+is carried out of the highest plane is the set of operations that have just become whole.
 
 Pure, and without knowledge of messages; ``negotiation`` puts names to the numbers.
 """
@@ -136,7 +136,7 @@ class Block:
 
     @property
     def oldest(self) -> float | None:
-        """When the first of the numbers that have begun did so; None if there is none."""
+        """The time at which the first of the pending numbers was announced; None if there is none."""
         return min([time for time, _ in self._since], default=None)
 
     def withdraw(self, mask: int) -> list[tuple[int, float, list[int]]]:
@@ -165,7 +165,7 @@ class Block:
         return described
 
     def _drop(self, mask: int) -> None:
-        """Forget the announcements of these numbers. Counters are set when a number begins anew."""
+        """Forget the announcements of these numbers. Counters are set when a number begins again."""
         keep = self.begun & ~mask
         if keep == self.begun:
             return
@@ -192,7 +192,7 @@ class Ledger:
 
     @property
     def busy(self) -> bool:
-        """Whether some number has begun."""
+        """True if some number is pending."""
         for block in self.blocks.values():  # noqa: SIM110 - asked in every turn, and any() takes three times as long
             if block.begun:
                 return True

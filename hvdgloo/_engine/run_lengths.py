@@ -1,4 +1,4 @@
-"""Ranks and numbers, as they travel: the start and the length of each run of consecutive ones."""
+"""Run-length encoding of ranks and numbers in messages: the start and the length of each run of consecutive ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 from hvdgloo._engine.readiness import BLOCK_BITS, Masks
 
 _MAX_MEMBERS = 1 << 20
-"""How many ranks or numbers a set may have. A run is a few bytes that stand for any number of them."""
+"""The largest number of ranks or numbers in a set. A run is a few bytes that stand for any number of them."""
 
 T = TypeVar("T")
 

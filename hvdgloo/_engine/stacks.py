@@ -1,4 +1,4 @@
-"""What a rank's threads are doing, for those who wait for it."""
+"""The stacks of a rank's threads, for the ranks that wait for it."""
 
 from __future__ import annotations
 

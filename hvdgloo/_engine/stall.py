@@ -1,4 +1,4 @@
-"""Who is late: what to say about operations that wait for ranks which have not submitted them. Pure."""
+"""Reports about operations that wait for ranks which have not submitted them. Pure."""
 
 from __future__ import annotations
 

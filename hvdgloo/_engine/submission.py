@@ -11,7 +11,7 @@ from hvdgloo.types import Buffer, TensorSpec
 
 
 class Signature:
-    """What all ranks agreed upon under a number, which stands for it in messages.
+    """An agreement of all ranks, and the number that stands for it in messages.
 
     Attributes:
         number: the number; -1 once the coordinator has forgotten it.

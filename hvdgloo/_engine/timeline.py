@@ -1,4 +1,4 @@
-"""Where the time goes: a trace in Chrome's event format, for chrome://tracing and ui.perfetto.dev.
+"""The timeline: a trace in Chrome's event format, for chrome://tracing and ui.perfetto.dev.
 
 Every tensor has a row ("process") of its own, on which the phases of each collective follow and enclose each other::
 
@@ -47,7 +47,7 @@ _PAGE = 4096
 _CAPACITY = 1 << 16
 _COPY = 1 << 20
 _BATCH = 4096
-"""How many events are written at once, at most."""
+"""The largest number of events that are written at once."""
 _RESERVE = 256
 """Bytes that are kept free at a trace's end, for the event that says why it is incomplete."""
 
@@ -95,7 +95,7 @@ class Timeline:
         self._thread = threading.Thread(target=self._run, name="hvdgloo-timeline", daemon=True)
         self._thread.start()
 
-    # What the engine calls. Times are those of ``now``.
+    # What the engine calls. Times are by ``now``.
 
     @staticmethod
     def now() -> float:
@@ -292,7 +292,7 @@ class Timeline:
                     file.write(data)
                     position += len(data)
                 file.write((b"[" if not self._end else b"") + b" " * (capacity - max(1, self._end)) + _CLOSE)
-                kept = os.dup(file.fileno())  # by its name it could be somebody else's file a moment later
+                kept = os.dup(file.fileno())  # by its name it could be another program's file a moment later
         except OSError:
             if kept >= 0:
                 os.close(kept)

@@ -1,4 +1,4 @@
-"""How each collective goes over a data plane: a bucket of tensors becomes a transfer, and that their results.
+"""The way of each collective over a data plane: a bucket of tensors becomes a transfer, and that their results.
 
 ``begin`` and ``deliver`` are the data thread's. What belongs to one collective stands in a function of its own.
 """

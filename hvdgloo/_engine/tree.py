@@ -2,11 +2,12 @@
 
 With one connection for each rank, rank 0 reads a message of every rank for every answer. In a large job only the first
 rank of each host, its *leader*, has a connection with those above: rank 0 is the root, and the leader of host ``i``
-reports to that of host ``(i - 1) // fanin``. A leader passes up what all ranks below it have submitted, and passes
-down what the root has decided; everything else is decided by the root, as without a tree.
+reports to the leader of host ``(i - 1) // fanin``. A leader passes up what all ranks below it have submitted, and
+passes down what the root has decided; everything else is decided by the root, as without a tree.
 
-A leader may hold something back only where nobody can tell: an operation that not all ranks below have submitted cannot
-be ready. What must not wait goes up as it is, and from then on the rest of that operation does, too ("opened"):
+A leader may hold something back only where no rank can tell the difference: an operation that not all ranks below have
+submitted cannot be ready. What must not wait goes up as it is, and from then on the rest of that operation does, too
+("opened"):
 
 - what has waited for a second, so that the root can report who is late;
 - all that a rank has submitted before it joins, so that its join overtakes nothing;
@@ -21,8 +22,8 @@ precision rounded by each of them.
 With what all below have submitted goes up who was the last of them, and how long the first had waited: from this the
 root knows whom a job waits for.
 
-A leader that is lost takes the ranks below it along, whether or not it has drained itself: they have nobody else to
-speak for them. Pure: messages and times go in, messages come
+A leader that is lost takes the ranks below it along, whether or not it has drained itself: no other rank
+speaks for them. Pure: messages and times go in, messages come
 out; the control thread does the rest.
 """
 
@@ -36,13 +37,13 @@ from hvdgloo._engine.conventions import ping_interval
 from hvdgloo._engine.liveness import Liveness, RollCall
 from hvdgloo._engine.messages import (
     Abort,
+    AskAlive,
     AskStacks,
     Drained,
     End,
     Execute,
     Failed,
     Gathered,
-    Inquest,
     Leave,
     Lost,
     Message,
@@ -77,7 +78,7 @@ _WORTH_SAYING = 0.1
 
 
 class Aggregator:
-    """What a leader, or the root, knows of the ranks below.
+    """The knowledge of a leader, or of the root, about the ranks below.
 
     Args:
         position: its place.
@@ -221,7 +222,7 @@ class Aggregator:
         elif isinstance(message, Ping):
             self._asked_from_above = now
             self._up.append(Pong())
-        elif isinstance(message, Inquest):
+        elif isinstance(message, AskAlive):
             self._call_the_roll()
         elif isinstance(message, Observe):
             self._observe(message.on)
@@ -252,11 +253,11 @@ class Aggregator:
     # What goes up.
 
     def is_due(self, now: float) -> bool:
-        """Whether ``take`` has something, or ``down``."""
+        """Return whether ``take`` or ``down`` has something to send."""
         return bool(self._up or self.down or ((self._whole or self._parts) and now >= self._unanswered_until))
 
     def take(self, now: float) -> list[Message]:
-        """What is to be sent to the parent now."""
+        """Return the messages to be sent to the parent now."""
         if self._up:
             self._close()
         elif (self._whole or self._parts) and now >= self._unanswered_until:
@@ -285,7 +286,7 @@ class Aggregator:
         return bool(self._held or self._opened) or self._ledger.busy
 
     def asked_from_below(self, now: float) -> bool:
-        """Whether some rank below waits, and has wanted to know lately whether those above are alive."""
+        """Return whether some rank below waits, and asked lately whether the ranks above are alive."""
         return now < self._asked_from_below + self._ping_seconds
 
     def tick(self, now: float) -> None:
@@ -299,7 +300,7 @@ class Aggregator:
             self._watch_children(now)
 
     def deadline(self) -> float | None:
-        """When ``tick`` or ``take`` has something to do next; None if that is for a message to say."""
+        """Return the next time at which ``tick`` or ``take`` has something to do; None if only a message can tell."""
         times = []
         if self._next_look is not None:
             times.append(self._next_look)
@@ -333,7 +334,7 @@ class Aggregator:
             self.ask_back(1 << rank, unknown)
         for request in submission.requests:
             if asked_above:
-                # Whoever has asked waits for this rank's answer, and will let nothing overtake it.
+                # The rank that asked waits for this rank's answer, and will let nothing overtake it.
                 self._open(request.key)
             self._file(1 << rank, request, -1, self._prescaled(request, submission.payload), self._now)
         if submission.resent:
@@ -475,7 +476,7 @@ class Aggregator:
             self._release(key)
 
     def _release(self, key: tuple[int, str]) -> None:
-        """What has been held of an operation goes up."""
+        """Pass up what was held of an operation."""
         held = self._held.pop(key)
         number = self._numbers.get(key, -1)
         groups: list[tuple[int | Request, int]] = list(held.spelled.items())
@@ -488,7 +489,7 @@ class Aggregator:
             self._pass(ranks, what, payload, held.since)
         if held.numbered and held.spelled:
             # Above, the number may mean nothing any more. Then the ranks that sent it are asked to spell it out, and
-            # their answers must not be held here for those of the others, which have just gone up.
+            # their answers must not be held here for the others' answers, which have just gone up.
             self._opened.add(key)
         self._reopen(key)
 
@@ -548,7 +549,7 @@ class Aggregator:
         """A rank has answered a Resend: was it this leader's?
 
         Raises:
-            ValueError: nobody has asked it.
+            ValueError: it was not asked.
         """
         questions = self._asked.get(rank)
         if questions is None:
@@ -612,7 +613,8 @@ class Aggregator:
             self._withdraw(*self._ledger.place(number))
 
     def _forget(self, number: int) -> None:
-        """The root has forgotten a number. Whoever has submitted it, and was waiting for others, spells it out."""
+        """Forget a number that the root has forgotten. A rank that has submitted it, and waits for others, spells it
+        out."""
         request = self._known.pop(number, None)
         if request is None:
             return
@@ -668,9 +670,9 @@ class Aggregator:
             self._drained = 0
 
     def _call_the_roll(self) -> None:
-        self._roll_call = RollCall(self._position.children, self._now + self._position.inquest_seconds)
+        self._roll_call = RollCall(self._position.children, self._now + self._position.attribution_seconds)
         for child in self._position.children:
-            self.down.append((child, Inquest() if child in self._position.leaders else Ping()))
+            self.down.append((child, AskAlive() if child in self._position.leaders else Ping()))
         if not self._position.children:
             self._close_the_roll(self._roll_call)
 

@@ -1,4 +1,4 @@
-"""Who speaks to whom in the tree (``tree``): by arithmetic, from the number of ranks on each host."""
+"""The places of ranks in the tree (``tree``): by arithmetic, from the number of ranks on each host."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hvdgloo._engine.conventions import INQUEST_SECONDS
+from hvdgloo._engine.conventions import ATTRIBUTION_SECONDS
 
-_INQUEST_STEP = 0.25
-"""Seconds more in an inquest for each level of leaders: whoever asks waits longer than those who ask in turn."""
+_ATTRIBUTION_STEP = 0.25
+"""Seconds more for each level of leaders when a failure is attributed: a leader waits longer than those that it
+asks."""
 
-_INQUEST_STEPS = 1.5
+_ATTRIBUTION_STEPS = 1.5
 """Seconds more for all levels together, however many there are: a rank does not wait for a verdict for ever."""
 
 
@@ -47,9 +48,9 @@ class TreePosition:
         return frozenset(self.children) - self.leaders
 
     @property
-    def inquest_seconds(self) -> float:
-        """How long the ranks below have to give a sign of life."""
-        return INQUEST_SECONDS + self.height * min(_INQUEST_STEP, _INQUEST_STEPS / max(1, self.levels))
+    def attribution_seconds(self) -> float:
+        """The seconds that the ranks below have to give a sign of life."""
+        return ATTRIBUTION_SECONDS + self.height * min(_ATTRIBUTION_STEP, _ATTRIBUTION_STEPS / max(1, self.levels))
 
 
 def position_of(rank: int, slots: Sequence[int], fanin: int) -> TreePosition:

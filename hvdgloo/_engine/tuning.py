@@ -26,10 +26,10 @@ from hvdgloo._platform.files import overwrite
 from hvdgloo.errors import ConfigError
 
 LEAST_GAIN = 1.015
-"""How many times as fast as before a choice must be, in the median of all comparisons, in order to be taken."""
+"""The least factor by which a choice must be faster, in the median of all comparisons, in order to be taken."""
 
 MOST_CHANCE = 0.05
-"""How probable it may be that all comparisons together came out so well by chance."""
+"""The largest probability that all comparisons together came out so well by chance."""
 
 MOST_CHANCE_EARLY = 0.02
 """The same as long as there may be more comparisons: who looks more often is mistaken more often."""
@@ -38,10 +38,10 @@ FEWEST_PAIRS = 6
 """With fewer comparisons, ``MOST_CHANCE_EARLY`` cannot be reached."""
 
 ROUNDS = 4
-"""How often all settings are gone through at most; noise could go on to change what is best for ever."""
+"""The largest number of rounds through all settings; noise could go on to change what is best for ever."""
 
 LOOKS = 4
-"""How often it is looked at most whether there were enough comparisons."""
+"""The largest number of times that the comparisons are checked for being enough."""
 
 _FUSION = tuple(megabytes << 20 for megabytes in (1, 2, 4, 8, 16, 32, 64))
 _HIERARCHICAL = tuple(kilobytes << 10 for kilobytes in (32, 128, 512, 2048, 8192))
@@ -57,7 +57,7 @@ _MOST_NAMES = 1 << 16
 
 @dataclass(frozen=True)
 class AutotuneSettings:
-    """How settings are tried.
+    """The way in which settings are tried.
 
     Attributes:
         log: path of a file for every sample, empty for none.
@@ -151,7 +151,7 @@ def _halving(candidates: Sequence[Tried]) -> Generator[Tried, float, Tried]:
 
 
 def _confirmed(start: Tried, best: Tried, pairs: int, looks: int) -> Generator[Tried, float, float | None]:
-    """How many times as fast as the start a choice is; None if it is not clearly faster."""
+    """Return the factor by which a choice is faster than the start; None if it is not clearly faster."""
     ratios: list[float] = []
     for look in range(1, looks + 1):
         for _ in range(pairs):
@@ -168,7 +168,8 @@ def _confirmed(start: Tried, best: Tried, pairs: int, looks: int) -> Generator[T
 
 
 def chance(ratios: Sequence[float]) -> float:
-    """How probable ratios would be that are as much above 1 as these, or more, if they varied around 1 (Wilcoxon's
+    """Return how probable ratios would be that are as much above 1 as these, or more, if they varied around 1
+    (Wilcoxon's
     signed ranks: a single one that is far off says no more than the most extreme rank)."""
     ordered = sorted(map(math.log, ratios), key=abs)
     found = sum(rank for rank, value in enumerate(ordered, 1) if value > 0)
@@ -181,7 +182,7 @@ def chance(ratios: Sequence[float]) -> float:
 def axes_for(
     start: Choice, step: Sequence[Response], batches: int, fixed: Collection[str], *, deterministic: bool
 ) -> list[Axis]:
-    """What is worth trying: of values that would make no difference to a step, only one.
+    """List the values worth trying: of those that would make no difference to a step, only one.
 
     Args:
         step: the operations of one step, in order.

@@ -9,7 +9,7 @@ import pytest
 
 from hvdgloo._engine.conventions import EVERYONE, ping_interval
 from hvdgloo._engine.coordinator import (
-    INQUEST_SECONDS,
+    ATTRIBUTION_SECONDS,
     STACKS_SECONDS,
     Coordinator,
     CoordinatorSettings,
@@ -361,20 +361,20 @@ class TestFailure:
         job.coordinator.lost(1, "second", job.now)
         assert len(job.sent()) == 1
 
-    def test_an_inquest_asks_everyone_else(self) -> None:
+    def test_an_attribution_asks_everyone_else(self) -> None:
         job = Job(4)
         job.says(2, Failed("connection reset"))
         assert job.sent() == [(1, Ping()), (3, Ping())]
-        assert job.coordinator.deadline() == job.now + INQUEST_SECONDS
+        assert job.coordinator.deadline() == job.now + ATTRIBUTION_SECONDS
 
-    def test_an_inquest_names_whoever_is_silent(self) -> None:
+    def test_an_attribution_names_whoever_is_silent(self) -> None:
         job = Job(4)
         job.says(2, Failed("connection reset"))
         job.says(1, Pong())
         log = job.run_until(job.now + 5)
         assert len([m for _, _, m in log if isinstance(m, Abort)]) == 1
         when, destination, abort = log[-1]
-        assert (when, destination) == (1000.0 + INQUEST_SECONDS, EVERYONE)
+        assert (when, destination) == (1000.0 + ATTRIBUTION_SECONDS, EVERYONE)
         assert isinstance(abort, Abort)
         assert (abort.kind, abort.rank) == ("peer", 3)
         assert abort.text.startswith("rank 3 (h3, pid 103) does not answer, and rank 2 (h2, pid 102) reports: conn")
@@ -404,7 +404,7 @@ class TestFailure:
         assert (abort.kind, abort.rank) == ("backend", 1)
         assert "first" in abort.text
 
-    def test_an_inquest_ends_when_the_culprits_connection_does(self) -> None:
+    def test_an_attribution_ends_when_the_culprits_connection_does(self) -> None:
         job = Job(3)
         job.says(1, Failed("reset by peer"))
         job.sent()

@@ -18,11 +18,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdgloo._engine.control import VERDICT_SECONDS
-from hvdgloo._engine.conventions import EVERYONE, INQUEST_SECONDS, ping_interval
+from hvdgloo._engine.conventions import ATTRIBUTION_SECONDS, EVERYONE, ping_interval
 from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
 from hvdgloo._engine.messages import (
     FOR_EVERYONE,
     Abort,
+    AskAlive,
     AskStacks,
     Bye,
     Drained,
@@ -30,7 +31,6 @@ from hvdgloo._engine.messages import (
     Execute,
     Failed,
     Gathered,
-    Inquest,
     Leave,
     Lost,
     Message,
@@ -695,9 +695,9 @@ class TestSeats:
     def test_whoever_asks_waits_longer_than_those_below_and_a_rank_does_not_wait_for_ever(self) -> None:
         for hosts, fanin in ((128, 16), (40, 1)):
             slots = [1] * hosts
-            seconds = [position_of(rank, slots, fanin).inquest_seconds for rank in range(hosts)]
+            seconds = [position_of(rank, slots, fanin).attribution_seconds for rank in range(hosts)]
             assert all(seconds[position_of(rank, slots, fanin).parent] > seconds[rank] for rank in range(1, hosts))
-            assert INQUEST_SECONDS == min(seconds) < max(seconds) < VERDICT_SECONDS - 0.5
+            assert ATTRIBUTION_SECONDS == min(seconds) < max(seconds) < VERDICT_SECONDS - 0.5
 
 
 class _Slices(list[int]):
@@ -1119,17 +1119,17 @@ class TestSignsOfLife:
         assert leader.aggregator.asked_from_below(leader.now)
         assert not leader.aggregator.asked_from_below(leader.now + 2 * ping_interval(TIMEOUT))
 
-    def test_an_inquest_is_answered_when_all_below_have_or_when_it_is_time(self) -> None:
+    def test_an_attribution_is_answered_when_all_below_have_or_when_it_is_time(self) -> None:
         leader = Leader()
-        leader.is_told(Inquest())
-        assert leader.sends_down() == [(3, Ping()), (4, Inquest())]
+        leader.is_told(AskAlive())
+        assert leader.sends_down() == [(3, Ping()), (4, AskAlive())]
         leader.hears(3, Pong())
         assert leader.sends_up() == []
         leader.hears(4, Silent(4, (5, 1)))
         assert leader.sends_up() == [Silent(2, (5, 1))]
-        leader.is_told(Inquest())
+        leader.is_told(AskAlive())
         leader.hears(4, Said(5, Failed("late")))  # no word of rank 4
-        leader.waits(INQUEST_SECONDS + 0.25)
+        leader.waits(ATTRIBUTION_SECONDS + 0.25)
         assert leader.sends_up()[-1] == Silent(2, (3, 2))
 
     def test_a_silent_leader_is_named_and_those_behind_it_are_not(self) -> None:
