@@ -190,7 +190,7 @@ def fill(names: Sequence[str], slots: Sequence[int], count: int) -> list[tuple[i
     if count > sum(slots):
         listed = ", ".join(f"{name}:{n}" for name, n in zip(names, slots, strict=True))
         raise ValueError(
-            f"{count} processes were asked for, but the hosts have only {counted_slots(sum(slots))} ({listed})"
+            f"{count} processes were requested, but the hosts have only {counted_slots(sum(slots))} ({listed})"
         )
     # islice, since a host may claim any number of slots.
     return list(islice(((host, local) for host, n in enumerate(slots) for local in range(n)), count))

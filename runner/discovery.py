@@ -118,7 +118,7 @@ def _alone(supervisor: Supervisor, spec: LaunchSpec, links: Sequence[Link]) -> D
 
 
 def _hello(link: Link) -> Hello:
-    assert link.hello is not None, "addresses are looked for when all agents have come up"
+    assert link.hello is not None, "addresses are chosen once all agents are up"
     return link.hello
 
 
@@ -257,7 +257,7 @@ class _Discovery:
         self._supervisor.converse(lambda: done() or any(link.gone for link in links), deadline)
         lost = [link.host.name for link in links if link.gone]
         if lost:
-            raise LaunchError(f"the agent on {', '.join(lost)} was lost while addresses were tried")
+            raise LaunchError(f"the agent on {', '.join(lost)} was lost while addresses were tested")
 
     def _on_surveyed(self, link: Link, frame: Surveyed) -> None:
         self._surveyed[self._links.index(link)] = frame

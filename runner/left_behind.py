@@ -23,9 +23,7 @@ def with_files(report: LaunchResult, spec: LaunchSpec, console: Console, *, else
     files, unwritten = [], list(console.unwritten)
     first = report.outcome.first
     if first is not None and (folder := console.folder(first.rank)):
-        files.append(
-            f"all that {'ranks have' if first.rank is None else f'rank {first.rank} has'} printed is in {folder}"
-        )
+        files.append(f"the output of {'all ranks' if first.rank is None else f'rank {first.rank}'} is in {folder}")
     if spec.timeline and spec.timeline.upper() != "DYNAMIC":
         path = os.path.join(spec.cwd, spec.timeline)
         if found := _traces(path, console.opened):

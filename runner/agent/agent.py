@@ -99,8 +99,8 @@ REPEATED = 1.0
 """Seconds in which a second SIGTERM counts as the same request: a signal to a process group also reaches the watchdog,
 which passes it on."""
 
-_FILES = 2  # of a worker: the ends of its pipes, but for standard input, which one has at the most
-_POLL = 0.05  # seconds between looks at a process group whose end nobody reports
+_FILES = 2  # of a worker: the ends of its pipes, except for standard input, which at most one worker has
+_POLL = 0.05  # seconds between looks at a process group, whose end no signal reports
 
 _RESULT_MARK = 1024 * 1024  # results are read from their files only while fewer bytes than this wait to be sent
 

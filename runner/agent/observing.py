@@ -140,7 +140,7 @@ class Observing:
             except OSError:
                 return  # no more files, or no room for any: the job itself goes on
         if frame.host and self._meter is None:
-            from hvdgloo.runner.agent.measuring import Meter  # what jobs that nobody looks at do without
+            from hvdgloo.runner.agent.measuring import Meter  # not imported for jobs without observers
 
             self._meter = Meter()
             self._measured, self._busy = time.monotonic(), True
@@ -160,7 +160,7 @@ class Observing:
         self._selector.register(listener, selectors.EVENT_READ, self._on_datagrams)
 
     def _on_datagrams(self) -> None:
-        from hvdgloo._observe.samples import LIMIT  # not before somebody looks at the job
+        from hvdgloo._observe.samples import LIMIT  # not imported for jobs without observers
 
         assert self._socket is not None
         for _ in range(_AT_ONCE):
@@ -227,7 +227,7 @@ class Observing:
                     file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed when it has been passed on
                     os.unlink(path)
                 except OSError:
-                    continue  # somebody has cleared up
+                    continue  # it was removed by a cleanup
                 self._trace = int(found[1]), int(found[2]), file
                 return True
         return False

@@ -47,7 +47,7 @@ def watch(agent: int, mark: Mark, memory: MemoryWatch, environ: Mapping[str, str
     while pid != agent:
         pid, status = os.waitpid(-1, 0)
     if os.waitstatus_to_exitcode(status) == -signal.SIGKILL:
-        _explain(memory.account(agent) or "the kernel reports no lack of memory, so somebody or something else did it")
+        _explain(memory.account(agent) or "the kernel reports no lack of memory, so a user or another program did it")
     reaper.end_all(
         lambda: (reaper.descendants(os.getpid()) | reaper.processes_of(mark.read())) - {os.getpid()},
         grace=0.0,

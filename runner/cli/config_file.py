@@ -116,7 +116,7 @@ def _typed(action: argparse.Action, text: str, source: str) -> Any:
         except (argparse.ArgumentTypeError, ValueError) as error:
             raise ConfigError(f"{source}: {error}") from None
     if action.choices is not None and value not in action.choices:
-        raise ConfigError(f"{source}: {text!r} is none of {', '.join(map(str, action.choices))}")
+        raise ConfigError(f"{source}: {text!r} is not one of {', '.join(map(str, action.choices))}")
     return value
 
 
@@ -129,7 +129,7 @@ def _load(path: str) -> Mapping[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config-file {path}: {error.strerror}") from None
     except RecursionError:
-        raise ConfigError(f"--config-file {path}: it is nested too deeply") from None
+        raise ConfigError(f"--config-file {path}: the file is nested too deeply") from None
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
         raise ConfigError(f"--config-file {path}{line}: {error.problem or error}") from None
@@ -138,7 +138,7 @@ def _load(path: str) -> Mapping[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"--config-file {path}: expected sections with settings in them")
+        raise ConfigError(f"--config-file {path}: expected sections that contain settings")
     return content
 
 
@@ -187,7 +187,7 @@ def _check(value: Any, source: str) -> None:
         if isinstance(item, (list, dict, set)):
             raise ConfigError(f"{source}: {_NESTED}")
         if "\0" in str(item):
-            raise ConfigError(f"{source}: {item!r} holds a NUL character, which cannot be passed on")
+            raise ConfigError(f"{source}: {item!r} contains a NUL character, which cannot be passed on")
 
 
 def _text(value: Any) -> str:

@@ -42,8 +42,8 @@ def add_elastic_flags(add: AddArgument) -> None:
         type=positive,
         metavar="N",
         yaml="elastic.min_np",
-        help="go on as long as there are so many workers, and wait for others below (default: -np). This, or a "
-        "discovery script, makes a job elastic",
+        help="continue while there are at least N workers, and wait for more otherwise (default: -np). This option or "
+        "a discovery script makes a job elastic",
     )
     add(
         "--max-np",
@@ -52,28 +52,28 @@ def add_elastic_flags(add: AddArgument) -> None:
         type=positive,
         metavar="N",
         yaml="elastic.max_np",
-        help="leave slots beyond so many unused, as spares (default: use all)",
+        help="use at most N slots, and keep the others as spares (default: use all)",
     )
     add(
         "--host-discovery-script",
         metavar="COMMAND",
         yaml="elastic.host_discovery_script",
-        help="an executable, or a command line for a shell, that prints the hosts that can be used now, a line for "
-        "each: 'h1' or 'h1:4'. Instead of -H; run again and again. slurm: the nodes of this Slurm job that are up",
+        help="an executable, or a command line for a shell, that prints the hosts that can be used now, one per "
+        "line: 'h1' or 'h1:4'. Replaces -H, and is run repeatedly. slurm: the nodes of this Slurm job that are up",
     )
     add(
         "--slots-per-host",
         type=positive,
         metavar="N",
         yaml="elastic.slots_per_host",
-        help="slots of hosts that are listed without (default: one for each GPU, else one)",
+        help="slots of hosts that are listed without a number (default: one for each GPU, otherwise one)",
     )
     add(
         "--reset-limit",
         type=whole,
         metavar="N",
         yaml="elastic.reset_limit",
-        help="end the job when its workers would have to form anew more often than this (default: no limit)",
+        help="end the job when its workers would have to form again more often than this (default: no limit)",
     )
     add(
         "--blacklist-cooldown-range",
@@ -83,15 +83,15 @@ def add_elastic_flags(add: AddArgument) -> None:
         metavar=("MIN", "MAX"),
         yaml="elastic.blacklist_cooldown_range",
         help="how long a host that has failed is left out: at least MIN seconds, twice as long each time, at most MAX "
-        "(default: until it is removed from the list and comes back)",
+        "(default: until it disappears from the list and returns)",
     )
     add(
         "--failures-per-host",
         type=positive,
         metavar="N",
         yaml="elastic.failures_per_host",
-        help="leave out a host at the Nth failure of a worker there; before that, only the worker that has failed is "
-        "started again (default: 1, as in Horovod, also where a discovery lists only one host; 3 where -H names a "
+        help="leave out a host at the Nth failure of a worker there; before that, only the failed worker is "
+        "restarted (default: 1, as in Horovod, also where a discovery lists only one host; 3 where -H names a "
         "single host, or no host is named)",
     )
     add(
@@ -106,7 +106,7 @@ def add_elastic_flags(add: AddArgument) -> None:
         type=some_seconds,
         metavar="SECONDS",
         yaml="elastic.discovery_timeout_seconds",
-        help="time that it may take (default: 10)",
+        help="time limit for one run of the discovery script (default: 10)",
     )
 
 
@@ -121,7 +121,7 @@ def options_from(arguments: argparse.Namespace) -> ElasticOptions | None:
         for name in _SETTINGS:  # as variables, or in a file, they may be there for other jobs
             if is_given(arguments, name):
                 raise ConfigError(
-                    f"{settings()[name].flag} is for elastic jobs: give --min-np N or a discovery script besides, or "
+                    f"{settings()[name].flag} is for elastic jobs: add --min-np N or a discovery script, or "
                     "leave it out"
                 )
         return None

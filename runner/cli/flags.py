@@ -29,12 +29,12 @@ PROGRAM = "hvdgloo-run"
 GROUPS = {
     "job": "what to run",
     "hosts": "hosts",
-    "elastic": "elastic jobs, whose workers may come and go (docs/elastic.md)",
+    "elastic": "elastic jobs, whose workers may join and leave (docs/elastic.md)",
     "reach": "how hosts are reached",
-    "environment": "what workers find there",
+    "environment": "environment of the workers",
     "network": "network",
     "output": "output",
-    "views": "looking at the job (docs/observing.md)",
+    "views": "observing the job (docs/observing.md)",
     "time": "time limits",
     "tuning": "fusion and negotiation",
     "stalls": "stalls",
@@ -108,13 +108,13 @@ usage: {_USAGE}
   --ssh-port, --ssh-args, --agent-command      how hosts are reached
   --nics eth0                the network to use (default: whatever works)
   --min-np N, --max-np N, --host-discovery-script COMMAND
-                             an elastic job, whose workers may come and go
+                             an elastic job, whose workers may join and leave
   --max-restarts N           start all workers again after a failure
-  --output-filename FOLDER   also write what each rank prints to a file
+  --output-filename DIR      also write what each rank prints to a file
   --page, --report FILE      show the job in a browser, live or afterwards
   --timeline-filename FILE   trace where collectives spend their time
   --as-horovod               run a program that imports horovod as it is
-  --verbose                  say what is being done
+  --verbose                  report each step of the start
   --check-build, --version   what can be used on this machine; the version
   --help-all                 all options, exit statuses, signals
 
@@ -144,10 +144,10 @@ program. Everything after it belongs to it. Examples:
   hvdgloo-run tune -H h1:2,h2:2       which settings suit these hosts?
   hvdgloo-run timeline merge all.json trace.*.json    ranks' traces in one file
 
-Exit status: 0 if all workers succeeded, else that of the first one that failed
-(128+N if signal N ended it), or of the failure that an elastic job could not
-survive; 1 if the job could not be started; 2 if the command line, or a file
-that it names, cannot be used.
+Exit status: 0 if all workers succeeded, otherwise the status of the first one
+that failed (128+N if signal N ended it), or of the failure that an elastic job
+could not survive; 1 if the job could not be started; 2 if the command line, or
+a file that it names, cannot be used.
 
 Ctrl-C is passed on to the workers, which then have the grace period to end;
 Ctrl-C again kills them at once. Ctrl-Z stops the launcher alone: the workers go
@@ -161,8 +161,8 @@ _DOCTOR_DESCRIPTION = f"""\
 usage: {PROGRAM} doctor [options] [command ...]
 
 Check whether the hosts of a job are ready for it, and say what to fix. Nothing
-is started but an agent on each host, which looks around and ends. All options
-of a job may be given; these matter here:
+is started but an agent on each host, which reports what it finds and ends. All
+options of a job may be given; these matter here:
 """
 
 _DOCTOR_EPILOG = """\
@@ -187,8 +187,8 @@ usage: {PROGRAM} tune [options] [-- program.py ...]
 
 Measure on the hosts of a job which settings suit them: data planes, buckets and
 thresholds. With a Python program, run it for a few steps, and tune to its
-gradients; else to those of a well-known network. All options of a job may be
-given, and what they set stays; these matter here:
+gradients; otherwise to the gradients of a well-known network. All options of a
+job may be given, and are kept; these matter here:
 """
 
 _TUNE_EPILOG = """\
@@ -378,14 +378,14 @@ def _add_job_flags(add: setting_flags.AddArgument) -> None:
         help="after a failure, start all workers again on the same hosts, at most N times; they find the number of the "
         "restart in HVDGLOO_RESTART, and continue from the program's own checkpoint (default: 0)",
     )
-    add("--config-file", metavar="FILE", help="a YAML file with settings; flags win over it")
+    add("--config-file", metavar="FILE", help="a YAML file with settings; flags take precedence")
     add(
         "--stdin",
         type=natural,
         metavar="RANK",
         help="give this rank the launcher's standard input, for a debugger; all others have none",
     )
-    add("--verbose", action="store_true", yaml="verbose", help="say what is being done")
+    add("--verbose", action="store_true", yaml="verbose", help="report each step of the start")
 
 
 def _add_host_flags(add: setting_flags.AddArgument) -> None:
@@ -440,8 +440,8 @@ def _add_output_flags(add: setting_flags.AddArgument) -> None:
         type=ranks,
         metavar="RANKS",
         yaml="output.log_ranks",
-        help="show the output of these ranks only: 0, or 0,4-7. That of the others goes to --output-filename, and its "
-        "end to the summary if one of them fails (default: all)",
+        help="show the output of these ranks only: 0, or 0,4-7. Other ranks' output still goes to --output-filename, "
+        "and its last lines to the summary if one of them fails (default: all)",
     )
     add(
         "--no-prefix",
@@ -460,26 +460,26 @@ def _add_view_flags(add: setting_flags.AddArgument) -> None:
         metavar="ADDRESS:PORT",
         yaml="view.page",
         help="serve a page that shows the job live, and print its address, which works for one browser. By default it "
-        "is at 127.0.0.1 and any free port; =0.0.0.0:8080, say, lets other machines reach it (then use --tls, too)",
+        "is at 127.0.0.1 and any free port; =0.0.0.0:8080 lets other machines reach it (then use --tls, too)",
     )
     add(
         "--page-control",
         action="store_true",
         yaml="view.page_control",
-        help="who sees the page may also have some steps traced, and download the trace",
+        help="let viewers of the page have some steps traced, and download the trace",
     )
     add(
         "--report",
         metavar="FILE",
         yaml="view.report",
-        help="write what the page has shown to FILE (.html) when the job has ended, also after a failure, and the same "
-        "for programs to a file beside it (.json)",
+        help="write the page's content to FILE (.html) when the job has ended, even after a failure, and the same "
+        "data for programs to a file next to it (.json)",
     )
     add(
         "--no-progress",
         action="store_true",
         yaml="view.no_progress",
-        help="do not show on a terminal how far the job is",
+        help="do not show a progress line on a terminal",
     )
 
 
@@ -498,7 +498,7 @@ def _add_time_flags(add: setting_flags.AddArgument) -> None:
         default=HEARTBEAT_TIMEOUT,
         metavar="SECONDS",
         yaml="timeouts.heartbeat_seconds",
-        help=f"silence after which a host counts as lost (default: {HEARTBEAT_TIMEOUT:g})",
+        help=f"silence after which a host is considered lost (default: {HEARTBEAT_TIMEOUT:g})",
     )
 
 
@@ -509,7 +509,7 @@ def _add_doctor_flags(add: setting_flags.AddArgument) -> None:
 def _add_tune_flags(add: setting_flags.AddArgument) -> None:
     add("--save", metavar="FILE", help="write the settings that were found to a file for --config-file")
     add("--plot", metavar="FILE", help="write a picture (SVG) of what was measured")
-    add("--seconds", type=positive, metavar="N", help=f"measure for about so long (default: {TUNE_SECONDS})")
+    add("--seconds", type=positive, metavar="N", help=f"measure for about N seconds (default: {TUNE_SECONDS})")
 
 
 def _add_information_flags(add: setting_flags.AddArgument) -> None:
@@ -598,7 +598,7 @@ def misplaced(command: Sequence[str], spellings: Sequence[str]) -> str:
         if flag in spellings:
             own = [word] if equals else [word, *command[position + 1 : position + 2]]
             before = masking.shown([PROGRAM, *own, *command[:position]])
-            return f"{flag} comes after the program, so the program gets it; for {PROGRAM} itself, write {before}"
+            return f"{flag} follows the program, so the program receives it; to give it to {PROGRAM}, write {before}"
     return ""
 
 

@@ -1,7 +1,7 @@
 """``hvdgloo-run``: from the command line to a LaunchSpec.
 
-The flags are those of ``horovodrun``, so that scripts keep working: a flag that has a meaning here means the same, a
-flag without one is accepted with a notice, and a flag that would change the job is refused.
+The flags are the same as ``horovodrun``'s, so that scripts keep working: a flag that has a meaning here means the same,
+a flag without one is accepted with a notice, and a flag that would change the job is refused.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def add_environment_flags(add: AddArgument) -> None:
         choices=("all", "named"),
         default="all",
         yaml="environment.export",
-        help="which variables workers on other hosts get: all but those specific to a host (default), or only those of "
-        "-x and --env-file, and settings",
+        help="which variables workers on other hosts get: all but those specific to a host (default), or only "
+        "settings and the variables that -x and --env-file name",
     )
     add(
         "--remote-python",

@@ -13,7 +13,7 @@ from hvdgloo.runner.job.host_sources import Inventory
 
 _HOSTS = "this launcher is started once and reaches all hosts itself; name them: -H h1:4,h2:4"
 _FILES = "--output-filename DIRECTORY writes what each rank prints to a file, and shows it as well"
-_NEEDLESS = "there is nothing like it here; leave it out"
+_NEEDLESS = "it has no equivalent here; leave it out"
 
 _REFUSED = {
     "--rdzv-backend": _HOSTS,
@@ -36,7 +36,7 @@ _REFUSED = {
     "--signals-to-handle": "SIGINT, SIGTERM and SIGHUP are passed on to the workers; leave it out",
     "--start-method": _NEEDLESS,
     "--event-log-handler": _NEEDLESS,
-    "--role": "ROLE_NAME is default; leave it out",
+    "--role": "ROLE_NAME is always 'default'; leave it out",
     "--numa-binding": "write the binding into the command: numactl --cpunodebind=0 python train.py",
 }
 """Refused flags with a value, and their equivalents."""
@@ -92,7 +92,9 @@ def judge_torchrun_flags(arguments: argparse.Namespace) -> None:
             )
         raise ConfigError(f"--nnodes {nodes}: {_HOSTS}")
     if arguments.nproc_per_node is not None and arguments.np is not None:
-        raise ConfigError("-np is the number of all workers, and --nproc-per-node that of each host's; give one")
+        raise ConfigError(
+            "-np is the number of all workers, and --nproc-per-node the number on each host; give only one of them"
+        )
     if arguments.module and arguments.no_python:
         raise ConfigError("--module and --no-python exclude each other: a module is run by Python")
 
@@ -112,7 +114,7 @@ def processes_here(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         raise ConfigError(f"--nproc-per-node {text}: give a number from 1, or auto, cpu or gpu")
     gpus = 0 if text == "cpu" else visible_gpus(environ)
     if text == "gpu" and not gpus:
-        raise ConfigError("--nproc-per-node gpu: there is no GPU")
+        raise ConfigError("--nproc-per-node gpu: there is no GPU here; give a number, or cpu")
     return gpus or usable_cores()
 
 
@@ -131,8 +133,8 @@ def on_each_host(arguments: argparse.Namespace, count: int | None, inventory: In
     others = [host.name for host in inventory.hosts if host.name != "localhost"]
     if others and not arguments.nproc_per_node.isdecimal():
         raise ConfigError(
-            f"--nproc-per-node {arguments.nproc_per_node}: what {others[0]} has is not known here; give a number, or "
-            "leave it out: a host without slots has a worker for each of its GPUs"
+            f"--nproc-per-node {arguments.nproc_per_node}: the GPUs and cores of {others[0]} are not known here; give "
+            "a number, or leave it out: a host without slots has a worker for each of its GPUs"
         )
     hosts = tuple(replace(host, slots=count) for host in inventory.hosts)
     return replace(inventory, hosts=hosts, np=count * len(hosts))

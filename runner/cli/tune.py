@@ -40,7 +40,7 @@ def check_log(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None
         ConfigError: the flag was given.
     """
     if setting_flags.is_given(arguments, "autotune_log") and not Config.from_env(environ).autotune:
-        raise ConfigError("--autotune-log-file is about what --autotune tries, which is not asked for")
+        raise ConfigError("--autotune-log-file needs --autotune; add it, or leave the file out")
 
 
 def run(
@@ -64,7 +64,7 @@ def run(
     for path in files:  # before anything is measured
         folder = os.path.dirname(os.path.abspath(path))
         if not os.path.isdir(folder):
-            say(f"creating the folder {folder}")
+            say(f"creating the directory {folder}")
         _write(path, "", append=True)
 
     try:
@@ -73,10 +73,10 @@ def run(
         raise JobFailedError("stopped by SIGINT", exit_code=128 + signal.SIGINT) from None
     if given.save is not None:
         _write(given.save, report.as_yaml(found))
-        say(f"settings are in {given.save}: hvdgloo-run --config-file {given.save} ...")
+        say(f"saved the settings to {given.save}; use them with hvdgloo-run --config-file {given.save} ...")
     if given.plot is not None:
         _write(given.plot, report.as_svg(found))
-        say(f"the picture is {given.plot}")
+        say(f"saved the picture to {given.plot}")
     return report.as_json(found) if given.json else report.as_text(found)
 
 

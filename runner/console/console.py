@@ -285,7 +285,7 @@ class Console:
             try:
                 made: Mapping[tuple[int, int], Target] = _open_files(self._directory, [rank], self._size)
             except LaunchError as error:
-                self.always(followed_by(error, f"what rank {rank} prints is not written to a file"))
+                self.always(followed_by(error, f"the output of rank {rank} is not written to a file"))
                 self.unwritten.append(str(error))
                 made = dict.fromkeys(((rank, STDOUT), (rank, STDERR)), _Nowhere())
             self._file_list += [file for file in made.values() if isinstance(file, FileTarget)]
@@ -328,7 +328,7 @@ class Console:
             some = f"{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
             text = in_one_line(error)
             shown = text if len(text) <= _ERROR_WIDTH else f"{text[:_ERROR_WIDTH]}..."
-            self.always(f"the same on rank{some}: {shown}")
+            self.always(f"the same error on rank{some}: {shown}")
 
     def _emit(self, source: tuple[int, int], lines: Sequence[bytes]) -> None:
         if not lines or not self._shows(source[0]):
@@ -409,7 +409,7 @@ def make_directory(directory: str) -> None:
     except OSError as error:
         not_a_folder = isinstance(error, FileExistsError | NotADirectoryError)
         where = "it" if error.filename == directory else error.filename
-        reason = f"{where} is not a folder" if not_a_folder else f"{where} cannot be written: {error.strerror}"
+        reason = f"{where} is not a directory" if not_a_folder else f"{where} cannot be written: {error.strerror}"
         raise ConfigError(f"--output-filename {directory}: {reason}") from error
     for path in (os.path.join(folder, name) for folder in earlier for name in _STREAM_NAMES.values()):
         reason = why_not_writable(path)

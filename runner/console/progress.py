@@ -38,16 +38,16 @@ class Step(enum.Enum):
 
 
 _ENDED = (
-    "the command that leads there was tried again and again, and ended each time; run it by hand, and look at "
+    "the command that connects to it was tried repeatedly, and failed each time; run it by hand, and check "
     "--agent-command or the ssh options (--no-wait-for-hosts gives up at the first failure)"
 )
 
 REMEDIES = {
-    Step.CONNECTING: "the command that leads there runs, but nothing has answered yet: it may be waiting for a "
+    Step.CONNECTING: "the command that connects to it runs, but nothing has answered yet: it may be waiting for a "
     "login, or the network may be dropping its packets; run the same command by hand",
     Step.PYTHON: "Python runs there, but hvdgloo's agent is not up yet: the file system that it is imported from may "
     "be slow, or the host overloaded",
-    Step.PROBING: "the agent is up, but its addresses have not been tried out yet: a firewall may be dropping the "
+    Step.PROBING: "the agent is up, but its addresses have not been tested yet: a firewall may be dropping the "
     "packets; --nics chooses other addresses",
 }
 """For each step that may take too long: the likely cause, and the remedy."""

@@ -180,7 +180,7 @@ def _visit(host: HostEntry, round_: _Round) -> Visit:
     answer = round_.answers.get(host)
     slots = host.slots
     if answer is None or answer.examined is None:
-        problem, _, remedy = round_.problems.get(host, "its agent did not say what it found").partition("; ")
+        problem, _, remedy = round_.problems.get(host, "its agent did not report what it found").partition("; ")
         return Visit(host.name, slots or 1, problem=problem, remedy=remedy)
     examined = answer.examined
     return Visit(

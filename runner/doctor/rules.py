@@ -465,7 +465,7 @@ def addresses_reached(reports: Reports) -> tuple[dict[str, list[tuple[str, str]]
 def _who_reaches(reports: Reports, answers: Sequence[tuple[int, Answer | None]]) -> str:
     """Describe who reaches an address: ``all``, ``none (...)``, or ``all but h2 (timed out after 3 s)``."""
     if not answers:
-        return "nobody has tried: nothing listens there"
+        return "not tried: nothing listens there"
     failed = [(reports.names[source], answer) for source, answer in answers if not _reached(answer)]
     if not failed:
         return "all"

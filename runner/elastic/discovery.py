@@ -205,10 +205,10 @@ def output_of(
     try:
         started(process)
         if not _listen(process, output, errors, deadline):
-            raise error(f"it prints more than {MAX_OUTPUT} bytes")
+            raise error(f"it printed more than {MAX_OUTPUT} bytes")
         status = process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        raise error(f"it has not ended within {timeout:g} s") from None
+        raise error(f"it did not end within {timeout:g} s") from None
     finally:
         _end(process)
     if status:
@@ -216,7 +216,7 @@ def output_of(
     try:
         return output.decode("utf-8")
     except UnicodeDecodeError:
-        raise error("what it prints is not UTF-8") from None
+        raise error("its output is not UTF-8") from None
 
 
 def _begun(command: Sequence[str]) -> subprocess.Popen[bytes]:

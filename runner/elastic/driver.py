@@ -95,8 +95,8 @@ class ElasticDriver:
         starter: starts and ends workers.
         tell: receives lines for the user; called on any thread.
         left_out: receives hosts that are not used for the time being; called on any thread.
-        placed: receives each assignment before its members are told their ranks, so that their output is known to be
-            theirs. Called on any thread, under a lock: it must only take note.
+        placed: receives each assignment before its members are told their ranks, so that their next output has the
+            right rank. Called on any thread, under a lock: it must not block.
         interval: seconds between two questions to the discovery.
         machine: returns the machine that a host belongs to; empty for a host of its own.
         hang_time: seconds after which the user is told that the discovery does not answer.

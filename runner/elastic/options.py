@@ -35,7 +35,7 @@ class ElasticOptions:
         script: a discovery script, or ``slurm``.
         discovery: an object that lists hosts.
         slots_per_host: slots of hosts that are listed without a number.
-        reset_limit: how often workers may form anew.
+        reset_limit: how often workers may form again.
         cooldown: the shortest and the longest time for which a host is left out.
         failures_per_host: the number of workers' failures that exclude their host.
         interval: time between two calls of a discovery.
@@ -73,8 +73,8 @@ class ElasticOptions:
         """Convert the options; return None for a job of a fixed size.
 
         Args:
-            inventory: the number of workers, from ``size``, and the hosts that were given or found, without those of a
-                discovery.
+            inventory: the number of workers, from ``size``, and the hosts that were given or found, without the hosts
+                of a discovery.
             environ: the workers' environment; its settings apply to the launcher, too.
 
         Raises:
@@ -86,8 +86,8 @@ class ElasticOptions:
         size = inventory.np
         if size is None:
             raise ConfigError(
-                f"{FLAGS['script']} needs -np N, the number of slots that must be there before the job starts; it may "
-                "use more of them, up to --max-np"
+                f"{FLAGS['script']} needs -np N, the number of slots that must be available before the job starts; it "
+                "may use more, up to --max-np"
             )
         if size > MOST_WORKERS:
             raise ConfigError(f"-np {size}: a job has at most {MOST_WORKERS} processes")
@@ -127,8 +127,8 @@ class ElasticOptions:
             return HostDiscoveryScript(_checked(self.script), self.slots_per_host, timeout=timeout)
         if allocation is None:
             raise ConfigError(
-                f"{FLAGS['script']} {SLURM} lists the nodes of a Slurm job, and this is none; for a script of that "
-                f"name, write ./{SLURM}"
+                f"{FLAGS['script']} {SLURM} lists the nodes of a Slurm job, but there is no Slurm job here; for a "
+                f"script of that name, write ./{SLURM}"
             )
         return SlurmNodes(allocation.hosts, self.slots_per_host, timeout=timeout)
 
@@ -137,8 +137,7 @@ class ElasticOptions:
         for field in fields(self):
             if getattr(self, field.name) is not None:
                 raise ConfigError(
-                    f"{FLAGS[field.name]} is for elastic jobs: give --min-np N or a discovery script besides, or leave "
-                    "it out"
+                    f"{FLAGS[field.name]} is for elastic jobs: add --min-np N or a discovery script, or leave it out"
                 )
 
     def _refuse_without_discovery(self) -> None:
@@ -181,7 +180,7 @@ def _checked(script: str) -> str:
             return script
     path = command[0]
     if os.path.isdir(path):
-        raise ConfigError(f"{flag}: it is a folder")
+        raise ConfigError(f"{flag}: is a directory")
     if not os.path.exists(path):
         raise ConfigError(f"{flag}: there is no such file")
     if not os.access(path, os.X_OK):

@@ -16,7 +16,7 @@ class ElasticSettings:
         discovery: an object that lists hosts.
         min_num_proc, max_num_proc: the minimum and the maximum number of workers; None for no limit.
         elastic_timeout: seconds to wait for workers.
-        reset_limit: how often workers may form anew; None for no limit.
+        reset_limit: how often workers may form again; None for no limit.
         cooldown_range: the shortest and the longest time in seconds for which a host is left out; None for ever.
         settings: any others, which become attributes unchanged: ``num_proc``, ``verbose``, ``nics``, ...
     """

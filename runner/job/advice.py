@@ -40,8 +40,8 @@ def advise(cause: str, argv: Sequence[str], python: str, *, option: str = "") ->
         )
     if _NO_SUCH_GPU.match(cause):
         return (
-            "each worker takes the GPU of its local rank: torch.cuda.set_device(hvd.local_rank()), and not hvd.rank(); "
-            "and there cannot be more workers on a host than it has GPUs"
+            "choose each worker's GPU by its local rank, with torch.cuda.set_device(hvd.local_rank()), not by "
+            "hvd.rank(); and run no more workers on a host than it has GPUs"
         )
     found = _NO_MODULE.match(cause)
     if found is None:

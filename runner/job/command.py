@@ -117,7 +117,7 @@ def _executable(program: str, cwd: str, search_path: str | None) -> str:
     path = os.path.join(cwd, program)
     if os.path.isdir(path) and (os.sep in program or shutil.which(program, path=search_path) is None):
         within = os.path.join(program, "train.py")
-        raise ConfigError(f"{program} is a folder; name the program to run, such as {within}")
+        raise ConfigError(f"{program} is a directory; name the program to run, such as {within}")
     if os.sep in program:
         if not os.path.isfile(path):
             raise ConfigError(f"there is no program {program} in {cwd}")
@@ -128,7 +128,7 @@ def _executable(program: str, cwd: str, search_path: str | None) -> str:
     if found is None:
         if _MORE_HOSTS.fullmatch(program):
             raise ConfigError(
-                f"{program} is taken for the program to run; join hosts by commas, without spaces: -H h1:4,h2:4"
+                f"{program} was taken for the program to run; separate hosts by commas, without spaces: -H h1:4,h2:4"
             )
         meant = [f"./{program}"] if os.path.exists(path) else suggestions(program, _SUBCOMMANDS)
         hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
@@ -160,7 +160,8 @@ def worker_environment(
         master: an address of rank 0's host and a free port there, for the user's own torch.distributed; None if not yet
             known.
         restart: how often all workers have been restarted.
-        max_restarts: how often all workers may be restarted, or an elastic job may form anew; None for no limit.
+        max_restarts: how often all workers may be restarted, or the workers of an elastic job may form again; None for
+            no limit.
     """
     return {
         **place_variables(

@@ -45,7 +45,7 @@ def working_directory(environ: Mapping[str, str]) -> str:
     try:
         real = os.getcwd()
     except FileNotFoundError:
-        raise ConfigError("the current folder no longer exists; change to another one, and start again") from None
+        raise ConfigError("the current directory no longer exists; change to another one, and start again") from None
     named = environ.get("PWD", "")
     try:
         return named if os.path.isabs(named) and os.path.samefile(named, real) else real

@@ -66,7 +66,7 @@ def read_hostfile(path: str) -> tuple[HostEntry, ...]:
         with open(path, encoding="utf-8-sig") as file:
             lines = file.read().splitlines()
     except UnicodeDecodeError:
-        raise ConfigError(f"--hostfile {path}: it is not UTF-8 text") from None
+        raise ConfigError(f"--hostfile {path}: the file is not UTF-8 text") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"--hostfile {path}: {reason}") from None
@@ -193,7 +193,7 @@ def too_few(hosts: Sequence[HostEntry], np: int) -> ConfigError:
     share = -(-np // len(hosts))
     example = ",".join(f"{host.name}:{share}" for host in hosts[:3]) + (",..." if len(hosts) > 3 else "")
     return ConfigError(
-        f"{np} processes were asked for, but the hosts have only {counted_slots(total)} ({listed}); give more slots "
+        f"{np} processes were requested, but the hosts have only {counted_slots(total)} ({listed}); give more slots "
         f"(-H {example}) or a smaller -np"
     )
 
@@ -264,5 +264,5 @@ def remark_on_load(hosts: Sequence[HostEntry], cores: Sequence[int]) -> str:
     others = f" (and likewise on {len(crowded) - 1} more)" if len(crowded) > 1 else ""
     return (
         f"{host.slots} workers on {has} core{'' if has == 1 else 's'} of {host.name}{others}: they start one after the "
-        "other, and every step is slow; one for each core is plenty"
+        "other, and every step is slow; one worker for each core is plenty"
     )

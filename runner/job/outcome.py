@@ -78,7 +78,7 @@ def named_culprit(cause: str) -> int | None:
 
 
 def _said_of_it(cause: str) -> str:
-    """Return how a rank ended, according to the error of a rank that waited for it in vain."""
+    """Return how a rank ended, according to the error of a rank that waited for it."""
     said = _LOST.search(cause)
     return said[1] if said is not None else "failed"
 

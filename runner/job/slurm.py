@@ -158,7 +158,7 @@ def _counts(text: str, name: str, nodes: int) -> list[int]:
         counts += [int(match[1])] * int(match[2] or 1)
     if len(counts) != nodes:
         raise ConfigError(
-            f"{name}={text} is about {len(counts)} nodes, but the job has {nodes}; name the hosts with -H"
+            f"{name}={text} describes {len(counts)} nodes, but the job has {nodes}; name the hosts with -H"
         )
     return counts
 

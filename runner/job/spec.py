@@ -280,9 +280,12 @@ class LaunchSpec:
                 "--reset-limit times"
             )
         if self.max_restarts and self.stdin_rank is not None:
-            raise ConfigError("--stdin with --max-restarts: what one start has read would be lost to the next")
+            raise ConfigError(
+                "--stdin cannot be combined with --max-restarts: input that one start has read would be lost to the "
+                "next"
+            )
         if self.views.control and self.views.page is None:
-            raise ConfigError("--page-control is about the page, which only --page serves")
+            raise ConfigError("--page-control needs the page; add --page, or leave it out")
         _ = self.nics
         if self.elastic is not None:
             self._check_elastic(self.elastic.rules.largest)

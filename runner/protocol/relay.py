@@ -115,7 +115,7 @@ class _Relayed:
         if self._closed:
             return
         if self._held + len(data) > WINDOW:
-            self._break()  # nobody who keeps to the rules sends so much
+            self._break()  # the protocol does not allow so much
             return
         self._waiting.append(memoryview(data))
         self._held += len(data)

@@ -65,7 +65,7 @@ class Job(Protocol):
         """Show a notice to the user."""
 
     def usable(self, link: Link) -> None:
-        """Use an agent that has come up, on a host that has everything that workers need."""
+        """Use an agent that is up, on a host that has everything that workers need."""
 
     def unusable(self, host: HostState) -> None:
         """Give up a host on which no agent can be used; its ``failure`` has the reason."""
@@ -205,7 +205,7 @@ class Agents:
             self._perform[action](host)
 
     def offer(self, event: Event, hosts: Iterable[HostState] | None = None) -> None:
-        """Feed an event to those of ``hosts`` (by default all) that accept it now."""
+        """Feed an event to all ``hosts`` (by default to every host) that accept it now."""
         for host in self.hosts if hosts is None else hosts:
             if host.accepts(type(event)):
                 self.happen(host, event)

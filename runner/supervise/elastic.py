@@ -55,7 +55,7 @@ class Visit:
         since: time at which it was first needed.
         state: the state of its agent; None while processes of the last visit may be left there.
         link: the link to its agent, once that can be used.
-        admitted: it takes part, and its workers can reach those of other hosts.
+        admitted: it takes part, and its workers can reach other hosts' workers.
         waiting: workers to be started there as soon as that is possible, with their numbers.
         leaving: it is to be given back.
         parted: it no longer takes part: its agent was told to end, or was lost.
@@ -241,7 +241,7 @@ class ElasticSupervisor(Supervisor):
         for visit in self._visits.values():
             if any(spawn.worker == worker for _, spawn in visit.waiting):
                 visit.waiting = [item for item in visit.waiting if item[1].worker != worker]
-                self.driver.exited(worker, 0, "was not needed any more")
+                self.driver.exited(worker, 0, "was no longer needed")
                 self._let_go(visit)
                 return
             if visit.link is not None and number in visit.link.workers:
@@ -328,7 +328,7 @@ class ElasticSupervisor(Supervisor):
         visit.state = state
 
     def usable(self, link: Link) -> None:
-        """Probe a host whose agent has come up."""
+        """Probe a host whose agent is up."""
         visit = self._visit_of(link.state)
         if visit is None or self.settled:
             return
@@ -356,7 +356,7 @@ class ElasticSupervisor(Supervisor):
             )
 
     def admit(self, visit: Visit, detail: str) -> None:
-        """Let a host take part: its workers can reach those of the other hosts. ``environment`` has its address."""
+        """Let a host take part: its workers can reach the other hosts' workers. ``environment`` has its address."""
         assert visit.link is not None
         if not visit.link.state.accepts(host_state.Probed):
             return  # its stream has ended: it is about to be lost

@@ -27,7 +27,7 @@ EXIT_TIME = 1.0
 """Seconds for a command to end on its own after its stream did."""
 
 ANSWER_TIME = 3.0
-"""Seconds within which the second agent must have come up; otherwise the host counts as unreachable."""
+"""Seconds within which the second agent must be up; otherwise the host counts as unreachable."""
 
 SWEEP_TIME = reaper.LIMIT + 2 * reaper.HANG_TIME + 2.0
 """Seconds that a second agent may take beyond the grace period."""
@@ -168,7 +168,7 @@ class Action(enum.Enum):
     """Actions that follow from events. Their details are in the host's attributes: ``detail``, ``reason``."""
 
     CONNECT = "start the command that leads there"
-    SHOW = "show that it has come to another step"
+    SHOW = "show that it has reached another step"
     CHECK = "ask its agent for what workers will need"
     DROP = "end its command, which has led to no agent that can be used, and forget it"
     FINISH = "tell its agent that the job is over"

@@ -135,7 +135,7 @@ class Supervisor:
     # The steps of a job, in the order in which launch calls them.
 
     def gather(self, required: Callable[[HostEntry], Require]) -> tuple[Hello, ...]:
-        """Start an agent on every host, and wait until all have come up.
+        """Start an agent on every host, and wait until all are up.
 
         Args:
             required: returns a host's requirements.
@@ -146,7 +146,7 @@ class Supervisor:
         """
         startup = Startup(self._agents.hosts)
         self._bring_up(startup, required)
-        # If an agent that had come up was lost, hosts that have not come up yet are not the reason.
+        # If an agent that was up was lost, hosts that are not up yet are not the reason.
         self._check_agents()
         startup.check({link.host.name: link.last_words for link in self.links}, self._spec.start_timeout)
         return self._hellos()

@@ -59,7 +59,7 @@ class Survivors:
             self.statuses.setdefault(number, None)
 
     def fail(self, failure: Failure) -> None:
-        """End the job, whoever is left."""
+        """End the job, whichever workers are left."""
         if not self.settled:
             self._outcome.first = failure
             self._stop()

@@ -113,21 +113,21 @@ def run(
         JobFailedError: a signal ended a job, or a rank failed; its error has been shown.
     """
     if Config.from_env(spec.environ).autotune:
-        say("--autotune tries nothing while settings are measured")
+        say("--autotune is off while settings are measured")
     if program:
         argv, module = _python_program(program)
         say(f"recording the gradients of {argv[0]}")
         recorded = _function(spec, stderr, record, (argv,), {"module": module}, gradient_bucket="0")
         if recorded[0] is None:
             raise LaunchError(
-                "the program has ended without two training steps: there are no gradients to tune for (tensors need "
-                "names that come again in every step, as those of optimizers have)"
+                "the program ended before two training steps: there are no gradients to tune for (tensors need "
+                "names that repeat in every step, such as an optimizer's)"
             )
         workloads = [recorded[0]]
         shown = f"the gradients of {argv[0]}"
     else:
         workloads = [Workload(resnet50()), Workload(resnet50(), in_buckets=False)]
-        shown = "gradients like those of ResNet-50"
+        shown = "gradients as in ResNet-50"
     first = workloads[0]
     shown += f": {len(first.sizes)} tensors, {first.nbytes / (1 << 20):.1f} MiB"
     bucket = Config.from_env(spec.environ).gradient_bucket
@@ -173,7 +173,7 @@ def _python_program(command: Sequence[str]) -> tuple[list[str], bool]:
     if words[:1] == ["-m"] and len(words) > 1:
         return words[1:], True
     if not words or not words[0].endswith(".py"):
-        raise ConfigError(f"tune: {masking.shown(command)}: it is no Python file, nor -m and a module")
+        raise ConfigError(f"tune: {masking.shown(command)}: it is neither a Python file, nor -m and a module")
     return words, False
 
 

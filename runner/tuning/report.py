@@ -117,7 +117,7 @@ def _sweep_table(campaign: Campaign) -> str:
 def _found(found: Found) -> str:
     gain = found.start_seconds / found.best_seconds
     part = f" ({_share(found.part)} of them)" if found.part < 1 else ""
-    lines = [f"gradients {_way(found)}: {_time(found.start_seconds)} for those of a step{part}"]
+    lines = [f"gradients {_way(found)}: {_time(found.start_seconds)} for a step's gradients{part}"]
     name, values = _first_axis(found)
     fastest = min(seconds for _, seconds in values)
     now, best = getattr(found.start, name), getattr(found.best, name)
@@ -167,7 +167,7 @@ def _percent(ratio: float) -> str:
 
 def _conclusion(campaign: Campaign) -> str:
     found = _file_settings(campaign.settings)
-    lines = ["To be set:", *(f"  {key}: {value}" for key, value in found.items())]
+    lines = ["Settings to use:", *(f"  {key}: {value}" for key, value in found.items())]
     if not found:
         lines = ["The job's settings are best as they are."]
     return "\n".join([*lines, *_reservation(campaign)])
@@ -203,8 +203,8 @@ def _planes(campaign: Campaign) -> list[tuple[str, Measured]]:
 
 
 def _first_axis(found: Found) -> tuple[str, list[tuple[Any, float]]]:
-    """Return the setting that was varied first, and the times with its values; for the best value, that of the final
-    choice."""
+    """Return the setting that was varied first, and the times with its values; for the best value, the final
+    choice's."""
     name = "gradient_bucket" if found.sent.in_buckets else "fusion_threshold"
     values: dict[Any, float] = {}
     for setup, seconds in found.tried:

@@ -39,8 +39,8 @@ def script(launcher: Launcher, text: str) -> list[str]:
     [
         ("echo localhost:1; echo no cluster >&2; exit 3", "20", ["it exited with status 3", "    no cluster"]),
         ("echo localhost:1; echo 'Error: forbidden'", "20", ["line 2: 'Error: forbidden' is not a host with a number"]),
-        ("echo waiting >&2; exec sleep 60", "2", ["it has not ended within 2 s", "    waiting"]),
-        ("exec head -c 1000000000 /dev/zero", "20", ["it prints more than 1048576 bytes"]),
+        ("echo waiting >&2; exec sleep 60", "2", ["it did not end within 2 s", "    waiting"]),
+        ("exec head -c 1000000000 /dev/zero", "20", ["it printed more than 1048576 bytes"]),
     ],
     ids=["fails", "prints an error", "hangs", "prints a gigabyte"],
 )

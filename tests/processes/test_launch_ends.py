@@ -118,7 +118,9 @@ def test_pain_22_the_summary_names_the_culprit_and_not_who_noticed_first(launche
     assert done.stderr.splitlines()[-1] == failed
     assert done.stderr.count("ValueError: the culprit\n") == 2, "its traceback is not repeated"
     notices = [line for line in done.stderr.splitlines() if line.startswith("hvdgloo-run: ")]
-    assert [line for line in notices if "the same on rank" not in line] == [failed], "what its peers say is told once"
+    assert [line for line in notices if "the same error on rank" not in line] == [failed], (
+        "what its peers say is told once"
+    )
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
@@ -327,7 +329,7 @@ def test_pain_24_kill_9_of_an_agent_leaves_nothing_and_fails_the_job(launcher: L
     said = {
         "watchdog": b"the agent on host localhost ended its workers, because its watchdog was killed",
         "agent": b"the agent on host localhost was killed by signal 9 (SIGKILL): "
-        b"the kernel reports no lack of memory, so somebody or something else did it\n",
+        b"the kernel reports no lack of memory, so a user or another program did it\n",
         "both": b"the agent on host localhost or the command that leads to it was killed by signal 9 (SIGKILL)",
     }
     text = process.stderr.read()

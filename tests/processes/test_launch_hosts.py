@@ -102,7 +102,7 @@ def test_pain_20_a_host_that_never_answers_is_named_while_waiting_and_at_the_end
     with pytest.raises(LaunchError, match=r"1 host not ready within 2 s \(--start-timeout\)") as caught:
         job("pass", tmp_path, {"b": "exec sleep 100"}, start_timeout=2.0, verbose=True)
     text, _, said = str(caught.value).partition("\n--- ")
-    assert "  connecting: b: the command that leads there runs, but nothing has answered yet" in text
+    assert "  connecting: b: the command that connects to it runs, but nothing has answered yet" in text
     assert re.search(r"1 of 2 hosts ready after 1\.\d s; still waiting for b \(connecting for 1", said)
     assert re.search(r"a: ready after .* \(\S+, agent is process \d+\)", said)
 

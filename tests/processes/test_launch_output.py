@@ -360,9 +360,9 @@ def test_the_summary_of_a_failure_says_where_all_of_the_output_is(launcher: Laun
     done = launcher.run("-np", "2", "--output-filename", "logs", script)
     assert done.returncode == 3
     folder = launcher.folder / "logs/rank.1"
-    assert done.stderr.splitlines()[-1] == f"hvdgloo-run: all that rank 1 has printed is in {folder}"
+    assert done.stderr.splitlines()[-1] == f"hvdgloo-run: the output of rank 1 is in {folder}"
     assert (folder / "stdout").read_text() == "x\n"
-    assert "all that" not in launcher.run("-np", "2", script).stderr, "there is none without files"
+    assert "the output of" not in launcher.run("-np", "2", script).stderr, "there is none without files"
 
 
 def test_ranks_that_raise_the_same_error_are_shown_once_and_counted(launcher: Launcher) -> None:
@@ -389,7 +389,7 @@ def test_ranks_that_raise_the_same_error_are_shown_once_and_counted(launcher: La
     )
     assert [line for line in said if "<stderr>:Traceback" in line] == [said[begin]]
     others = [rank for rank in range(4) if f"[{rank}]" not in first]
-    assert f"hvdgloo-run: the same on ranks {ranges(others)}: ValueError: no data" in said, done.stderr
+    assert f"hvdgloo-run: the same error on ranks {ranges(others)}: ValueError: no data" in said, done.stderr
     assert said[-1].startswith(f"hvdgloo-run: the job failed: rank {first[1]} on host "), "whose traceback that was"
 
 
@@ -418,7 +418,7 @@ def test_the_rank_that_is_blamed_is_the_one_whose_traceback_was_shown(launcher: 
     started = launcher.start("-np", "2", "--grace-period", "20", *options, script)
     assert started.stderr is not None
     said: list[str] = []
-    for awaited, file in (("ValueError", "shown"), ("the same on rank 0", "told")):
+    for awaited, file in (("ValueError", "shown"), ("the same error on rank 0", "told")):
         while not said or awaited not in said[-1]:
             said.append(started.stderr.readline().decode().rstrip())
             assert said[-1], f"it ends before it has shown {awaited}"

@@ -253,7 +253,7 @@ def test_report_of_a_job_that_could_not_be_started(launcher: Launcher) -> None:
     ("flags", "text"),
     [
         (["--report", "."], "--report .: it cannot be written: it is a folder"),
-        (["--page-control"], "--page-control is about the page, which only --page serves"),
+        (["--page-control"], "--page-control needs the page; add --page, or leave it out"),
         (["--page=nonsense:port"], "'nonsense:port': expected ADDR, ADDR:PORT or [ADDR]:PORT"),
         (["--page=192.0.2.1:0"], "192.0.2.1"),
     ],

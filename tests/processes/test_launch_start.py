@@ -149,9 +149,9 @@ def test_a_user_s_module_of_any_name_disturbs_neither_launcher_nor_agent(launche
         (
             ["-H", "localhost:2", "localhost:2", "worker.py"],
             2,
-            "localhost:2 is taken for the program to run; join hosts",
+            "localhost:2 was taken for the program to run; separate hosts",
         ),
-        (["-H", "h1:2", ",h2:2", "worker.py"], 2, "join hosts by commas, without spaces: -H h1:4,h2:4"),
+        (["-H", "h1:2", ",h2:2", "worker.py"], 2, "separate hosts by commas, without spaces: -H h1:4,h2:4"),
         (["-H", "localhost:x", "worker.py"], 2, "'localhost:x' is not a host with a number of slots"),
         (["-H", "localhost:2,127.0.0.1:2", "worker.py"], 2, "are all this machine"),
         (["-H", "no-such-host.invalid:2", "worker.py"], 1, "host no-such-host.invalid cannot be used"),

@@ -90,7 +90,7 @@ class TestPrograms:
     @pytest.mark.parametrize("name", [".", "src", "./src"])
     def test_a_folder_is_no_program(self, name: str, tmp_path: Path) -> None:
         (tmp_path / "src").mkdir()
-        with pytest.raises(hvdgloo.errors.ConfigError, match=f"^{re.escape(name)} is a folder; name the program"):
+        with pytest.raises(hvdgloo.errors.ConfigError, match=f"^{re.escape(name)} is a directory; name the program"):
             self.resolve(name, cwd=tmp_path)
 
     def test_a_program_may_be_called_like_a_folder_here(self, tmp_path: Path) -> None:
@@ -145,12 +145,12 @@ class TestFilesToBeWritten:
     def test_output(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "file").write_text("")
         text = complaint(capsys, "-np", "2", "--output-filename", str(tmp_path / "file/logs"), "true")
-        assert text == f"--output-filename {tmp_path}/file/logs: {tmp_path}/file is not a folder"
+        assert text == f"--output-filename {tmp_path}/file/logs: {tmp_path}/file is not a directory"
 
     def test_output_to_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "file").write_text("")
         text = complaint(capsys, "-np", "2", "--output-filename", str(tmp_path / "file"), "true")
-        assert text == f"--output-filename {tmp_path}/file: it is not a folder"
+        assert text == f"--output-filename {tmp_path}/file: it is not a directory"
 
     def test_output_where_there_can_be_no_folder(self, capsys: pytest.CaptureFixture[str]) -> None:
         text = complaint(capsys, "-np", "2", "--output-filename", "/proc/nothing/logs", "true")

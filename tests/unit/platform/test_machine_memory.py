@@ -58,5 +58,5 @@ def test_what_to_do() -> None:
         assert "run fewer workers on that host" in advise_on_signal(f"was killed by signal 9 (SIGKILL); {text}")
     assert advise_on_signal("was killed by signal 9 (SIGKILL)") == ""
     assert advise_on_signal("exited with status 1") == ""
-    negative = "the kernel reports no lack of memory, so somebody or something else did it"
+    negative = "the kernel reports no lack of memory, so a user or another program did it"
     assert advise_on_signal(f"the agent on host h1 was killed by signal 9 (SIGKILL): {negative}") == ""

@@ -85,7 +85,7 @@ def test_flags(hosts: list[str], flags: list[str], text: str, capsys: pytest.Cap
     [
         (["-H", "h1:1,h2:1", "--stdin", "2"], "--stdin 2: there are only ranks 0 to 1"),
         (["-H", "h1:1,h2:1", "-np", "1", "--stdin", "1"], "--stdin 1: there is only rank 0"),
-        (["-H", "h1:1,h2:1", "-np", "3"], "3 processes were asked for, but the hosts have only 2 slots"),
+        (["-H", "h1:1,h2:1", "-np", "3"], "3 processes were requested, but the hosts have only 2 slots"),
         (["-H", "h1:1,h2:99999"], "100000 slots are given; a job has at most 65536 processes"),
         (["-H", "h1:1,h2", "-np", "99999"], "a job has at most 65536 processes"),
     ],

@@ -265,7 +265,7 @@ class TestCampaign:
 
     def test_without_gradients_there_is_one_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(campaign, "_function", lambda *_, **__: [None, None])
-        with pytest.raises(LaunchError, match="without two training steps"):
+        with pytest.raises(LaunchError, match="before two training steps"):
             campaign.run(SPEC, program=["train.py"], seconds=60, stderr=io.StringIO(), say=lambda text: None)
 
     def test_hosts_that_turn_out_to_have_one_slot_have_nothing_to_tune(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,11 +311,11 @@ class TestCampaign:
         with pytest.raises(JobFailedError):
             campaign.run(spec, program=program, seconds=60, stderr=io.StringIO(), say=said.append)
         assert started == [(False, None)]
-        assert said[0] == "--autotune tries nothing while settings are measured"
+        assert said[0] == "--autotune is off while settings are measured"
 
     @pytest.mark.parametrize("program", [["./train.sh"], ["python"], ["-m"]])
     def test_only_python_s_programs_can_be_recorded(self, monkeypatch: pytest.MonkeyPatch, program: list[str]) -> None:
-        with pytest.raises(ConfigError, match="it is no Python file, nor -m and a module"):
+        with pytest.raises(ConfigError, match="it is neither a Python file, nor -m and a module"):
             conduct(monkeypatch, Hosts(measured("gloo"), lambda settings: 0.2), program)
 
 
@@ -347,7 +347,9 @@ class TestReport:
 
     def test_the_text_shows_planes_bars_and_what_to_set(self, result: Campaign) -> None:
         text = report.as_text(result)
-        assert text.startswith("4 ranks on 2 hosts, shared memory in each host, Gloo between hosts; gradients like")
+        assert text.startswith(
+            "4 ranks on 2 hosts, shared memory in each host, Gloo between hosts; gradients as in ResNet-50"
+        )
         lines = text.splitlines()
         assert "    1 KiB   100 us   100 us" in lines
         assert "   64 MiB   1.50 s   1.50 s" in lines
@@ -447,7 +449,7 @@ class TestCommandLine:
         monkeypatch.setattr(campaign, "run", run)
         with pytest.raises(Begun):
             main(["tune", "-np", "2", "--save", str(tmp_path / "new" / "tuned.yaml")])
-        assert f"hvdgloo-run: creating the folder {tmp_path}/new\n" in capsys.readouterr().err
+        assert f"hvdgloo-run: creating the directory {tmp_path}/new\n" in capsys.readouterr().err
 
     def test_ctrl_c_between_two_jobs_is_one_line(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -478,7 +480,7 @@ class TestAutotuneLog:
     def test_it_is_refused_without_autotune(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["-np", "2", "--autotune-log-file", "log.csv", "true"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line == "hvdgloo-run: --autotune-log-file is about what --autotune tries, which is not asked for"
+        assert line == "hvdgloo-run: --autotune-log-file needs --autotune; add it, or leave the file out"
 
     def test_one_that_cannot_be_written_is_named_before_the_start(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

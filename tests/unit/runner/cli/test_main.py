@@ -124,7 +124,7 @@ class TestFlags:
     @pytest.mark.parametrize(
         ("command", "right"),
         [
-            (["t.py", "-np", "2"], "-np comes after the program,.* write hvdgloo-run -np 2 t.py$"),
+            (["t.py", "-np", "2"], "-np follows the program,.* write hvdgloo-run -np 2 t.py$"),
             (
                 ["-m", "t", "--lr", "1", "--num-proc=2", "x"],
                 "--num-proc .* write hvdgloo-run --num-proc=2 -m t --lr 1$",
@@ -215,11 +215,11 @@ class TestFile:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("a: " + "[" * 3000, "it is nested too deeply"),
-            ("a: " + "{b: " * 3000, "it is nested too deeply"),
-            ("a: " + "[" * 3000 + "]" * 3000, "it is nested too deeply"),
-            ('hostfile: "a\\0b"', r"hostfile: .* holds a NUL character"),
-            ('environment: {variables: ["A=\\0"]}', r"environment.variables: .* holds a NUL character"),
+            ("a: " + "[" * 3000, "the file is nested too deeply"),
+            ("a: " + "{b: " * 3000, "the file is nested too deeply"),
+            ("a: " + "[" * 3000 + "]" * 3000, "the file is nested too deeply"),
+            ('hostfile: "a\\0b"', r"hostfile: .* contains a NUL character"),
+            ('environment: {variables: ["A=\\0"]}', r"environment.variables: .* contains a NUL character"),
             ("hosts: [[h1]]", r"hosts: expected a value or a list of values"),
             ("params: {cycle_time: {a: b}}", r"params.cycle_time: expected a value or a list of values"),
             ("num_proc: 2001-99-99", "month must be in 1..12"),
@@ -284,7 +284,7 @@ class TestFile:
         ("text", "message"),
         [
             ("num_proc: two", "num_proc: .*at least 1, not 'two'"),
-            ("environment: {export: some}", "environment.export: 'some' is none of all, named"),
+            ("environment: {export: some}", "environment.export: 'some' is not one of all, named"),
             ("verbose: loud", "verbose: 'loud' cannot be used: expected true or false"),
             ("hostss: h1:2", "hostss: there is no such setting; did you mean hosts"),
             ("timeouts: {grace_seconds: -1}", "timeouts.grace_seconds: '-1' is not a number of seconds"),

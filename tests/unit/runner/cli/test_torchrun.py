@@ -80,8 +80,14 @@ def test_auto_is_the_number_of_gpus_where_there_are_any(monkeypatch: pytest.Monk
         (["--nproc-per-node", "gpu"], "--nproc-per-node gpu: there is no GPU"),
         (["--nproc-per-node", "0"], "--nproc-per-node 0: give a number from 1, or auto, cpu or gpu"),
         (["--nproc-per-node", "all"], "--nproc-per-node all: give a number from 1"),
-        (["--nproc-per-node", "2", "-np", "2"], "-np is the number of all workers, and --nproc-per-node that of each"),
-        (["--nproc-per-node", "cpu", "-H", "h1,h2"], "--nproc-per-node cpu: what h1 has is not known here"),
+        (
+            ["--nproc-per-node", "2", "-np", "2"],
+            "-np is the number of all workers, and --nproc-per-node the number on each",
+        ),
+        (
+            ["--nproc-per-node", "cpu", "-H", "h1,h2"],
+            "--nproc-per-node cpu: the GPUs and cores of h1 are not known here",
+        ),
         (["--nproc-per-node", "2", "--host-discovery-script", "true"], "--slots-per-host says how many workers"),
         (["--nnodes", "2"], "--nnodes 2: this launcher is started once and reaches all hosts itself"),
         (["--nnodes", "1:4"], "--nnodes 1:4: for an elastic job give --min-np and --max-np"),

@@ -211,7 +211,7 @@ class TestLines:
 
     def test_a_command_that_ended_each_time_is_told_from_one_that_waits(self) -> None:
         text = describe_missing([Missing("a", Step.CONNECTING, "status 255", ended=True)], 5.0)
-        assert "a (status 255): the command that leads there was tried again and again, and ended each time" in text
+        assert "a (status 255): the command that connects to it was tried repeatedly, and failed each time" in text
         assert "nothing has answered yet" not in text
 
     def test_what_one_can_do_is_said_for_every_step(self) -> None:

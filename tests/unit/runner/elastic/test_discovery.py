@@ -139,21 +139,21 @@ class TestAScript:
     def test_it_hangs_and_so_does_its_child(self, script: Script) -> None:
         path = script('sleep 60 & echo "$!" >"$0.pid"; echo why >&2; wait')
         started = time.monotonic()
-        assert trouble(path, timeout=2) == "it has not ended within 2 s\n    why"
+        assert trouble(path, timeout=2) == "it did not end within 2 s\n    why"
         assert time.monotonic() - started < 20
         child = int(Path(f"{path}.pid").read_text(encoding="ascii"))
         until(lambda: not alive(child), "the child to end")
 
     def test_a_gigabyte(self, script: Script) -> None:
         text = trouble(script("exec head -c 1000000000 /dev/zero"))
-        assert text == f"it prints more than {MAX_OUTPUT} bytes"
+        assert text == f"it printed more than {MAX_OUTPUT} bytes"
 
     def test_a_gigabyte_of_errors_is_not_kept(self, script: Script) -> None:
         path = script("head -c 20000000 /dev/zero >&2; echo >&2; echo the reason >&2; exit 1")
         assert trouble(path, timeout=30).endswith("the reason")
 
     def test_it_is_not_text(self, script: Script) -> None:
-        assert trouble(script(r"printf 'h1\377'")) == "what it prints is not UTF-8"
+        assert trouble(script(r"printf 'h1\377'")) == "its output is not UTF-8"
 
     def test_it_is_not_there(self, tmp_path: Path) -> None:
         assert trouble(str(tmp_path / "none.sh")) == "it cannot be executed: No such file or directory"

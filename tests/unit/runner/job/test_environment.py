@@ -119,5 +119,5 @@ class TestTheWorkingDirectory:
         gone.mkdir()
         monkeypatch.chdir(gone)
         gone.rmdir()
-        with pytest.raises(ConfigError, match="the current folder no longer exists"):
+        with pytest.raises(ConfigError, match="the current directory no longer exists"):
             working_directory({"PWD": str(gone)})

@@ -115,7 +115,7 @@ class TestAllocation:
         ("variables", "message"),
         [
             ({"SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "2(x"}, r"SLURM_TASKS_PER_NODE=2\(x cannot"),
-            ({"SLURM_TASKS_PER_NODE": "2(x3)"}, "is about 3 nodes, but the job has 2"),
+            ({"SLURM_TASKS_PER_NODE": "2(x3)"}, "describes 3 nodes, but the job has 2"),
             ({"SLURM_TASKS_PER_NODE": "2(x999999999999)"}, "cannot be understood"),
             ({"SLURM_NTASKS_PER_NODE": "many"}, "SLURM_NTASKS_PER_NODE=many is not a number"),
             ({"SLURM_GPUS_PER_NODE": "a100"}, "SLURM_GPUS_PER_NODE=a100 cannot"),

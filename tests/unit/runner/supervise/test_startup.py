@@ -117,7 +117,7 @@ def test_pain_17_a_host_that_is_not_there_yet_is_tried_until_the_caller_s_deadli
         assert again - now <= 7.5
         now = again
         assert not scene.startup.over(now)
-    assert "h0 (there is no pod): the command that leads there was tried again and again" in str(scene.error())
+    assert "h0 (there is no pod): the command that connects to it was tried repeatedly" in str(scene.error())
     assert scene.start_due(now) == [host]
     scene.ready(host)
     assert scene.startup.over(now)
