@@ -109,7 +109,7 @@ def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings)
 def _machine(host: HostEntry) -> str:
     """Return the machine that an agent which connected by itself shares with others; empty for a host that was
     named."""
-    return "" if host.premises is None else host.premises.hostname
+    return "" if host.profile is None else host.profile.hostname
 
 
 def _asked(discovery: Discovery, signals: Sequence[signal.Signals]) -> HostManager:

@@ -20,8 +20,8 @@ def required_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Require:
     """Return a host's requirements, which are checked before workers start."""
     if spawner.is_local(host):
         return Require(spec.cwd)  # the rest has been checked here
-    if host.premises is not None:
-        return Require(host.premises.cwd, outputs=_outputs(spec, host))  # what runs there has brought the agent
+    if host.profile is not None:
+        return Require(host.profile.cwd, outputs=_outputs(spec, host))  # what runs there has brought the agent
     files, programs = needs(command_on(spec, spawner, host), spec.reach.python)
     environ = base_environment(spec, spawner, host)
     return Require(spec.cwd, files, programs, environ.get("PATH", ""), _outputs(spec, host))
@@ -61,8 +61,8 @@ def _begins(spec: LaunchSpec, host: HostEntry) -> bool:
 
 def command_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> tuple[str, ...]:
     """Return the command of workers on a host."""
-    if host.premises is not None:
-        return host.premises.command
+    if host.profile is not None:
+        return host.profile.command
     return spec.command if spec.remote_command is None or spawner.is_local(host) else spec.remote_command
 
 
@@ -80,7 +80,7 @@ def base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Map
     if spawner.is_local(host):
         return spec.environ
     sent = for_other_hosts(spec.environ, spec.exported, export_all=spec.export_all)
-    own = host.premises
+    own = host.profile
     if own is None:
         return sent
     if "PYTHONPATH" in sent:
@@ -90,4 +90,4 @@ def base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Map
 
 def limits_there(host: HostEntry, environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return the environment for a host, extended by the names of variables there that limit threads."""
-    return environ if host.premises is None else {**environ, **dict.fromkeys(host.premises.limits, "")}
+    return environ if host.profile is None else {**environ, **dict.fromkeys(host.profile.limits, "")}

@@ -41,7 +41,7 @@ class TaskHello(msgspec.Struct, frozen=True):
         cwd: working directory of its workers.
         command: what runs a function there.
         path: PYTHONPATH of its workers.
-        kept, limits: names of variables; see ``Premises``.
+        kept, limits: names of variables; see ``HostProfile``.
         pid: of the task's process.
         attempt: the number of earlier attempts of this task.
         address: where it came from, as the launcher saw it.

@@ -44,8 +44,8 @@ class InboundSpawner:
         self._listener = listener
 
     def start(self, host: HostEntry) -> InboundStream:
-        assert host.premises is not None
-        return self._listener.hand_over(host.premises.key)
+        assert host.profile is not None
+        return self._listener.hand_over(host.profile.key)
 
     def is_local(self, host: HostEntry) -> bool:
         return False

@@ -28,7 +28,7 @@ from hvdgloo.runner.inbound.hello import Reply, TaskHello, admit, reply
 from hvdgloo.runner.inbound.stream import InboundStream
 from hvdgloo.runner.inbound.task import Invitation
 from hvdgloo.runner.job.outcome import Failure
-from hvdgloo.runner.job.spec import HostEntry, Premises
+from hvdgloo.runner.job.spec import HostEntry, HostProfile
 from hvdgloo.runner.network import interfaces
 from hvdgloo.runner.network.interfaces import InterfaceFilter
 from hvdgloo.runner.worker.function_task import python_version
@@ -269,7 +269,7 @@ class TaskListener:
         """Return the connection of a waiting agent, which begins.
 
         Args:
-            key: see ``Premises``.
+            key: see ``HostProfile``.
 
         Raises:
             LaunchError: it has gone again, or the job has it already.
@@ -316,9 +316,9 @@ class TaskListener:
         taken = set(hostnames.values()) - {hostnames.get(hello.machine)}
         numbered = (hello.host if n == 1 else f"{hello.host}-{n}" for n in itertools.count(1))
         hostname = hostnames.get(hello.machine) or next(each for each in numbered if each not in taken)
-        assert found.premises is not None
-        premises = replace(found.premises, hostname=hostname, key=task.key)
-        self._entries[task.elastic_name] = HostEntry(task.elastic_name, 1, premises=premises)
+        assert found.profile is not None
+        profile = replace(found.profile, hostname=hostname, key=task.key)
+        self._entries[task.elastic_name] = HostEntry(task.elastic_name, 1, profile=profile)
 
     def _complete(self, wanted: int) -> bool:
         return sum(task.here for task in self._tasks.values()) >= wanted
@@ -466,10 +466,10 @@ def entries(hellos: Sequence[TaskHello]) -> tuple[HostEntry, ...]:
             label = hello.label
             if labels.count(label) > 1:
                 label = f"{hello.host} ({hello.name}, task {hello.index})"
-            premises = Premises(
+            profile = HostProfile(
                 hostname, key, hello.cwd, hello.command, hello.path, hello.kept, hello.limits, hello.index
             )
-            found.append(HostEntry(label, 1, premises=premises))
+            found.append(HostEntry(label, 1, profile=profile))
     return tuple(found)
 
 

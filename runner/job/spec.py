@@ -28,7 +28,7 @@ _NO_PREFIX = "--no-prefix is for the output of a single rank; show only one, wit
 
 
 @dataclass(frozen=True)
-class Premises:
+class HostProfile:
     """The environment of an agent that connected by itself. Several such agents may share a machine.
 
     Attributes:
@@ -59,23 +59,23 @@ class HostEntry:
     Attributes:
         slots: None if the host itself decides: one for each of its GPUs, otherwise one.
         user: to log in as; empty if none was given.
-        premises: set for an agent that connected by itself. Agents of one machine are adjacent.
+        profile: set for an agent that connected by itself. Agents of one machine are adjacent.
     """
 
     name: str
     slots: int | None = None
     user: str = ""
-    premises: Premises | None = None
+    profile: HostProfile | None = None
 
     @property
     def machine(self) -> str:
         """Key that is equal for entries whose workers form one host of the job."""
-        return self.name if self.premises is None else self.premises.machine
+        return self.name if self.profile is None else self.profile.machine
 
     @property
     def hostname(self) -> str:
         """Name of the host of the job that this entry belongs to."""
-        return self.name if self.premises is None else self.premises.hostname
+        return self.name if self.profile is None else self.profile.hostname
 
     def __str__(self) -> str:
         return self.name if self.slots is None else f"{self.name}:{self.slots}"
@@ -325,7 +325,7 @@ class LaunchSpec:
 
     def directory_on(self, host: HostEntry) -> str:
         """Return the working directory of the workers on a host."""
-        return self.cwd if host.premises is None else host.premises.cwd
+        return self.cwd if host.profile is None else host.profile.cwd
 
     @property
     def grace_after_failure(self) -> float:

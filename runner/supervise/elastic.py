@@ -347,7 +347,7 @@ class ElasticSupervisor(Supervisor):
         """Treat several names of one machine as several hosts, with a notice."""
         other = self._machines.setdefault(visit.hello.identity, visit.name)
         if other != visit.name and other in self._listed and not self._told_of_machines:
-            if self._spec.reach.agent_command or visit.state is None or visit.state.host.premises is not None:
+            if self._spec.reach.agent_command or visit.state is None or visit.state.host.profile is not None:
                 return  # several containers look like one machine
             self._told_of_machines = True
             self.notice(

@@ -6,7 +6,7 @@ import pytest
 
 from hvdgloo.config import Config
 from hvdgloo.runner.job.command import thread_defaults, worker_environment
-from hvdgloo.runner.job.spec import HostEntry, Premises, assign
+from hvdgloo.runner.job.spec import HostEntry, HostProfile, assign
 
 
 class TestEnvironment:
@@ -30,10 +30,10 @@ class TestEnvironment:
         assert Config.from_env(horovod).rank == 2
 
     def test_agents_of_one_machine_are_one_node_for_torch(self) -> None:
-        def premises(machine: str) -> Premises:
-            return Premises(machine, machine, "/", ())
+        def profile(machine: str) -> HostProfile:
+            return HostProfile(machine, machine, "/", ())
 
-        hosts = [HostEntry(f"task {i}", 1, premises=premises(machine)) for i, machine in enumerate(("a", "a", "b"))]
+        hosts = [HostEntry(f"task {i}", 1, profile=profile(machine)) for i, machine in enumerate(("a", "a", "b"))]
         slots = assign(hosts, 3)
         assert [(slot.host, slot.node, slot.nodes) for slot in slots] == [(0, 0, 2), (1, 0, 2), (2, 1, 2)]
 
