@@ -84,7 +84,7 @@ say("over", train(state))
 
 @dataclass(frozen=True)
 class Trial:
-    """What happened in one trial.
+    """The events of one trial.
 
     Attributes:
         accidents: in words, each with the seconds since the start.
@@ -108,7 +108,8 @@ class Trial:
 
 
 class Accidents:
-    """What may happen to a job; each method returns in words what it did, or None if there was nothing to do it to."""
+    """Accidents of a job; each method describes in words what it did, or returns None if there was nothing to do it
+    to."""
 
     def __init__(self, training: Training, chance: random.Random) -> None:
         self._training = training
@@ -162,7 +163,7 @@ class Accidents:
 
 
 class HostAccidents:
-    """What may happen to a job on several hosts.
+    """Accidents of a job on several hosts.
 
     Args:
         bed: of ``HOSTS``.
@@ -220,7 +221,7 @@ def _is_worker(process: psutil.Process) -> bool:
 
 
 def list_slots(folder: Path, slots: int) -> None:
-    """What the discovery script prints from now on."""
+    """Set the output of the discovery script from now on."""
     (folder / "hosts.new").write_text(f"localhost:{slots}\n")
     (folder / "hosts.new").rename(folder / "hosts")
 
@@ -320,7 +321,7 @@ def _sentence(training: Training) -> str:
 
 
 def _problem(training: Training, status: int | None) -> str:
-    """Why a job that has ended with this status has not ended as it should; empty if it has."""
+    """Return the reason why a job with this status has not ended as it should; empty if it has."""
     if status is None:
         return f"it has not ended within {LIMIT:g} s: {training.error[-2000:]}"
     over = [worker for worker in training.said if worker.what == "over"]
@@ -353,7 +354,7 @@ def run(numbers: range, seed: int, report: Callable[[str], None], *, hosts: bool
 
 
 def table(trials: list[Trial]) -> str:
-    """How many have trained, how many have failed for a reason, and how long they took."""
+    """Return the numbers of trained and of rightly failed jobs, and the time that they took."""
     trained = [trial for trial in trials if not trial.problem and trial.status == 0]
     failed = [trial for trial in trials if not trial.problem and trial.status != 0]
     took = [trial.took for trial in trials]

@@ -69,7 +69,7 @@ while True:
 
 @dataclass(frozen=True)
 class Trial:
-    """What happened in one trial.
+    """The events of one trial.
 
     Attributes:
         accidents: in words.
@@ -102,7 +102,8 @@ class Trial:
 
 
 class Accidents:
-    """What may happen to a job; each method returns in words what it did, or None if there was nothing to do it to."""
+    """Accidents of a job; each method describes in words what it did, or returns None if there was nothing to do it
+    to."""
 
     def __init__(self, job: HostsJob, chance: random.Random) -> None:
         self._job = job
@@ -247,13 +248,13 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def stage(job: HostsJob) -> str:
-    """How far the start-up of a job has come."""
+    """Return the stage that the start of a job has reached."""
     ready = len(list(job.folder.glob("ready*")))
     return RUNNING if ready == job.size else f"{ready} of {job.size} up"
 
 
 def got_over(job: HostsJob) -> bool:
-    """Whether the job has survived what happened during start-up."""
+    """Tell whether the job has survived an accident during its start."""
     assert job.process is not None
     ends = ("stopping", "failed", "passed on to the workers", "killing the workers")
     return stage(job) == RUNNING and job.process.poll() is None and not any(text in job.error for text in ends)

@@ -33,7 +33,7 @@ from typing import Any
 ASYNC_SIZES = [4, 1 << 16, 1 << 20]
 SIZES = [4, 64, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28]
 IDLE_SECONDS = 2.0
-"""How long to do nothing, to see what that costs."""
+"""Seconds of idleness, to see what it costs."""
 
 ENOUGH_SECONDS = 0.004
 """Small operations are repeated until a measurement takes about this long."""

@@ -1,4 +1,5 @@
-"""What it costs that workers come and go: gaps in the survivors' training, commits, and what elastic jobs pay without.
+"""The cost of workers that join and leave: gaps in the survivors' training, commits, and the cost of elastic jobs
+without changes.
 
     python benchmarks/elastic.py [--rows killed,torchrun,joined,commit,overlap,tensorflow,check,step,idle,hosts]
         [--rounds 10] [--ranks 4] [--torchrun-timeout 60] [--json FILE]
@@ -511,7 +512,7 @@ def _resnet50() -> list[int]:
 
 
 def result_of(where: Path, name: str, program: str, command: Callable[[Path, Path], list[str]]) -> dict[str, float]:
-    """What a job that ends by itself has written."""
+    """Return the result that a job wrote before it ended by itself."""
     folder, path = folder_for(where, name, program)
     done = subprocess.run(command(path, folder), env=environment(), capture_output=True, text=True, timeout=300)
     if done.returncode:

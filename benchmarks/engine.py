@@ -1,4 +1,4 @@
-"""What the engine costs: hvdgloo against torch.distributed's Gloo, in interleaved rounds of one run.
+"""The cost of the engine: hvdgloo against torch.distributed's Gloo, in interleaved rounds of one run.
 
 On one host hvdgloo chooses shared memory; with HVDGLOO_CPU_OPERATIONS=gloo both run on Gloo.
 

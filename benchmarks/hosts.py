@@ -52,7 +52,7 @@ class CountingStore(MemoryStore):
 
 
 def entries(folder: str) -> int:
-    """How many descriptors that are sockets, or threads, this process has."""
+    """Return the number of this process's descriptors that are sockets, or of its threads."""
     if folder == "task":
         return len(os.listdir("/proc/self/task"))
     found = 0

@@ -1,4 +1,4 @@
-"""What starting costs: agents by the dozen, hosts over ssh, and `hvdgloo-run -np 2` against `torchrun`, in one run.
+"""The cost of a start: agents by the dozen, hosts over ssh, and `hvdgloo-run -np 2` against `torchrun`, in one run.
 
 - **cost**: processor time, all processes together, of ``hvdgloo-run -np 2 true``, and of ``import hvdgloo.numpy``
   beyond numpy's own import.
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def cost(rounds: int) -> dict[str, Any]:
-    """What a job that does nothing costs, and what a worker's import costs."""
+    """Measure the cost of a job that does nothing, and of a worker's import."""
     python = sys.executable
     commands = {
         "an empty Python": [python, "-c", "pass"],
@@ -239,7 +239,7 @@ while data := os.read(0, 65536):
 
 
 def launcher(number: int, rounds: int) -> dict[str, Any]:
-    """What agents cost the launcher itself."""
+    """Measure the launcher's cost of agents."""
     from hvdgloo._net.ports import hold_free_port
     from hvdgloo.rendezvous import host_identity
     from hvdgloo.runner.protocol.frames import PREAMBLE, PROTOCOL, Cleared, Exited, Hello, Lacking, Spawned, encode

@@ -1,4 +1,4 @@
-"""What observing costs: steps that are counted and steps that are not, in turns.
+"""The cost of observing: steps that are counted and steps that are not, in turns.
 
     python benchmarks/observe.py [--np 2] [--seconds 30] [--steps 4] [--network mlp] [--json FILE]
 
@@ -43,7 +43,7 @@ IDLE_AFTER = 15.0
 
 
 def trainer(network: str, hvd: Any) -> Callable[[], None]:
-    """What makes one step."""
+    """Return a function that makes one step."""
     import torch
     from torch import nn
 

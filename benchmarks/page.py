@@ -1,4 +1,4 @@
-"""What those who look at a job cost its launcher: processor time for each second, by ranks and browsers.
+"""The cost of a job's observers for its launcher: processor time for each second, by ranks and browsers.
 
     python benchmarks/page.py [--cases 4x1,64x10,1024x1,1024x100] [--seconds 10]
 

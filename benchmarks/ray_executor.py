@@ -1,4 +1,4 @@
-"""What a RayExecutor takes from its start to its end, against hvdgloo.run.run, and what a call of its workers takes.
+"""The cost of a RayExecutor from its start to its end, against hvdgloo.run.run, and of a call of its workers.
 
     python benchmarks/ray_executor.py [--np 2] [--rounds 5] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What a job's rendezvous costs its server: N simulated workers do all that a worker does, with authentication on.
+"""The cost of a job's rendezvous for its server: N simulated workers do all that a worker does, with authentication on.
 
 Each worker has a connection of its own, registers, publishes one value of the size that Gloo publishes when it connects
 lazily (154 bytes), gets those of its neighbours in a ring and a hypercube of all ranks, says that it has connected, and
@@ -62,7 +62,7 @@ def until_there(method: str, target: str, body: bytes, pending: int) -> Generato
 
 @dataclass
 class Job:
-    """What the simulated workers share.
+    """The shared state of the simulated workers.
 
     Attributes:
         registered: monotonic seconds of the last answer to a registration.

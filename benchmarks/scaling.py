@@ -1,4 +1,4 @@
-"""How far it goes: a training step of a thousand ranks, put together from pieces that are measured here.
+"""Scaling: a training step of a thousand ranks, put together from pieces that are measured here.
 
     python benchmarks/scaling.py [--slots 4] [--jitter 0.02] [--latency 3e-5] [--memory 8e9]
         [--measured FILE] [--json FILE]
@@ -215,7 +215,7 @@ def hosts_here(number: int) -> Iterator[Hosts]:
 
 @dataclass(frozen=True)
 class Bench:
-    """What hosts on this machine have instead of a fabric.
+    """The replacement of a fabric between hosts on this machine.
 
     Attributes:
         latency: seconds of a message between two of them, beyond the processors' time; measured.

@@ -33,7 +33,7 @@ IN_SLICES_FROM = Config().hierarchical_threshold
 
 @dataclass(frozen=True)
 class Network:
-    """What is assumed of a network, on one GPU like a P100 with batches of 64.
+    """The assumptions about a network, on one GPU like a P100 with batches of 64.
 
     Attributes:
         parameters: how many, of 4 bytes each.
@@ -58,7 +58,7 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Costs:
-    """What is measured; seconds of one rank's processor time, unless it says otherwise.
+    """The measurements; seconds of one rank's processor time, unless it says otherwise.
 
     Attributes:
         agreement: an agreement of two ranks that have been idle, elapsed time.
@@ -125,7 +125,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where a step is to run.
+    """The place where a step is to run.
 
     Attributes:
         ranks, slots: in all, and on each host.
@@ -160,7 +160,7 @@ class Cluster:
         return Wire(self.rate, self.burst, self.burst)
 
     def stretch(self, working: int) -> float:
-        """How many times as long work takes that so many ranks do at the same time."""
+        """Return the factor by which work is slowed down if so many ranks do it at the same time."""
         return max(1.0, working / self.processors)
 
 
@@ -238,7 +238,7 @@ def within(cluster: Cluster, costs: Costs, nbytes: float) -> float:
 
 
 def queue(buckets: Sequence[tuple[float, float]], cluster: Cluster, costs: Costs) -> float:
-    """When the last of some buckets has been reduced.
+    """Return the time at which the last of some buckets has been reduced.
 
     Args:
         buckets: seconds after which each is ready, and its bytes; in order.

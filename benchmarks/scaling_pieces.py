@@ -40,7 +40,7 @@ AGREEMENTS, SMALL_ROUNDS, LARGE_ROUNDS, PARTS = 200, 200, 15, 5
 
 @dataclass(frozen=True)
 class Crowd:
-    """How many ranks are at work at a time.
+    """The number of ranks at work at a time.
 
     Attributes:
         hosts: that form a ring or a cube, with a rank each; a power of two.
@@ -58,7 +58,7 @@ ALONE, CROWDED = Crowd(2, 2, 1), Crowd(8, 4, 8)
 
 
 class Place(Protocol):
-    """Where a job's ranks run."""
+    """The place where a job's ranks run."""
 
     def run(self, argv: Sequence[str], hosts: int, slots: int) -> None:
         """Run a program as every rank of a job.
@@ -81,7 +81,8 @@ class Here:
 
 
 def case(place: Place, name: str, hosts: int, slots: int = 1) -> dict[str, float]:
-    """What a job of so many ranks finds; see the functions of that name below. Times are of a rank, in seconds."""
+    """Return the figures of a job of so many ranks; see the functions of that name below. Times are of a rank, in
+    seconds."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         place.run([sys.executable, __file__, name, str(result)], hosts, slots)
@@ -188,7 +189,7 @@ def hosts() -> dict[str, float]:
 
 
 def memory() -> dict[str, float]:
-    """What the ranks of a host do with a tensor before and after it goes to other hosts."""
+    """Measure the ranks' work on a tensor before and after it goes to other hosts."""
     import hvdgloo.numpy as hvd
     from hvdgloo.types import ReduceOp
 

@@ -1,4 +1,4 @@
-"""What training beside Spark costs, as ratios and differences of one run.
+"""The cost of training on Spark, as ratios and differences of one run.
 
     python benchmarks/spark.py [--rows run,transform,epoch,write,read,memory] [--rounds 7] [--master local[2]]
         [--json FILE]
@@ -38,7 +38,7 @@ Row = Callable[[Any, int], dict[str, float]]
 
 
 def rank() -> int:
-    """What is run."""
+    """Start hvdgloo, and return the rank."""
     import hvdgloo.numpy as hvd
 
     hvd.init()

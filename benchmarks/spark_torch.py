@@ -1,4 +1,4 @@
-"""What TorchEstimator and TorchModel cost: rows of ``benchmarks/spark.py``."""
+"""The cost of TorchEstimator and TorchModel: rows of ``benchmarks/spark.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step's agreement costs the nodes of a tree: processor time of one real control thread at a time.
+"""The cost of a step's agreement for the nodes of a tree: processor time of one real control thread at a time.
 
     python benchmarks/tree.py [--hosts 128] [--slots 8] [--fanin 16] [--rounds 5]
 
@@ -54,7 +54,7 @@ _SECRET = bytes(range(32))
 _KEYS = bytes(range(32)), bytes(range(32, 64))
 _STEPS_IN_A_ROW = 5
 CASES = ((5, 5), (161, 8), (161, 161))
-"""How many tensors a step has, and in how many messages each rank names them."""
+"""Numbers of a step's tensors, and of messages in which each rank names them."""
 
 
 def requests(tensors: int) -> tuple[Request, ...]:
@@ -149,7 +149,7 @@ class Others:
         return Gathered(runs_of_masks(masks_of(tuple(part))))
 
     def _answer(self, connection: ControlConnection, message: Message) -> None:
-        """What the root says when all others are ready, too."""
+        """Return the root's answer when all others are ready, too."""
         assert isinstance(message, Gathered)
         items: list[int | Response] = []
         for part in message.parts:

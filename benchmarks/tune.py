@@ -1,4 +1,4 @@
-"""What ``--autotune`` chooses: against the settings of the start, and against the best of a full grid.
+"""The choices of ``--autotune``: against the settings of the start, and against the best of a full grid.
 
     python benchmarks/tune.py train [--np 2] [--seconds 40] [--only mlp,conv,transformer]
     python benchmarks/tune.py choose [--layout 2x2] [--rate 1gbit] --choice FILE

@@ -18,7 +18,7 @@ from tests.support.hosts import Bed, HostSpec, available
 from tests.support.world import World
 
 BACKENDS = ("local", "gloo", "shm")
-"""What contracts are checked on; a module may have a list of its own under this name."""
+"""Backends that contracts are checked on; a module may have a list of its own under this name."""
 
 
 def _require(backend: str) -> None:

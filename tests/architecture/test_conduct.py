@@ -1,4 +1,5 @@
-"""What library code does not do: read the environment for itself, print, use a shell, unpickle what nobody vouched for.
+"""Rules of conduct for library code: it does not read the environment for itself, print, use a shell, or unpickle
+unverified data.
 
 True exceptions are listed with their reasons, and must still be needed: a list can only shrink by itself.
 """
@@ -126,7 +127,7 @@ def runs_text(module: Module) -> list[int]:
 
 
 def raises_foreign(module: Module) -> list[int]:
-    """Where a program that catches RuntimeError, as Horovod's do, would miss an error.
+    """Find places where a program that catches RuntimeError, as Horovod's do, would miss an error.
 
     What a class or a call can never be is Python's to say: TypeError, AttributeError, and a method that a subclass has
     to define.
@@ -568,7 +569,7 @@ def continues_an_error(module: Module) -> list[int]:
 
 
 def _followed(node: ast.AST) -> Iterable[tuple[ast.expr, str]]:
-    """What is put into an f-string, or into a message by %, with the text after it."""
+    """Yield the expressions in an f-string, or in a message with %, each with the text after it."""
     if isinstance(node, ast.JoinedStr):
         for field, after in pairwise(node.values):
             if isinstance(field, ast.FormattedValue) and isinstance(after, ast.Constant):

@@ -106,7 +106,7 @@ HOROVODS_EXTRAS = {
 """All of Horovod 0.28's that are for users."""
 EXTRAS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "spark", "ray", "top")
 FRAMEWORKS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "pyspark", "pyarrow", "fsspec", "ray")
-"""What extras bring."""
+"""Packages that extras install."""
 WITHOUT_EFFECT = {
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE",
     "HOROVOD_BATCH_D2D_MEMCOPIES",

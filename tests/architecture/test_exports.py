@@ -232,7 +232,7 @@ EXPORTS = {
     },
     "hvdgloo.runner": set(),
 }
-"""What each public module offers with ``from ... import *``, and promises to keep."""
+"""Names that each public module offers with ``from ... import *``, and promises to keep."""
 
 NO_LIST = {
     "hvdgloo.common": "holds modules that Horovod's programs import one by one",

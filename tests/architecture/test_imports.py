@@ -303,7 +303,7 @@ def stray_frameworks(modules: Mapping[str, Module]) -> list[str]:
 
 
 _BARE = re.compile(r"""(\bimport\b|\bfrom\b|["']).*(?<![\w.])(rendezvous|runner)\b""")
-"""What a module that imports one of them has in one of its lines; to parse all tests takes four seconds."""
+"""Pattern of a line in every module that imports one of them; parsing all tests would take four seconds."""
 
 
 def top_level_names(modules: Iterable[Module]) -> list[str]:

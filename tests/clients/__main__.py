@@ -27,7 +27,7 @@ TENSORFLOW = ROOT / ".venv-tf"
 PROGRAMS = Path(__file__).with_name("programs")
 LIMIT_S = 300.0
 SIGN = "as it should be"
-"""What each rank of a program prints when all of its checks have passed."""
+"""Text that each rank of a program prints once all of its checks have passed."""
 
 
 def packages_of(environment: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What a host must not do with tensors of a GPU: read their memory, or make up for them with memory of its own.
+"""Limits for tensors of a GPU: a host must neither read their memory, nor replace it by memory of its own.
 
 These tensors are of a class that is neither the CPU's nor CUDA's: the engine gets at them only through a plane that
 stages them, and whoever looks at their memory himself gets an error.

@@ -76,14 +76,14 @@ def cutting() -> Iterator[Scissors]:
 
 
 class Meeting:
-    """Where workers that are threads see that all of them have come equally far."""
+    """A barrier at which workers that are threads see that all of them have come equally far."""
 
     def __init__(self) -> None:
         self._epochs: dict[Worker, int] = {}
         self._changed = threading.Condition()
 
     def is_complete(self, worker: Worker) -> bool:
-        """Whether all have trained in the worker's epoch; waits until they have, or the epoch is over."""
+        """Wait until all have trained in the worker's epoch, or the epoch is over; return whether they have."""
         context = worker.context
         with self._changed:
             self._epochs[worker] = context.topology.epoch
@@ -96,7 +96,7 @@ class Meeting:
 
 
 def form_again(worker: Worker, meeting: Meeting) -> int:
-    """What ``elastic.run`` does: go on after errors, and join with those who are not there yet.
+    """Do what ``elastic.run`` does: continue after errors, and join with new workers.
 
     Returns:
         the number of the epoch in which all are there.

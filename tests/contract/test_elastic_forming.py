@@ -71,7 +71,7 @@ def test_a_second_death_while_the_next_epoch_is_formed(
 
 
 def let_go(result: Any) -> None:
-    """What the system does with what a killed process held."""
+    """Release the resources of a killed process, as the system does."""
     if isinstance(result, tuple):
         for link in result[0].values():
             link.sock.close()
@@ -81,7 +81,7 @@ def let_go(result: Any) -> None:
 
 
 def is_doomed(part: Any, membership: Membership) -> bool:
-    """Whether an object is one of this worker's."""
+    """Tell whether an object belongs to this worker."""
     participant = membership._participant
     match part:
         case ElasticClient():

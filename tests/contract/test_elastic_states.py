@@ -19,7 +19,7 @@ from tests.support.rendezvous import Task, until
 
 
 class Died(BaseException):
-    """What ends a trainee whose worker is dead."""
+    """The error that ends a trainee whose worker is dead."""
 
 
 class Trainee:

@@ -1,4 +1,4 @@
-"""What the engine promises, on every backend. Expectations are computed in numpy from rank and size."""
+"""The engine's promises, on every backend. Expectations are computed in numpy from rank and size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the collectives promise, on every front-end and backend.
+"""The collectives' promises, on every front-end and backend.
 
 Expectations are computed in numpy from rank and size.
 """

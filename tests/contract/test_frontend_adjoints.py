@@ -36,7 +36,7 @@ def gradients_of(
     inputs: Sequence[np.ndarray],
     gradients: Sequence[np.ndarray],
 ) -> list[np.ndarray]:
-    """What arrives at the inputs of one rank when ``gradients`` arrive at its outputs."""
+    """Return the gradients at the inputs of one rank when ``gradients`` arrive at its outputs."""
     frontend = framework.frontend(context)
     tensors = [framework.float64(x) for x in inputs]
     arriving = [framework.float64(g) for g in gradients]

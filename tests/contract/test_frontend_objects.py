@@ -197,7 +197,7 @@ class _Replaying:
 def test_an_earlier_object_of_the_same_name_is_not_unpickled(
     world: MakeWorld, framework: Framework, name: str | None
 ) -> None:
-    """What was heard of one call must not pass for what a later one sends, even if automatic names begin anew."""
+    """Data of one call must not pass for data of a later one, even if automatic names start over."""
 
     def rank_body(context: Context) -> None:
         frontend = framework.frontend(context)

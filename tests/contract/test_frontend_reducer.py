@@ -1,4 +1,4 @@
-"""What optimizers, tapes and trainers may rely on: ready(name, gradient), wait()."""
+"""The promises of ready(name, gradient) and wait() to optimizers, tapes and trainers."""
 
 from __future__ import annotations
 

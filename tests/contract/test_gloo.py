@@ -1,5 +1,5 @@
-"""What holds of Gloo alone, whichever package carries it: torch's sends small tensors from all to all at once and
-larger ones in a ring; pygloo's go in pieces; results are the same. Backends in threads, no engine."""
+"""Properties of Gloo alone, whichever package carries it: torch's sends small tensors from all to all at once and
+larger ones in a ring; pygloo's sends pieces; results are the same. Backends in threads, no engine."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ def test_who_gives_up_waits_for_nothing_that_never_ends(attacked: Callable[[int]
 
 
 def test_proofs_are_others_for_each_group_of_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What somebody has heard of one start proves nothing at the next, nor at the second try of the same one."""
+    """Proofs that were overheard at one start prove nothing at the next, nor at the second try of the same one."""
     pytest.importorskip("torch")
     from hvdgloo._backends.gloo import GlooBackend
 

@@ -108,7 +108,8 @@ def finish(work: Work, timeout: float = 30) -> None:
 
 
 def is_stuck(work: Work) -> bool:
-    """Whether a work does not end although all its connections have: a fault of Gloo (``executor._LET_GO_SECONDS``).
+    """Tell whether a work does not end although all its connections have: a fault of Gloo
+    (``executor._LET_GO_SECONDS``).
 
     Gloo's own algorithms have done so in about one of a hundred runs on a busy machine, whatever was tried.
     """

@@ -380,7 +380,7 @@ def test_what_the_program_has_queued_delays_no_connection(late: Simulated) -> No
 
 
 def released(memory: list[weakref.ref[Any]]) -> bool:
-    """Whether nobody has it any more."""
+    """Tell whether it has no owner any more."""
     gc.collect()
     return all(each() is None for each in memory)
 

@@ -49,7 +49,7 @@ def frontend_of(context: Context) -> Frontend[Any]:
 
 
 class Calls:
-    """What is asked of NCCL and of the GPUs, from now on."""
+    """Recorder of calls to NCCL and to the GPUs, from now on."""
 
     def __init__(self, gpus: Simulated, patch: pytest.MonkeyPatch) -> None:
         self.made: list[str] = []
@@ -506,7 +506,8 @@ HOSTILE = {
     "TORCH_NCCL_NAN_CHECK": "1",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "60000",
 }
-"""What lets torch's watchdog, or a thread that watches it, end the process, or sleep while the group is to end."""
+"""Variables that let torch's watchdog, or a thread that watches it, end the process, or sleep while the group is to
+end."""
 
 
 @pytest.mark.parametrize("is_set", [True, False], ids=["set by the user", "set by nobody"])
@@ -617,7 +618,7 @@ def test_the_store_s_own_error_is_what_a_failed_connection_says(
 
 
 class TestTorchCuda:
-    """What is asked of torch's own module, which has no GPU here."""
+    """Requirements on torch's own module, which has no GPU here."""
 
     class Stream:
         def __init__(self, device: object = None, priority: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""What ranks count of a job: what they exchange, what they wait for, and who made whom wait."""
+"""Counters of a job's ranks: data that they exchange, waits, and the ranks that caused them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a real engine counts tells who makes others wait: from its ranks' counters to what readers see."""
+"""Counters of a real engine that tell which rank delays the others: from the ranks' counters to the readers' view."""
 
 from __future__ import annotations
 

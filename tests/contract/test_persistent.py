@@ -114,7 +114,7 @@ def test_it_goes_on_in_a_job_that_comes_after(world: MakeWorld) -> None:
 
 
 def test_a_set_that_takes_the_number_of_a_removed_one(world: MakeWorld) -> None:
-    """What was agreed upon for the old set's members says nothing about the new one's."""
+    """An agreement for the old set's members does not apply to the new set."""
 
     def rank_body(context: Context) -> None:
         frontend = frontend_of(context)

@@ -1,4 +1,4 @@
-"""What holds of pygloo alone: it works in a process of its own, which ends when it must and not before.
+"""Properties of pygloo alone: it works in a process of its own, which ends when it must and not before.
 
 Backends in threads, each with its helper process; where a worker must die, real workers.
 """

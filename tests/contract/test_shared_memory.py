@@ -1,4 +1,4 @@
-"""What holds of shared memory alone: its bounds, its order of summing, its end. Backends in threads, no engine."""
+"""Properties of shared memory alone: its bounds, its order of summing, its end. Backends in threads, no engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every Store promises, over MemoryStore and HttpStore."""
+"""The promises of every Store, over MemoryStore and HttpStore."""
 
 from __future__ import annotations
 

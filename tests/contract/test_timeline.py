@@ -291,7 +291,7 @@ def test_a_trace_that_ends_on_a_full_disk_is_complete(tmp_path: Path, monkeypatc
 
 
 def test_no_write_crosses_the_end_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a kill or a full disk may end it, with half an event."""
+    """A kill or a full disk at such a place would leave half an event."""
     write, written = os.pwrite, []
 
     def noted(descriptor: int, data: bytes, at: int) -> int:

@@ -374,7 +374,8 @@ def test_gradients_take_their_places_and_nothing_else_changes_them(world: MakeWo
 
 @pytest.mark.parametrize("bucket", [0, 1 << 20])
 def test_autograd_learns_that_results_have_arrived(world: MakeWorld, bucket: int) -> None:
-    """What was computed from a gradient before its reduction cannot be differentiated with its value of afterwards."""
+    """A value computed from a gradient before its reduction cannot be differentiated with the gradient's later
+    value."""
 
     def rank_body(context: Context) -> None:
         model = Model()

@@ -502,7 +502,7 @@ def test_a_process_set_with_another_number_and_one_that_is_gone() -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """What is freed is freed as the last reference to it goes."""
+    """Disable the collector, so that objects are freed only when the last reference to them goes."""
     gc.collect()
     gc.disable()
     yield

@@ -1,4 +1,4 @@
-"""What hvdgloo.torch has beyond collectives and the optimizer: SyncBatchNorm, sparse tensors, samplers, loaders."""
+"""Parts of hvdgloo.torch beyond collectives and the optimizer: SyncBatchNorm, sparse tensors, samplers, loaders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def frontend_of(context: Context) -> Frontend[torch.Tensor]:
 
 
 class Watching(TorchDispatchMode):
-    """What torch is asked to compute on this thread.
+    """Recorder of the operations that torch computes on this thread.
 
     Attributes:
         read: operations that give a number to the host.

@@ -31,7 +31,7 @@ MakeWorld = Callable[..., World]
 
 @runtime_checkable
 class Optimizable(Protocol):
-    """What a trainer asks of an optimizer, as a protocol that looks at attributes without calling anything."""
+    """A trainer's requirements on an optimizer, as a protocol that looks at attributes without calling anything."""
 
     param_groups: list[dict[Any, Any]]
     defaults: dict[Any, Any]

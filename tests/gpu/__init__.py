@@ -1,1 +1,1 @@
-"""What only a machine with a GPU shows: ``make test-gpu``."""
+"""Tests that need a machine with a GPU: ``make test-gpu``."""

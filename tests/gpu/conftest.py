@@ -18,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _why_not() -> str:
-    """Why there is nothing to test here; empty if there is."""
+    """Return the reason why there is nothing to test here; empty if there is none."""
     try:
         import torch
     except ImportError:
@@ -38,7 +38,7 @@ def _gpu() -> None:
 
 @pytest.fixture(scope="session")
 def gpus() -> int:
-    """How many GPUs there are."""
+    """Return the number of GPUs."""
     import torch
 
     return torch.cuda.device_count()

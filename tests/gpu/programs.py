@@ -1,5 +1,5 @@
-"""What ranks run in the tests of this folder. With ``HVDGLOO_TEST_DEVICE=cpu`` the same programs run on the CPU, which
-is how they themselves are tested without a GPU (``tests/processes/test_gpu_programs.py``)."""
+"""Programs that ranks run in the tests of this folder. With ``HVDGLOO_TEST_DEVICE=cpu`` the same programs run on the
+CPU, which is how they themselves are tested without a GPU (``tests/processes/test_gpu_programs.py``)."""
 
 from __future__ import annotations
 

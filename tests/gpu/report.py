@@ -20,7 +20,7 @@ _TIME = 20.0
 
 @dataclass
 class Results:
-    """What the tests of a session have brought.
+    """The results of a session's tests.
 
     Attributes:
         tests: for each test its name, its outcome in a word, the seconds it took, and why it failed or was skipped.
@@ -66,7 +66,7 @@ def gpus() -> list[str]:
 
 @functools.cache
 def topology() -> str:
-    """How the GPUs are connected, in their driver's words."""
+    """Return how the GPUs are connected, in their driver's words."""
     for command in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo"]):
         if shutil.which(command[0]):
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME, check=False)

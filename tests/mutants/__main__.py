@@ -54,7 +54,7 @@ _NO_FAILURES = ("ImportError", "ModuleNotFoundError", "SyntaxError", "Indentatio
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant: one of the constants above, and why or by what."""
+    """The verdict on a mutant: one of the constants above, with the reason or the test."""
 
     word: str
     detail: str
@@ -62,7 +62,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Ended:
-    """How pytest ended.
+    """The end of a run of pytest.
 
     Attributes:
         status: its exit status; None if it did not end within the deadline.
@@ -76,7 +76,7 @@ class Ended:
 
 
 def judge(ended: Ended, deadline: float) -> Verdict:
-    """What a run of the tests says about the fault that was planted.
+    """Judge a run of the tests against the planted fault.
 
     Only a test that fails, or that ends by its own time limit, has caught something. Whatever keeps tests from running
     (a wrong id, a module or a fixture that breaks) has not.

@@ -1,4 +1,4 @@
-"""What the pages say about MXNet is so."""
+"""Statements of the pages about MXNet, tested."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def test_two_optimizers_made_in_one_order_and_in_the_other() -> None:
 
 @pytest.fixture
 def trainers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Life], None]:
-    """What makes a net and its trainer, on this life's frontend; gradients add up until they are cleared."""
+    """Return functions that make a net and its trainer, on this life's frontend; gradients add up until they are
+    cleared."""
 
     def make(life: Life) -> None:
         with monkeypatch.context() as patch:

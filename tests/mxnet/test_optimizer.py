@@ -50,7 +50,7 @@ def gradients(rank: int, step: int, dtype: str) -> list[np.ndarray]:
 
 
 def train(optimizer: Any, of_step: Callable[[int], list[np.ndarray]], dtype: str = "float32") -> list[np.ndarray]:
-    """What the Module API does: all weights to the updater at once, by number."""
+    """Train as the Module API does: all weights go to the updater at once, by number."""
     weights = [mx.nd.ones(shape, dtype=dtype) for shape in SHAPES]
     updater = mx.optimizer.get_updater(optimizer)
     for step in range(STEPS):

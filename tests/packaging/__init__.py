@@ -1,1 +1,1 @@
-"""What is installed from distributions: ``make test-packaging``."""
+"""Tests of installed distributions: ``make test-packaging``."""

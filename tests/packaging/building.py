@@ -112,7 +112,7 @@ def build_all(source: Path, folder: Path) -> Built:
 
 
 def warnings(built: Built) -> list[str]:
-    """What was warned of while distributions were built, without what is harmless."""
+    """Return the warnings of building the distributions, without harmless ones."""
     harmless = ("no previously-included files matching", "byte-compiling is disabled")
     lines = [line for line in built.log.splitlines() if "warn" in line.lower() or "deprecat" in line.lower()]
     return [line for line in lines if not any(text in line for text in harmless)]
@@ -148,7 +148,8 @@ class Environment:
         return self.folder / "bin" / name
 
     def modules(self) -> tuple[Path, set[str]]:
-        """Where hvdgloo lies, and the names of its modules, found as Python finds them but without importing all."""
+        """Return hvdgloo's location and the names of its modules, found as Python finds them but without importing
+        all."""
         found = json.loads(run([self.program("python"), "-c", LIST_MODULES], self.folder))
         return Path(found["file"]), set(found["modules"])
 

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: distributions that are built once, and an environment that has one."""
+"""Shared fixtures of this folder: distributions that are built once, and an environment that has one installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users install: both distributions, what is in them, and that a job runs from them alone.
+"""The distributions that users install: their content, and a job that runs from them alone.
 
 These tests have an environment of their own (``make test-packaging``), with the tools of the extra ``packaging``.
 Nothing is fetched: distributions are built and installed with what is here.
@@ -124,7 +124,7 @@ def test_two_workers_run_from_the_wheel(installed: Environment, tmp_path: Path) 
 
 @pytest.fixture
 def service(installed: Environment, tmp_path: Path) -> Iterator[str]:
-    """What ``hvdgloo-rendezvous`` of the wheel has printed when it was ready."""
+    """Start the wheel's ``hvdgloo-rendezvous``, and return its output once it is ready."""
     output = tmp_path / "output"
     with output.open("w") as file:
         process = subprocess.Popen(

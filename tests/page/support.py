@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 SECRET = bytes(range(32))
 PATIENCE_S = 60.0
-"""What anything in a page may take before it is said to hang."""
+"""Seconds after which anything in a page counts as hanging."""
 
 NARROW, USUAL, WIDE = 390, 1280, 3840
 SCREEN, TALL = 900, 5000
@@ -41,7 +41,7 @@ _FLAGS = (
 
 
 def missing() -> str:
-    """What is needed and not here; empty if all is."""
+    """Return the missing requirements; empty if there are none."""
     if importlib.util.find_spec("selenium") is None:
         return "there is no selenium"
     lacking = [program for program in _PROGRAMS if shutil.which(program) is None]
@@ -59,7 +59,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 
 def stays(browser: Chromium, condition: str, *arguments: object) -> bool:
-    """Whether a condition holds now, and after several frames, in which the browser lays out what it has skipped."""
+    """Tell whether a condition holds now, and after several frames, in which the browser lays out skipped parts."""
     frames = "let n = 10; const next = () => (n-- ? requestAnimationFrame(next) : arguments[0](true)); next();"
     held = [bool(browser.run(condition, *arguments))]
     for _ in range(3):
@@ -116,7 +116,7 @@ class Chromium:
         )
 
     def theme(self, theme: str) -> None:
-        """What the system prefers: "light" or "dark"."""
+        """Set the system's preference: "light" or "dark"."""
         self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
 
     def run(self, script: str, *arguments: object) -> Any:
@@ -133,7 +133,7 @@ class Chromium:
         return list(self.run("return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)", selector))
 
     def shown(self, selector: str) -> int:
-        """How many elements there are that are not hidden."""
+        """Return the number of elements that are not hidden."""
         return int(
             self.run(
                 "return [...document.querySelectorAll(arguments[0])].filter((e) => e.checkVisibility()).length",
@@ -172,7 +172,7 @@ class Chromium:
         self._expected += parts
 
     def complaints(self) -> list[str]:
-        """What went wrong in pages: errors of scripts, and what a policy has refused."""
+        """Return the errors of pages: errors of scripts, and requests that a policy has refused."""
         said = [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
         # A browser asks for this on its own where a page names no icon, and is not let in.
         expected = ("/favicon.ico", *self._expected)
@@ -249,7 +249,7 @@ class Shown:
 
 
 def axe(browser: Chromium) -> list[str]:
-    """What axe-core finds that is serious or worse, each with an element that has it."""
+    """Return the findings of axe-core that are serious or worse, each with an element that has it."""
     browser.run((HERE / "vendor/axe.min.js").read_text())
     found = browser.driver.execute_async_script(
         "const done = arguments[0];"

@@ -1,4 +1,5 @@
-"""What the page of 1,024 ranks costs a browser. Times are of this machine, measured against a known piece of work."""
+"""The cost of the page of 1,024 ranks in a browser. Times are of this machine, measured against a known piece of
+work."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ ROUNDS, UPDATES = 3, 4
 """The best round counts: others may have been disturbed by what else runs on the machine."""
 
 WORK_S = 0.1
-"""What ``WORK`` takes a processor on which the figures above hold."""
+"""Seconds that ``WORK`` takes on a processor for which the figures above hold."""
 WORK = """
     const begin = performance.now();
     let rows = Array.from({length: 200000}, (_, i) => ({i, key: (i * 7919) % 200003}));
@@ -26,7 +27,7 @@ WORK = """
 
 
 def slowness(browser: Chromium) -> float:
-    """How much slower than usual this machine is at the moment, 1 or more."""
+    """Return how much slower than usual this machine is at the moment, 1 or more."""
     return max(1.0, min(browser.run(WORK) for _ in range(3)) / 1e3 / WORK_S)
 
 

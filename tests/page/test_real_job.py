@@ -47,7 +47,7 @@ class Job:
             reader.start()
 
     def said(self, pattern: str) -> str:
-        """What the first group of the pattern matches, once it has been printed."""
+        """Return the first group of the pattern, once it has been printed."""
         found = until(lambda: re.search(pattern, self._said.decode(errors="replace")), f"{pattern}: {self._said!r}")
         return str(found.group(1))
 

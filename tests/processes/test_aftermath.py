@@ -1,5 +1,5 @@
-"""When one rank fails and others with it, one traceback is printed: the one that says why (pain 22). The program's own
-line is in the launcher's summary of it."""
+"""Tracebacks when one rank fails and others with it: only the one with the reason is printed (pain 22). The program's
+own line is in the launcher's summary of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent does in an elastic job only: single workers end, and the host is given back."""
+"""An agent's work in elastic jobs only: single workers end, and the host is given back."""
 
 from __future__ import annotations
 

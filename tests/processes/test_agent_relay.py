@@ -24,7 +24,7 @@ from tests.support.rendezvous import SECRET, until
 
 @dataclass(eq=False)
 class Line:
-    """What a ``Link`` is to relayed connections."""
+    """A replacement of a ``Link`` for relayed connections."""
 
     channel: FrameChannel
 

@@ -112,7 +112,7 @@ class TestHosts:
         assert "STOP:    nowhere.invalid: its name cannot be looked up" in text
 
     def test_pain_19_another_python_and_its_packages(self, bed: Bed, tmp_path: Path) -> None:
-        """What is compared is what the hosts' interpreters would import, found without importing it."""
+        """The comparison uses the packages that the hosts' interpreters would import, found without importing them."""
         for name, torch in (("h1", "9.8"), ("h2", "9.7")):
             interpreter(tmp_path / name, {"torch": torch, "mxnet": "1.9"} if name == "h1" else {"torch": torch})
         # The file system is shared, so one path leads to another interpreter on each host.

@@ -73,7 +73,7 @@ PROGRAM = """
 
 
 def told(job: Job, worker: int) -> list[dict[str, Any]]:
-    """What a worker has said of itself so far."""
+    """Return what a worker has printed about itself so far."""
     return [json.loads(line) for line in job.output(worker).stdout.splitlines(keepends=True) if line.endswith("\n")]
 
 

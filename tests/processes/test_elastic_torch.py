@@ -16,7 +16,7 @@ from tests.support.job import Job
 pytest.importorskip("torch")
 
 AS_HOROVOD = str(Path(hvdgloo.__file__).parent / "as_horovod")
-"""What ``hvdgloo-run --as-horovod`` puts on the workers' path."""
+"""Entry that ``hvdgloo-run --as-horovod`` puts on the workers' path."""
 
 PROGRAM = """
 import os

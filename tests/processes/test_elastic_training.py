@@ -102,7 +102,7 @@ if hvd.rank() == 0:
 
 
 def ended(job: Job, folder: Path, *, deaths: int) -> dict[str, Any]:
-    """What rank 0 has written in the end, of a job whose other workers all end well."""
+    """Return rank 0's final output in a job whose other workers all end well."""
     done: dict[str, Any] = json.loads(job.wait_for_file("done"))
     statuses = Counter(end.returncode for end in job.wait())
     assert statuses == {0: len(job.workers) - deaths, **({-9: deaths} if deaths else {})}

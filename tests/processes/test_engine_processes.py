@@ -1,4 +1,4 @@
-"""What only real processes show: deaths, forks, exits, descriptors, idleness, and payloads beyond 2 GiB."""
+"""Behaviour of real processes only: deaths, forks, exits, descriptors, idleness, and payloads beyond 2 GiB."""
 
 from __future__ import annotations
 

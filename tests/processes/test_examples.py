@@ -83,7 +83,7 @@ def test_torch_digits_goes_on_from_its_checkpoint(launcher: Launcher) -> None:
 @pytest.mark.extended
 @pytest.mark.timeout(120)  # mostly a tenth of it; programs start one after the other
 def test_the_elastic_demo_loses_a_worker_and_gains_two(tmp_path: Path) -> None:
-    """What `make demo-elastic` does: the program reaches the fixed job's accuracy all the same."""
+    """This is `make demo-elastic`: the program reaches the fixed job's accuracy all the same."""
     python = warm.python()
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "demo_elastic.py"), "--python", python, "--epochs", "50"],

@@ -1,4 +1,4 @@
-"""What ``make test-gpu`` runs, as far as that can be tested without a GPU: its programs on the CPU, and its report."""
+"""The parts of ``make test-gpu`` that can be tested without a GPU: its programs on the CPU, and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How jobs over several hosts end: pains 22 (a crashed rank leaves others running) and 24 (orphans), with real ssh."""
+"""The end of jobs over several hosts: pains 22 (a crashed rank leaves others running) and 24 (orphans), with real
+ssh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How jobs end: pains 22 (a crashed rank leaves others running), 23 (failure reported as success), 24 (orphans)."""
+"""The end of jobs: pains 22 (a crashed rank leaves others running), 23 (failure reported as success), 24 (orphans)."""
 
 from __future__ import annotations
 

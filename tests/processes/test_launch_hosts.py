@@ -217,7 +217,7 @@ os._exit(agent.main())'"""
 
 
 def test_an_agent_that_is_not_needed_may_break_at_its_good_bye(tmp_path: Path) -> None:
-    """How many slots a host has is known once its agent is there, and then the first may be enough."""
+    """A host's number of slots is known once its agent is there, and then the first host may be enough."""
     scripts = {"a": TWO_GPUS, "b": BREAKS_AT_ITS_END}
     report, out, err = job("print('ran')", tmp_path, scripts, hosts=(HostEntry("a"), HostEntry("b")), np=2)
     assert report.outcome.exit_code == 0, err

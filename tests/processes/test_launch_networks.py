@@ -1,4 +1,4 @@
-"""Which addresses a job over several hosts uses, with real networks and real ssh: pains 7, 8, 9, 13 and 14.
+"""The addresses that a job over several hosts uses, with real networks and real ssh: pains 7, 8, 9, 13 and 14.
 
 Each network either just works, without a flag, or fails within ten seconds with the pair of hosts, the addresses that
 were tried, and what each answered.
@@ -67,7 +67,7 @@ def start(host: Host, *arguments: str, timeout: float = 40.0) -> subprocess.Comp
 
 
 def found(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    """What the workers have found, by rank; the job has succeeded."""
+    """Return the workers' findings by rank; the job has succeeded."""
     assert done.returncode == 0, done.stderr
     lines = [line.partition("FOUND ")[2] for line in done.stdout.splitlines() if "FOUND " in line]
     ranks = sorted((json.loads(line) for line in lines), key=lambda one: one["rank"])
@@ -90,7 +90,8 @@ def check(ranks: Sequence[dict[str, Any]], addresses: Sequence[str], server: str
 
 
 def refused(host: Host, *arguments: str) -> str:
-    """What the launcher says about a network in which no job can run: soon, and before any worker was started."""
+    """Return the launcher's message about a network in which no job can run: soon, and before any worker was
+    started."""
     begin = time.monotonic()
     done = start(host, *arguments)
     assert time.monotonic() - begin < LIMIT

@@ -1,4 +1,4 @@
-"""What becomes of workers' output: pain 25 (logs buffered, torn, progress bars broken)."""
+"""The treatment of workers' output: pain 25 (logs buffered, torn, progress bars broken)."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Shown:
         self.file = wait_for(lambda: private.is_dir() and jobs.jobs(str(private)), PATIENCE, "the job's file")[0]
 
     def ask(self, path: str, body: bytes | None = None) -> Any:
-        """What it answers, as ``top`` asks it."""
+        """Return the page's answer to a request as ``top`` sends it."""
         connection = UnixConnection(self.file.unix, PATIENCE)
         try:
             token = self.file.token if body is None else self.file.control
@@ -288,7 +288,7 @@ def test_a_trace_that_the_page_asks_for_has_all_ranks(launcher: Launcher, privat
 
 
 def told(seen: Any) -> list[str]:
-    """What the job says of its changes."""
+    """Return the job's lines about its changes."""
     return [event["text"] for event in seen["events"] if event["kind"] == "elastic" and "went on" in event["text"]]
 
 

@@ -1,4 +1,4 @@
-"""What is started, with which environment, and what is refused: pains 19, 20, 28 (threads), 30 (secrets)."""
+"""The start of workers, their environment, and refusals: pains 19, 20, 28 (threads), 30 (secrets)."""
 
 from __future__ import annotations
 

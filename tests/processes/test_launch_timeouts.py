@@ -102,7 +102,7 @@ def run(launcher: Launcher, how: str, body: str, times: dict[str, float]) -> sub
 
 
 def waited(done: subprocess.CompletedProcess[str]) -> tuple[float, str, str]:
-    """How long rank 0 waited, the class of the error, and its text."""
+    """Return the time that rank 0 waited, the class of the error, and its text."""
     lines = [line.partition(":WAITED ")[2] for line in done.stdout.splitlines() if ":WAITED " in line]
     assert lines, done.stdout + done.stderr
     seconds, kind, text = lines[0].split(" ", 2)

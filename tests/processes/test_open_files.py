@@ -1,4 +1,4 @@
-"""Where few files may be open, those who would hold many connections say which limit to raise, before they begin."""
+"""Limits on open files: processes that would hold many connections name the limit to raise, before they begin."""
 
 from __future__ import annotations
 
@@ -141,5 +141,5 @@ def test_whoever_is_connected_stays_until_another_comes_in_vain(monkeypatch: pyt
 
 
 def hung_up(client: RendezvousClient) -> bool:
-    """Whether the server has closed the client's connection, which it does not use at the moment."""
+    """Tell whether the server has closed the client's connection, which the client does not use at the moment."""
     return bool(select.select(client.descriptors, [], [], 0)[0])

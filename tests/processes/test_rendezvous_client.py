@@ -296,7 +296,7 @@ class TestRepetition:
     def test_a_server_that_was_started_again_and_a_deadline_that_is_over(
         self, connect: Callable[[str], RendezvousClient], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Who waits for the server wherever it is may do so anew: nothing is wrong with the secret."""
+        """A client that waits for the server wherever it is may start over: nothing is wrong with the secret."""
         with RendezvousServer(secret=SECRET, size=1) as first:
             client = connect(first.endpoint)
             client.status()

@@ -40,7 +40,7 @@ def workers(server: RendezvousServer) -> Iterator[Workers]:
 
 @pytest.fixture
 def port() -> int:
-    """Where a server can be, and another one after it."""
+    """Return a port where a server can listen, and another one after it."""
     with hold_free_port() as hold:
         return hold.port
 
@@ -106,8 +106,8 @@ def test_a_failure_while_connecting_is_news_for_the_others(workers: Workers) -> 
 
 
 def test_a_question_for_news_that_was_overtaken_does_not_say_where_a_worker_is(workers: Workers) -> None:
-    """When an epoch is voided, each worker asks for news once more and for the next epoch, at the same time. It listens
-    at another port then, and others who would try the old one could not connect: one more epoch in vain, of three."""
+    """After an epoch is voided, each worker asks for news once more and for the next epoch, at the same time. It listens
+    at another port then, and others that tried the old one could not connect: one more useless epoch, of three."""
     workers.place("a", "b")
     asking, place = workers["b"], workers["b"]._current
     question = elastic.LISTEN.encode(elastic.Listen("b", -1, place))

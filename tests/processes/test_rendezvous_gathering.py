@@ -174,7 +174,7 @@ class TestGathering:
     def test_a_worker_that_dies_before_the_start_loses_its_place(
         self, server: RendezvousServer, raw: RawClient
     ) -> None:
-        """What started it will start it again, as another client."""
+        """The launcher that started it will start it again, as another client."""
         with raw.connect() as sock:
             sock.sendall(raw.head("POST", "/v1/epochs/0/workers?timeout=40", WORKER) + WORKER)
             until(lambda: server.status()["epochs"][0]["arrived"] == 1, "the worker")

@@ -257,7 +257,7 @@ class TestHello:
 
 
 class TestMemory:
-    """What members may make the server keep."""
+    """The limits of the memory that members can make the server use."""
 
     @pytest.fixture
     def small(self) -> Iterator[RendezvousServer]:
@@ -305,7 +305,7 @@ class TestMemory:
             client.close()
 
     def test_so_much_is_under_way_at_a_time(self, small: RendezvousServer) -> None:
-        """What comes then is told to ask again, which the client does."""
+        """Later requests are told to ask again, which the client does."""
         raw = RawClient(small.endpoint, small.status()["run"])
         with raw.connect() as slow, RendezvousClient(small.endpoint, SECRET) as client:
             slow.sendall(raw.head("PUT", "/v1/kv/s/slow", Content_Length=str(3 << 20)) + bytes((3 << 20) - 100))
@@ -443,7 +443,7 @@ class TestRefusals:
 
 
 def answer_times(client: RendezvousClient, stop: threading.Event) -> list[float]:
-    """What somebody else notices: seconds for a set and get, again and again."""
+    """Return another client's experience: seconds for a set and get, repeatedly."""
     store, times = client.store("bystander"), []
     while not stop.is_set():
         started = time.perf_counter()
@@ -540,7 +540,7 @@ class TestOthersAreUnharmed:
 
 
 class TestFront:
-    """What the front's own thread answers, which must never wait."""
+    """The answers of the front's own thread, which must never wait."""
 
     def test_long_polls_take_no_thread(self, server: RendezvousServer) -> None:
         with RendezvousClient(server.endpoint, SECRET) as client:

@@ -1,4 +1,4 @@
-"""What a start does without: packages that nobody has needed yet are in none of a job's processes."""
+"""The economy of a start: packages that are not needed yet are in none of a job's processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEB = {"cheroot", "flask", "jinja2", "prometheus_client", "requests", "werkzeug"
 MAIL_AND_TLS = {"email", "http.client", "ssl"}
 FRAMEWORKS = {"jax", "tensorflow", "torch"}
 LOOKING = {"hvdgloo._observe.samples", "hvdgloo._observe.observatory", "hvdgloo.rendezvous._page_server.gate"}
-"""What is needed only once somebody looks at the job."""
+"""Modules that are needed only once the job has observers."""
 RARELY = {"asyncio", "cloudpickle", "multiprocessing", "psutil", "yaml"}
 
 

@@ -1,4 +1,4 @@
-"""How a second agent sweeps up after one that was lost: pain 24 (orphans), without the network in between."""
+"""A second agent sweeps up after one that was lost: pain 24 (orphans), without the network in between."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_sign_that_another_user_shows_is_nobody_s(start: Callable[..., subproc
 
 
 def test_a_long_grace_period_still_ends_in_sigkill(start: Callable[..., subprocess.Popen[bytes]]) -> None:
-    """What the time for the unkillable is counted from is the SIGKILL."""
+    """The time for unkillable processes starts at the SIGKILL."""
     worker = start("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAITS)
 
     def find() -> set[int]:

@@ -45,7 +45,7 @@ def follow(host: Host, key: Path, public: str, changes: dict[str, str]) -> None:
 
 
 def why_not(host: Host) -> str:
-    """Why there can be no tunnel here; empty if there can."""
+    """Return the reason why there can be no tunnel here; empty if there can."""
     if shutil.which("wg") is None:
         return "wg (wireguard-tools) is not installed"
     made = subprocess.run(
@@ -58,7 +58,7 @@ def why_not(host: Host) -> str:
 
 
 def test_the_recipe_says_what_each_host_needs() -> None:
-    """What the test below follows is there, even where it cannot be followed."""
+    """The requirements of the test below exist, even where it cannot run."""
     assert [line.split()[0] for line in recipe()] == ["umask", "ip", "wg", "ip", "ip"]
     assert "--nics wg0" in PAGE.read_text()
 

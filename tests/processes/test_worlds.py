@@ -21,7 +21,7 @@ launched = int(os.environ["HVDGLOO_RANK"])
 
 
 def run(size: int, code: str, folder: Path) -> list[str]:
-    """What each worker printed; all must succeed."""
+    """Return the output of each worker; all must succeed."""
     with Job(size, HEAD + code, folder) as job:
         ended = job.wait()
     assert [worker.returncode for worker in ended] == [0] * size, [worker.stderr for worker in ended]

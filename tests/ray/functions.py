@@ -1,4 +1,4 @@
-"""What tests have workers call. Workers import this module, so it imports nothing that takes time."""
+"""Functions that tests have workers call. Workers import this module, so it imports nothing slow."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def total(value: float) -> Any:
 
 
 def shares_memory() -> bool:
-    """Whether ranks of this host have a segment of memory in common."""
+    """Tell whether ranks of this host share a memory segment."""
     total(1.0)
     with open("/proc/self/maps") as maps:
         return "hvdgloo" in maps.read()

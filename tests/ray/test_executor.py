@@ -23,7 +23,7 @@ from tests.support.ray import PATIENCE_S, Running, await_true
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where what workers print is kept."""
+    """Return the file that receives the workers' output."""
     return tmp_path_factory.mktemp("output")
 
 
@@ -158,7 +158,7 @@ def test_wrong_calls_are_refused(executor: RayExecutor) -> None:
 
 
 def test_processes_of_rays_own_can_meet_at_a_rendezvous(cluster: Running) -> None:
-    """What docs/ray.md says of Ray Train, whose workers are such processes."""
+    """The statement in docs/ray.md about Ray Train, whose workers are such processes."""
     import ray
 
     from hvdgloo.rendezvous import RendezvousServer, generate_secret

@@ -1,4 +1,4 @@
-"""How executors end when something is lost, and that nothing of them is left."""
+"""The end of executors when something is lost; nothing of them is left."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 
 def build(docs: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """What ``make docs`` does."""
+    """Build the site, as ``make docs`` does."""
     command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", str(docs), str(site)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
@@ -45,7 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Page(HTMLParser):
-    """What a page refers to.
+    """The references of a page.
 
     Attributes:
         links: addresses that readers may go to.

@@ -1,5 +1,5 @@
-"""What happens when a rank, a task, an executor, a job or the driver ends: the caller gets the cause, nothing is left,
-and the session runs the next job. Two executors are processes of their own, with a rank each.
+"""Failures of a rank, a task, an executor, a job or the driver: the caller gets the cause, nothing is left, and the
+session runs the next job. Two executors are processes of their own, with a rank each.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Job:
         return [psutil.Process(pid) for pid in _pids(self._marks)]
 
     def failure(self) -> BaseException:
-        """Why it has failed, soon after something has happened."""
+        """Return the reason of its failure, soon after an event."""
         self._thread.join(SOON_S)
         assert not self._thread.is_alive()
         assert self.error is not None, self._result

@@ -1,4 +1,4 @@
-"""What the ranks of a KerasEstimator do: one job for each library and backend, of all cases of the program.
+"""The ranks of a KerasEstimator: one job for each library and backend, of all cases of the program.
 
 The program is ``tests/support/spark_keras_cases.py``; it needs no Spark.
 """
@@ -38,7 +38,7 @@ def _python(name: str, **environ: str) -> str:
 
 @pytest.fixture(scope="module", params=list(RANKS))
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What became of every case on every rank."""
+    """Return the result of every case on every rank."""
     name = request.param
     need_installed(name)
     env = {"KERAS_BACKEND": name if name != "tf_keras" else "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}

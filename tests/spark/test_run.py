@@ -41,7 +41,7 @@ def _sum_of(number: float, *, times: int = 1) -> tuple[int, int, int, int, float
 
 
 def _jobs(spark: Any) -> int:
-    """How many jobs have been submitted so far: what the scheduler knows, since Spark's public figures are late."""
+    """Return the number of jobs submitted so far, from the scheduler, since Spark's public figures are late."""
     return int(spark.sparkContext._jsc.sc().dagScheduler().numTotalJobs())
 
 

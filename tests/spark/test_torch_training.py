@@ -1,4 +1,4 @@
-"""What ranks of a TorchEstimator do: the same as one process would on all their batches; and how a run goes on."""
+"""The ranks of a TorchEstimator: they do the same as one process would on all their batches; and runs that continue."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 @dataclasses.dataclass
 class Seen:
-    """What one rank saw in one training: its batches, and the learning rate at each."""
+    """The data of one rank in one training: its batches, and the learning rate at each."""
 
     batches: list[tuple[Any, Any]]
     rates: list[float]

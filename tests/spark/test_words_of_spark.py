@@ -1,4 +1,4 @@
-"""What Spark says about a job that has ended, in one line. No Spark is needed; the texts are those of 3.5 and 4.x."""
+"""Spark's messages about a job that has ended, in one line. No Spark is needed; the texts are from 3.5 and 4.x."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of failures train: until somebody ends it."""
+"""The training for the tests of failures: it lasts until a test ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much the interpreter has to do, as a number that is the same on every machine and under every load."""
+"""The interpreter's effort, as a number that is the same on every machine and under every load."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ UNTROUBLED = frozenset({Phase.RUNNING, Phase.OVER, Phase.FAILED})
 
 
 def chance() -> float:
-    """What is random elsewhere; by name, so that a bed can be pickled."""
+    """Return a fixed value in place of a random one; a named function, so that a bed can be pickled."""
     return 0.5
 
 
@@ -193,7 +193,7 @@ class Bed:
         return [actor for actor in actors if actor.alive]
 
     def broken(self) -> bool:
-        """Whether members of the newest epoch would notice that it is over."""
+        """Tell whether members of the newest epoch would notice that it is over."""
         if not self.assignments:
             return False
         epoch = self.assignments[-1].epoch
@@ -321,7 +321,7 @@ class Bed:
         assert firsts == sorted(firsts)
 
     def check(self) -> None:
-        """What holds whenever the job has been told something."""
+        """Check the invariants that hold whenever the job has processed an event."""
         job = self.job
         self._note_hosts()
         assert (self.ended is not None) == job.final
@@ -340,7 +340,7 @@ class Bed:
         assert waiting == {worker.id for worker in job._pool.workers.values() if worker.pending}
 
     def time_alone(self) -> Phase:
-        """What becomes of the job if nothing happens any more."""
+        """Let time pass without further events."""
         for _ in range(5000):
             if self.job.phase in UNTROUBLED or not self.wait():
                 break
@@ -348,7 +348,7 @@ class Bed:
         return self.job.phase
 
     def cooperate(self) -> Phase:
-        """What becomes of it if all that still run do what they should, and all that has happened is heard of."""
+        """Let all workers that still run do what they should, and let all pending events arrive."""
         for _ in range(50):
             if self.job.final:
                 break

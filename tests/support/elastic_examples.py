@@ -1,4 +1,4 @@
-"""What the tests of programs that are written as Horovod's documentation teaches have in common: one of two workers is
+"""Shared parts of the tests of programs that are written as Horovod's documentation teaches: one of two workers is
 killed, another one takes its place, and both come to the end together."""
 
 from __future__ import annotations

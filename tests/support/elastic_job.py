@@ -74,7 +74,8 @@ class Worker:
         return self.again(serial, self.fails())
 
     def die(self) -> None:
-        """What others see of a process that is killed: its connections end, and it says nothing more."""
+        """Die as a killed process does from the others' point of view: its connections end, and it sends nothing
+        more."""
         self.job._closed.set()
         self.context.engine._control.close()
         self.job._participant.client.close()
@@ -133,7 +134,7 @@ class ElasticJob:
 
 
 def everywhere(workers: Sequence[Worker], action: Callable[[Worker], T]) -> list[T]:
-    """What all return, each on a thread of its own; all of them in time."""
+    """Call a function on all, each on a thread of its own; return all results in time."""
     tasks = [Task(partial(action, worker)) for worker in workers]
     deadline = time.monotonic() + WAIT
     return [task.result(max(0.0, deadline - time.monotonic())) for task in tasks]

@@ -28,7 +28,7 @@ def placement(
 
 @dataclass
 class Again:
-    """What a worker said when it asked for its next epoch."""
+    """A worker's request for its next epoch."""
 
     serial: int
     digest: str

@@ -59,7 +59,7 @@ class Said:
 
 
 class Training:
-    """What a job with ``TRAIN`` has said so far.
+    """The output of a job with ``TRAIN`` so far.
 
     Args:
         folder: of the job, with the launcher's streams in ``out`` and ``err``.

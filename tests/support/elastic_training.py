@@ -39,13 +39,13 @@ say(end=state.step, sizes=state.sizes)
 
 
 def told(text: str) -> list[dict[str, Any]]:
-    """What workers have printed so far; a launcher's prefixes are passed over, and so are tracebacks."""
+    """Return the workers' lines so far, without a launcher's prefixes and without tracebacks."""
     lines = (line[line.index('{"') :] for line in text.splitlines(keepends=True) if '{"' in line and line[-1] == "\n")
     return [json.loads(line) for line in lines]
 
 
 def are_together(last: Iterable[dict[str, Any]], size: int) -> bool:
-    """Whether these, each the last that one worker has said, form one job of this size."""
+    """Tell whether these lines, the last one of each worker, form one job of this size."""
     return sorted(each.get("rank", -1) for each in last if each.get("size") == size) == list(range(size))
 
 

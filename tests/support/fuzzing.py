@@ -158,7 +158,7 @@ def _folder() -> Iterator[Path]:
 
 
 def _one_line(error: HvdglooError) -> None:
-    """What is wrong with an input is said in a line, however the input looks."""
+    """Check that an error about an input has one line, however the input looks."""
     text = str(error)
     assert len(text.splitlines()) == 1, f"an error of several lines: {text!r}"
     assert text.isprintable() or not any(ord(letter) < 32 for letter in text), f"control characters: {text!r}"
@@ -291,7 +291,7 @@ class _Said:
 
 
 def _meet(data: bytes) -> tuple[TaskHello | None, bytes]:
-    """What a launcher makes of a task that says this, and what it answers."""
+    """Return a launcher's verdict on a task that sends this, and its answer."""
     sock = _Said(data)
     try:
         with patch.object(handshake, "new_nonce", lambda: bytes(NONCE_BYTES)):

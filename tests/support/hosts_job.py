@@ -187,12 +187,12 @@ def _folders_below(process: psutil.Process) -> list[Path]:
 
 
 def occupied(bed: Bed) -> bool:
-    """Whether some process is left on some host: a hundredth of the time that ``leftovers`` takes to name it."""
+    """Tell whether some process is left on some host: a hundredth of the time that ``leftovers`` takes to name it."""
     return not all(host.is_empty() for host in bed)
 
 
 def leftovers(bed: Bed) -> dict[str, list[str]]:
-    """What runs, listens or lies in shared memory on the hosts that are on; nothing for a host that is clean."""
+    """Return the processes, listeners and shared memory left on the hosts that are on; nothing for a clean host."""
     found = {}
     for host in bed:
         left = [f"process {' '.join(_command(process))[:200]}" for process in host.processes()]

@@ -54,7 +54,7 @@ class Tasks:
             self.ended[index] = error
 
     def join(self) -> dict[int, int | Exception]:
-        """What became of them, once all have ended."""
+        """Return their outcomes, once all have ended."""
         for thread in self._threads:
             thread.join(PATIENCE)
         assert len(self.ended) == len(self._threads), f"only these tasks ended: {self.ended}"

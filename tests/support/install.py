@@ -34,7 +34,7 @@ _SMALL_MB = 5.0
 
 
 class Story:
-    """What pip's lines mean to somebody who waits.
+    """A translation of pip's lines for a waiting reader.
 
     Attributes:
         megabytes: how much has come over the network.
@@ -107,7 +107,7 @@ def size_mb(folder: Path) -> float:
 
 
 def answers(index: str, timeout: float = PROBE_S) -> bool:
-    """Whether there is a package index at an address; pip itself would try for minutes."""
+    """Tell whether there is a package index at an address; pip itself would try for minutes."""
     try:
         with urllib.request.urlopen(f"{index.rstrip('/')}/torch/", timeout=timeout):
             return True

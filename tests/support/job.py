@@ -21,7 +21,7 @@ from tests.support import warm
 
 @dataclass(frozen=True)
 class Ended:
-    """How one worker ended."""
+    """The end of one worker."""
 
     returncode: int
     stdout: str
@@ -112,7 +112,7 @@ class Job:
         return [self.output(rank) for rank in range(len(self.workers))]
 
     def output(self, rank: int) -> Ended:
-        """What a worker has printed so far, and its status (None-safe: 999 while it runs)."""
+        """Return a worker's output so far, and its status (None-safe: 999 while it runs)."""
         status = self.workers[rank].poll()
         texts = [(self._folder / f"{rank}.{kind}").read_text(errors="replace") for kind in ("out", "err")]
         return Ended(999 if status is None else status, *texts)

@@ -129,7 +129,7 @@ def trained_as_one(
 
 
 def raised(kind: type[E], function: Callable[[], Any]) -> E:
-    """What a function raises, which must be of a kind."""
+    """Return the exception that a function raises, which must be of a kind."""
     try:
         function()
     except kind as error:
@@ -138,8 +138,8 @@ def raised(kind: type[E], function: Callable[[], Any]) -> E:
 
 
 def counted(function: Callable[[], Any]) -> tuple[Any, int]:
-    """What a function returns, and how many allreduces of gradients, and of what ranks agree about them before a step,
-    this rank submitted meanwhile."""
+    """Return a function's result, and the number of allreduces of gradients, and of the ranks' agreements about them
+    before a step, that this rank submitted meanwhile."""
     from hvdgloo._engine.engine import Engine
 
     plain, calls = Engine.launch, []
@@ -346,7 +346,7 @@ def mixed_precision_trains() -> None:
 
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
-    """What the front-end logs meanwhile."""
+    """Return the front-end's log messages meanwhile."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -47,7 +47,7 @@ EVIL = (
 """Names that do harm where they are not escaped."""
 
 CAUSES = ("", "stolen", "throttled", "memory", "gpu", "input", "busy")
-"""What may make the slow rank slow; nothing is unusual about it for ""."""
+"""Reasons that may make the slow rank slow; nothing is unusual about it for ""."""
 
 
 class SimulatedJob:

@@ -1,4 +1,4 @@
-"""What Kubernetes, Docker Compose and a shell would make of the recipes in the documentation, on the bed's hosts.
+"""The recipes of the documentation on the bed's hosts, carried out as by Kubernetes, Docker Compose and a shell.
 
 Each pod runs on a host of its own. Names of services are put into the hosts' /etc/hosts, secrets into environments, and
 containers that end are started again if their controller would do so. Nothing here knows hvdgloo.
@@ -155,7 +155,7 @@ class Orchestra:
             )
 
     def log(self, name: str) -> str:
-        """What a pod has printed so far, in all its lives."""
+        """Return a pod's output so far, in all its lives."""
         return (self._cwd / f"{name}.log").read_text()
 
     def look(self) -> None:

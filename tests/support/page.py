@@ -15,7 +15,7 @@ PATIENCE = 30.0
 
 
 class Answer:
-    """What came back: ``json()`` is the decoded body."""
+    """A response: ``json()`` is the decoded body."""
 
     def __init__(self, answer: http.client.HTTPResponse) -> None:
         self.status = answer.status

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def generated(page: str) -> str:
-    """What ``docs/generate_<page>.py`` would write now."""
+    """Return the text that ``docs/generate_<page>.py`` would write now."""
     text: str = generator(page).text()
     return text
 

@@ -15,7 +15,7 @@ import psutil
 from tests.support.launching import wait_for
 
 STARTUP_S = 300.0
-"""What may take a while on a busy machine with cold disks."""
+"""Seconds that a start may take on a busy machine with cold disks."""
 
 GONE_S = 120.0
 """Within which everything that was ended is gone."""

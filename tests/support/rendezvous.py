@@ -60,7 +60,7 @@ class Task(Generic[T]):
             self.error = error
 
     def result(self, timeout: float = 20.0) -> T:
-        """What it returned; raises what it raised."""
+        """Return its result; raise its exception."""
         self.thread.join(timeout)
         assert not self.thread.is_alive(), f"still running after {timeout:g} s"
         if self.error is not None:
@@ -68,7 +68,7 @@ class Task(Generic[T]):
         return self._result[0]
 
     def failure(self, timeout: float = 20.0) -> BaseException:
-        """What it raised."""
+        """Return its exception."""
         self.thread.join(timeout)
         assert not self.thread.is_alive(), f"still running after {timeout:g} s"
         assert self.error is not None, f"returned {self._result}"

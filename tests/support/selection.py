@@ -1,4 +1,4 @@
-"""Which tests are left to ``make test-extended``: those with the mark ``extended``.
+"""The selection of tests: those with the mark ``extended`` are left to ``make test-extended``.
 
 They repeat, by more planes, more hosts, more accidents or more input, what others show once; or they take as much
 processor time as a hundred others. What they test, ``make test`` tests as well, though less of it.

@@ -23,7 +23,7 @@ import psutil
 from tests.support.pages import ROOT
 
 STARTUP_S = 300.0
-"""What may take a while on a busy machine with cold disks."""
+"""Seconds that a start may take on a busy machine with cold disks."""
 
 LOCAL = "local[2]"
 CLUSTER = "local-cluster[2,1,1024]"
@@ -37,7 +37,7 @@ ARCHIVE = Path(sys.prefix, "share", "spark.jsa")
 
 _ARCHIVED = ARCHIVE.exists() and " " not in str(ARCHIVE)  # it would be two options
 JVM_OPTIONS = f"{COMPILER_OPTIONS} -XX:SharedArchiveFile={ARCHIVE}" if _ARCHIVED else COMPILER_OPTIONS
-"""What makes Spark's JVMs cheap in tests."""
+"""Options that make Spark's JVMs cheap in tests."""
 
 _SETTINGS = {
     "spark.ui.enabled": "false",
@@ -58,7 +58,7 @@ DEFAULT_JVM = {"spark.driver.extraJavaOptions": "", "spark.executor.extraJavaOpt
 
 
 def missing() -> str:
-    """What Spark needs and is not here; empty if nothing."""
+    """Return Spark's missing requirements; empty if there are none."""
     if importlib.util.find_spec("pyspark") is None:
         return "pyspark is not installed"
     home = os.environ.get("JAVA_HOME")
@@ -97,7 +97,7 @@ class Sessions:
         return self._session
 
     def _prepare(self) -> None:
-        """What the JVM takes from the environment when it starts."""
+        """Set the environment that the JVM reads at its start."""
         os.environ["SPARK_HOME"] = str(self._home)
         os.environ["PYSPARK_PYTHON"] = sys.executable
         path = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -136,7 +136,7 @@ def fit(
     checkpoint_callback: Any = None,
     label_shapes: Any = None,
 ) -> Any:
-    """What the driver has after a job: history, model and what the first rank returned; on the other ranks None."""
+    """Return the driver's results: history, model and the first rank's return value; on the other ranks None."""
     layout = layout_of(model, LIBRARY.floatx, setting.feature_cols, setting.label_cols, label_shapes)
     job = remote.Job(archive_of(model), compilation, layout, names or {}, list(callbacks), checkpoint_callback)
     setting = dataclasses.replace(setting, signature=signature_of(model))

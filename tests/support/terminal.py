@@ -81,7 +81,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """What stands on the screen, without empty lines at the end."""
+        """The lines on the screen, without empty lines at the end."""
         lines = [line.rstrip() for line in self._screen.display]
         while lines and not lines[-1]:
             lines.pop()

@@ -35,7 +35,7 @@ class Command:
 
 
 def steps(text: str) -> Iterator[File | Command]:
-    """What a page tells its readers to do, in order."""
+    """Return the steps that a page tells its readers to take, in order."""
     for block in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         language, shown = block.groups()
         if language == "python":

@@ -46,7 +46,7 @@ def run(way: str, function: Callable[..., Any], *arrays: Any, shapes_known: bool
 
 
 def gradients(outputs: Sequence[Any], inputs: Sequence[Any], arriving: Sequence[Any], tape: Any = None) -> list[Any]:
-    """What arrives at the inputs: by the tape, or by the graph of a session."""
+    """Return the gradients at the inputs: by the tape, or by the graph of a session."""
     if tape is None:
         return list(tf.gradients(outputs, inputs, arriving))
     return list(tape.gradient(outputs, inputs, arriving))

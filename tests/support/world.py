@@ -150,7 +150,8 @@ class World:
 
     @property
     def is_as_new(self) -> bool:
-        """Whether all that was run has succeeded, no rank has ended, nothing is in flight, and no set was added."""
+        """True if everything that was run has succeeded, no rank has ended, nothing is in flight, and no set was
+        added."""
         return not self._spoilt and all(
             not context.closed
             and context.engine.error is None

@@ -1,4 +1,4 @@
-"""What the pages say about TensorFlow and Keras is so."""
+"""Statements of the pages about TensorFlow and Keras, tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is traced or made in a job of one process reduces when the job has grown, and goes on when it has shrunk.
+"""Programs that are traced or made in a job of one process: they reduce when the job has grown, and continue when it
+has shrunk.
 
 Ranks are threads. Each worker traces its functions in a world of its own: the survivor in the job's first epoch, the
 newcomer in its provisional one. Then they meet in a world of two, after which the survivor is alone again.
@@ -60,8 +61,8 @@ def in_world(workers: list[Worker], function: Callable[[int], Any], size: int | 
 
 
 def over_sizes(program: Program) -> tuple[Any, Any, list[Any], Any]:
-    """What a program returns in the epoch of one worker, in the newcomer's own world, in that of both, and in that of
-    the first one alone."""
+    """Return a program's results in the epoch of one worker, in the newcomer's own world, in the world of both, and in
+    the first one's alone."""
     survivor, newcomer = Worker(), Worker()
     calls: list[Callable[[float], Any]] = []
 

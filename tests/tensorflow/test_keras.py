@@ -44,7 +44,7 @@ def _python(backend: str) -> str:
 
 
 def run_cases(backend: str, size: int, folder: Path, *cases: str) -> Outcome:
-    """What became of every case, or of some, on every rank."""
+    """Return the result of every case, or of some, on every rank."""
     if importlib.util.find_spec(backend) is None:
         pytest.fail(f"{backend} is not installed; these tests have an environment of their own: make test-tensorflow")
     env = {"KERAS_BACKEND": backend, **QUIET}
@@ -59,7 +59,7 @@ def run_cases(backend: str, size: int, folder: Path, *cases: str) -> Outcome:
 
 @pytest.fixture(scope="module", params=list(RANKS))
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """What became of every case on every rank; the last one is killed at the end."""
+    """Return the result of every case on every rank; the last one is killed at the end."""
     return run_cases(request.param, RANKS[request.param], tmp_path_factory.mktemp(request.param))
 
 

@@ -444,7 +444,7 @@ def test_examples_learn_to_read(launcher: Launcher, example: str) -> None:
 
 @pytest.mark.timeout(90)  # on a busy machine TensorFlow alone takes 20 s to be imported
 def test_the_elastic_example_loses_a_worker_and_gains_others() -> None:
-    """What `make demo-elastic` does with torch's: it reaches the fixed job's accuracy all the same."""
+    """This is `make demo-elastic` with torch's example: it reaches the fixed job's accuracy all the same."""
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
     python = warm.python(*warm.TENSORFLOW, **quiet)
     arguments = ("--python", python, "--training", str(EXAMPLES / "keras_digits_elastic.py"), "--epochs", "12")

@@ -1,4 +1,4 @@
-"""What is to be compiled by XLA, which cannot compile collectives."""
+"""Functions for XLA, which cannot compile collectives."""
 
 from __future__ import annotations
 

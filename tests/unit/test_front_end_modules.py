@@ -1,4 +1,4 @@
-"""What ``import hvdgloo.<framework>`` gives: values, answers, and a clear word when the framework is missing."""
+"""The results of ``import hvdgloo.<framework>``: values, answers, and a clear message if the framework is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a newcomer types, and what is printed then: mistakes are named at once, before anything is started."""
+"""A newcomer's mistakes and their messages: each is named at once, before anything is started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvdgloo.runner.transport.failures import Cause, preflight_failure
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What ``hvdgloo-run`` says when it refuses these words, each line without the program's name."""
+    """Return the refusal that ``hvdgloo-run`` prints for these arguments, each line without the program's name."""
     assert main(list(argv)) == 2
     return capsys.readouterr().err.replace("hvdgloo-run: ", "").rstrip("\n")
 

@@ -1,4 +1,4 @@
-"""What ``hvdgloo.ray`` decides by itself, without Ray: arguments, room in a cluster, order, and messages."""
+"""The decisions of ``hvdgloo.ray`` without Ray: arguments, room in a cluster, order, and messages."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_without_ray_the_package_says_what_to_install(monkeypatch: pytest.Monkey
 
 
 class _Ray:
-    """What ``hvdgloo.ray`` uses of Ray; remembers the actors that it was asked for, and those that it has killed."""
+    """The parts of Ray that ``hvdgloo.ray`` uses; records the requested and the killed actors."""
 
     def __init__(self, *nodes: str) -> None:
         self.listed = [

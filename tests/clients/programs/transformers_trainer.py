@@ -6,7 +6,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 
 class Data(torch.utils.data.Dataset):
-    """Which of two words is there?"""
+    """The task: which of two words occurs?"""
 
     def __len__(self) -> int:
         return 128

@@ -1,4 +1,4 @@
-"""Who comes before whom, and which accesses to one memory have no order: a vector-clock checker.
+"""A vector-clock checker: the order of operations, and accesses to one memory that have no order.
 
 A stream is a sequence of numbered operations. A *clock* says how far somebody knows each stream to be: an operation
 comes after another if its clock has reached that one's number. Clocks travel with events, and through the host once it
@@ -27,7 +27,7 @@ class Clock(dict[int, int]):
 
 @dataclass(frozen=True)
 class Access:
-    """What an operation does with a range of bytes.
+    """An operation's access to a range of bytes.
 
     Attributes:
         begin, end: addresses.
@@ -80,7 +80,7 @@ def _tells_as_much(new: Access, old: Access, clock: Mapping[int, int]) -> bool:
 
 
 def races(history: History, clock: Mapping[int, int], new: Iterable[Access]) -> list[str]:
-    """What is wrong with an operation's accesses to a block, which are added to its history."""
+    """Return the unordered accesses of an operation to a block, and add its accesses to the block's history."""
     found = []
     for access in new:
         found += [f"{access}, and nothing orders it after: {old}" for old in history.conflicts(access, clock)]

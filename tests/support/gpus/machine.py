@@ -38,7 +38,7 @@ class HostAccessError(AssertionError):
 
 
 class Schedule:
-    """Which operation runs next, and when.
+    """The order and the times in which operations run.
 
     Args:
         kind: "late": nothing runs before somebody waits for it; "early": all that can run does at once; "any": some
@@ -54,7 +54,7 @@ class Schedule:
         self.is_paused = False
 
     def at_once(self) -> int:
-        """How many operations run as soon as one has been given to a stream."""
+        """Return the number of operations that run as soon as one has been given to a stream."""
         return {"late": 0, "early": 1 << 30}.get(self.kind, self.random.choice([0, 0, 1, 3]))
 
 
@@ -164,7 +164,7 @@ class Machine:
 
     @property
     def waits(self) -> int:
-        """How often this rank's threads have blocked until a GPU had done something."""
+        """The number of times that this rank's threads have blocked until a GPU had finished something."""
         return self._waits.get(self.rank, 0)
 
     @contextmanager
@@ -179,7 +179,7 @@ class Machine:
 
     @property
     def knowledge(self) -> Clock:
-        """What this thread knows, as its rank, to have ended on the GPUs."""
+        """The operations that this thread, as its rank, knows to have ended on the GPUs."""
         if not hasattr(self._local, "knowledge"):
             self._local.knowledge = {}
         known: Clock = self._local.knowledge.setdefault(self.rank, Clock())
@@ -281,7 +281,7 @@ class Machine:
                 stream.queue.append(Operation("wait", lambda: None, lambda: event.has_happened, lambda: [event.stream]))
 
     def query(self, event: Event) -> bool:
-        """Whether an event has happened. Looking at it is what makes the GPUs get on."""
+        """Tell whether an event has happened. Looking at it is what makes the GPUs proceed."""
         with self.lock:
             for _ in range(4):
                 if event.has_happened or not self._advance(event.stream):

@@ -22,7 +22,7 @@ from tests.support.gpus.tensors import GpuTensor, machine, ranges
 
 @dataclass
 class Faults:
-    """What goes wrong, by rank.
+    """Planned faults, by rank.
 
     Attributes:
         connects_never: connecting does not return before ``over``.
@@ -48,7 +48,7 @@ class Faults:
 
 
 class Communicator:
-    """What the ranks of a group share."""
+    """The shared state of a group's ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -94,7 +94,7 @@ class Nccl:
 
 
 class Work:
-    """What a collective returns."""
+    """The result object of a collective."""
 
     def __init__(self, there: Machine, device: int, end: Event, keep: Any) -> None:
         self._machine, self._device, self._end, self._keep = there, device, end, keep
@@ -247,7 +247,7 @@ def _reduced(parts: Sequence[_Part]) -> torch.Tensor:
 
 
 def _results(parts: Sequence[_Part]) -> list[torch.Tensor]:
-    """What every rank's target gets."""
+    """Return the result for every rank's target."""
     kind = parts[0].kind
     assert all(part.kind == kind for part in parts), "ranks have given NCCL different collectives"
     if kind == "allreduce":

@@ -50,7 +50,7 @@ class GpuTensor(torch.Tensor):
         return made  # type: ignore[no-any-return]
 
     def __init__(self, inner: torch.Tensor, storage: Storage) -> None:
-        """What there is to do has been done."""
+        """Create a list of operations that have all been done."""
 
     @property
     def block(self) -> Block:
@@ -150,7 +150,7 @@ def launch(
 
 
 def to_host(tensor: GpuTensor) -> torch.Tensor:
-    """What a tensor holds once its GPU has got that far; the host waits."""
+    """Return a tensor's content once its GPU has got that far; the host waits."""
     there = machine()
     result = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     inner = tensor.inner

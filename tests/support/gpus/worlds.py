@@ -48,7 +48,7 @@ class GpuWorld(World):
 
 
 def planes(timeout: float = 10.0, operations: str = "auto") -> Callable[..., Sequence[Plane]]:
-    """What opens the planes of a world's ranks, each on a GPU of its own.
+    """Return a function that opens the planes of a world's ranks, each on a GPU of its own.
 
     Args:
         timeout: seconds that connecting may take.

@@ -53,7 +53,7 @@ _CHECKOUT = Path(__file__).parents[3]
 
 @cache
 def available() -> str:
-    """Why there can be no bed here; empty if there can."""
+    """Return the reason why there can be no bed here; empty if there can."""
     if sys.platform != "linux":
         return "network namespaces are a feature of Linux"
     if os.geteuid() != 0:
@@ -108,7 +108,7 @@ class Host:
 
     @property
     def address(self) -> str:
-        """Where others reach it: its first NIC's first address."""
+        """The address at which others reach it: its first NIC's first address."""
         return self.plan.address
 
     @property
@@ -132,12 +132,12 @@ class Host:
         return f"/run/bed/{self.name}"
 
     def path(self, path: str) -> Path:
-        """How this process gets at a file of the host's own."""
+        """Return the path by which this process accesses a file of the host's own."""
         return Path(f"/proc/{self.init}/root") / path.lstrip("/")
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a user who is logged in there has."""
+        """The environment of a user who is logged in there."""
         return {**clean_environment(), "HOME": self.home, "USER": "root", "LOGNAME": "root"}
 
     # Processes.
@@ -205,7 +205,7 @@ class Host:
         return [process for process in sshd.values() if _parent(process) in sshd]
 
     def is_empty(self) -> bool:
-        """Whether nothing lives there but the first process and sshd, at a glance and without naming any."""
+        """Tell whether only the first process and sshd live there, at a glance and without naming any."""
         if not self.on:
             return True
         # The host's own /proc has but its own processes, where this machine's has everybody's.

@@ -60,5 +60,5 @@ def everything_to(address: str) -> str:
 
 
 def _to_last(length: int, position: int) -> int:
-    """How far a jump at ``position`` skips, to reach the last instruction."""
+    """Return how far a jump at ``position`` skips, to reach the last instruction."""
     return length - 1 - (position + 1)

@@ -154,7 +154,7 @@ def be_init(host: dict[str, Any], go: int, ready: int) -> NoReturn:
 
 
 def mount_own(host: dict[str, Any], folder: str) -> None:
-    """What of the file system is this host's own: /proc, /sys, /dev/shm, some of /etc, its boot id."""
+    """Mount the host's own parts of the file system: /proc, /sys, /dev/shm, some of /etc, its boot id."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("proc", "/proc", "proc", 0)
     if os.path.isdir("/sys/fs/cgroup"):

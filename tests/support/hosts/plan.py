@@ -1,4 +1,4 @@
-"""What a bed of hosts looks like, as values: its hosts, their NICs and addresses, and the commands that make them so.
+"""The plan of a bed of hosts, as values: its hosts, their NICs and addresses, and the commands that make them.
 
 Pure. The keeper (``keeper.py``) carries a plan out; the ``Bed`` shows it to tests.
 """
@@ -86,11 +86,11 @@ class HostPlan:
 
     @property
     def address(self) -> str:
-        """Where other hosts reach it: its first NIC's first address."""
+        """The address at which other hosts reach it: its first NIC's first address."""
         return self.cards[0].addresses[0]
 
     def own_commands(self) -> list[str]:
-        """What ``ip -batch`` is given inside the host, once its cards have been put there."""
+        """Return the input of ``ip -batch`` inside the host, once its cards have been put there."""
         lines = ["link set lo up"]
         for card in self.cards:
             lines += [f"address add {card.ipv4}/24 dev {card.name}"] if card.ipv4 else []
@@ -125,7 +125,7 @@ class Plan:
     routed: bool
 
     def switch_commands(self, inits: Sequence[int]) -> list[str]:
-        """What ``ip -batch`` is given where the switches stand; ``inits`` are the hosts' processes."""
+        """Return the input of ``ip -batch`` where the switches stand; ``inits`` are the hosts' processes."""
         lines = ["link set lo up"]
         for network in self.networks:
             number = network_number(network)
@@ -192,7 +192,7 @@ def as_data(plan: Plan) -> dict[str, object]:
 
 
 def _below_tmp() -> list[str]:
-    """Where the checkout and its interpreter are, if that is in /tmp; no folder inside another one of them."""
+    """Return the folders of the checkout and its interpreter that are in /tmp; none of them inside another one."""
     folders = {str(Path(__file__).parents[3]), sys.prefix, sys.base_prefix}
     below = sorted(folder for folder in folders if folder.startswith("/tmp/"))
     return [folder for folder in below if not any(folder.startswith(f"{other}/") for other in below)]

@@ -40,15 +40,15 @@ _SERVER = Path(__file__).with_name("server.py")
 _CLIENT = Path(__file__).with_name("client.py")
 _CHECKOUT = Path(__file__).parents[3]
 TORCH = ("torch.distributed", "hvdgloo._backends.gloo", "hvdgloo.torch", "torch._dynamo")
-"""What a worker that uses torch imports. Its first optimizer would import the last one, in two seconds."""
+"""Imports of a worker that uses torch. Its first optimizer would import the last one, in two seconds."""
 
 TENSORFLOW = ("hvdgloo.tensorflow",)
-"""What a worker that uses TensorFlow imports, with Keras on it."""
+"""Imports of a worker that uses TensorFlow, with Keras on it."""
 
 
 NUMPY = ("hvdgloo.elastic",)
-"""What a worker imports that uses numpy on one host. A fork of this small process takes half of what one with torch
-does; but where hosts exchange data, each would have to import torch for its Gloo."""
+"""Imports of a worker that uses numpy on one host. A fork of this small process takes half the time of one with torch;
+but if hosts exchange data, each would have to import torch for its Gloo."""
 
 LAUNCHER = (
     "hvdgloo._commands",
@@ -64,7 +64,7 @@ LAUNCHER = (
     "hvdgloo.rendezvous._server.routes",
     "encodings.idna",
 )
-"""What a launcher imports, and the agent that it forks. It has no numpy."""
+"""Imports of a launcher, and of the agent that it forks. It has no numpy."""
 
 _WORKER = (
     "numpy.random",
@@ -76,7 +76,7 @@ _WORKER = (
     "hvdgloo._observe.lateness",
     "encodings.idna",
 )
-"""What all others import."""
+"""Imports of all others."""
 
 _ROOM = 32 * 1024
 """Bytes in which /proc shows the environments of programs, beside those of the server's."""

@@ -85,7 +85,7 @@ def preload(modules: list[str]) -> None:
 
 
 class Requester:
-    """Who asks for a program, until either has ended."""
+    """The process that requests a program, until either has ended."""
 
     def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
         self._connection, self._selector = connection, selector

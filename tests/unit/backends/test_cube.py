@@ -150,7 +150,7 @@ class Line:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything was received."""
+        """True if everything was received."""
         return not any(self._waiting)
 
 

@@ -1,4 +1,4 @@
-"""Why ranks exchange tensors as they do, in words that name hosts."""
+"""The reasons for the ranks' way of exchanging tensors, in words that name hosts."""
 
 from __future__ import annotations
 

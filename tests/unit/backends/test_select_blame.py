@@ -1,4 +1,4 @@
-"""Who could not be connected is named by its rank in the job, whichever group of ranks was to be connected."""
+"""Failed connections name the other rank in the job, whichever group of ranks was to be connected."""
 
 from __future__ import annotations
 

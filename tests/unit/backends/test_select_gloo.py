@@ -1,4 +1,4 @@
-"""Which package Gloo is taken from, and what is said where it cannot be. No package is imported."""
+"""The choice of the package that Gloo is taken from, and the messages if there is none. No package is imported."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_folder_without_code_is_no_package(tmp_path: Path, monkeypatch: pytest
 
 
 def _open(config: Config, decided: Config, hosts: int = 2) -> None:
-    """What rank 1, on the last host, does after rank 0 has decided."""
+    """Act as rank 1, on the last host, after rank 0 has decided."""
     topology = Topology(
         0,
         (Host("h1", "one"), Host("h2", "two"))[:hosts],

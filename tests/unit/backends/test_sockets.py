@@ -1,4 +1,4 @@
-"""What is done to sockets that others own, and may close at any time."""
+"""Operations on sockets that others own, and may close at any time."""
 
 from __future__ import annotations
 

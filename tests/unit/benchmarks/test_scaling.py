@@ -240,7 +240,7 @@ def test_pieces_that_were_measured_elsewhere_are_refused(
 
 @pytest.mark.parametrize(("crowd", "hosts"), [("ALONE", 2), ("CROWDED", 8)])
 def test_all_pieces_come_from_jobs_of_their_own(program: ModuleType, crowd: str, hosts: int) -> None:
-    """What each piece is made of, where every figure of a job is known."""
+    """Each piece is tested where every figure of a job is known."""
     asked = []
 
     class Counted:

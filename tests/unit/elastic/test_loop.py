@@ -1,4 +1,4 @@
-"""What ``elastic.run`` does with failures, updates and the end of a training, told by a job that follows a script."""
+"""The treatment of failures, updates and the end of a training by ``elastic.run``, with a job that follows a script."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_shutdown_ends_it_for_both_whoever_holds_the_descriptor(pair: tuple[sock
 
 
 class TestForgeries:
-    """What somebody on the way changes, repeats, leaves out or adds is noticed, and nothing of it is looked at."""
+    """Changes, repetitions, omissions and additions on the way are noticed, and nothing of them is processed."""
 
     def refuse(self, connection: ControlConnection) -> None:
         with pytest.raises(ValueError, match="a control message has a wrong signature"):

@@ -65,7 +65,7 @@ class Job:
         self.says(rank, Submit((), tuple(request(name, process_set) for name in names)))
 
     def sent(self) -> list[tuple[int, Message]]:
-        """What was to be sent since the last call."""
+        """Return the messages sent since the last call."""
         outbox, self.coordinator.outbox = self.coordinator.outbox, []
         return outbox
 

@@ -1,4 +1,4 @@
-"""What rank 0 has to do for a step grows as the number of ranks does, and no faster."""
+"""The growth of rank 0's work for a step: it is as fast as the number of ranks, and no faster."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ JOIN = Request("join", Collective.JOIN)
 
 
 def requests(rank: int = 0, tensors: int = TENSORS) -> tuple[Request, ...]:
-    """What a rank submits in a step. Of an allgather, each rank has other rows."""
+    """Return the requests of a rank in a step. For an allgather, each rank has other rows."""
     gather = Request("gather", Collective.ALLGATHER, (TensorSpec(DType.FLOAT32, (rank, 2)),))
     return (*(Request(f"allreduce.{i}", Collective.ALLREDUCE, (SPEC,)) for i in range(tensors - 1)), gather)
 

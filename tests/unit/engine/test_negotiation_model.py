@@ -27,7 +27,7 @@ from hvdgloo.types import Buffer, Collective, DType, TensorSpec
 
 @dataclass(frozen=True)
 class Round:
-    """What a job does before its ranks wait for everything.
+    """The steps of a job before its ranks wait for everything.
 
     Attributes:
         operations: process set (by its place among the sets) and shape of each; the name tells which of a set's it is.

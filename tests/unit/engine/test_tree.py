@@ -108,7 +108,7 @@ class Network:
             self.up[rank].append(encode(message))
 
     def actions(self) -> list[Callable[[], None]]:
-        """What may happen next."""
+        """Return the possible next actions."""
         found: list[Callable[[], None]] = []
         for rank in range(self.size):
             if self.up[rank]:
@@ -499,7 +499,7 @@ class Tree:
 
 
 def by_star(script: Callable[[Star | Tree], None], **options: Any) -> tuple[list[Message], list[str]]:
-    """What a script has everyone told, and what rank 0 warns of, through a star of 5 ranks."""
+    """Return the messages to every rank, and rank 0's warnings, when a script runs through a star of 5 ranks."""
     stacks, answering = options.pop("stacks", ()), options.pop("answering", range(5))
     star = Star(5, timeout=TIMEOUT, **options)
     orders: list[Message] = []
@@ -710,7 +710,7 @@ class _Slices(list[int]):
         return super().__getitem__(at)
 
     def by(self, work: Callable[[list[int]], object]) -> int:
-        """How often a call does so."""
+        """Return the number of copies that a call makes."""
         work(self)
         return self.copies
 

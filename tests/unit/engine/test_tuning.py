@@ -222,7 +222,7 @@ def hills(random: random.Random) -> Callable[[Choice], float]:
 
 
 class TestTargets:
-    """What a user is promised, with settings in the order of ``axes_for`` and the flags' defaults."""
+    """The promises to users, with settings in the order of ``axes_for`` and the flags' defaults."""
 
     AXES = tuple(GRID.items())
 

@@ -1,4 +1,4 @@
-"""How ranks of one process, as if on several hosts, find those that they report to."""
+"""The search of ranks of one process, as if on several hosts, for the ranks that they report to."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Client:
 def met(
     there: Topology, configs: Sequence[Config], *, known: bool = True, absent: Sequence[int] = ()
 ) -> list[Found | BaseException]:
-    """What each rank gets to know, or why it cannot."""
+    """Return each rank's findings, or the reason for its failure."""
     client = cast(RendezvousClient, _Client())
     key = f"0.0.{os.urandom(4).hex()}"
     with ExitStack() as stack:

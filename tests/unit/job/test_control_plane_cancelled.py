@@ -32,7 +32,7 @@ NEVER = 60.0
 
 
 class Event:
-    """What is polled, and when that was done."""
+    """An event that records when it was polled."""
 
     def __init__(self) -> None:
         self.polls = [time.monotonic()]

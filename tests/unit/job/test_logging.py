@@ -1,4 +1,4 @@
-"""Who shows hvdgloo's messages: its own handler, or the program's. Each message is on the terminal once."""
+"""The handler of hvdgloo's messages: its own, or the program's. Each message is on the terminal once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Context makes of its Config for the engine."""
+"""The engine's settings that a Context makes of its Config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many files a process may have open: the soft limit is raised where that is permitted, and is never lowered."""
+"""The limit of open files: the soft limit is raised where that is permitted, and is never lowered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How control connections come to be: who is let in, who is not, and that the latter cost the former nothing."""
+"""The start of control connections: the admission of peers, and the refusal of others at no cost for the former."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_rank_that_comes_twice_keeps_its_first_connection(meeting: Callable[..
 
 
 def test_a_replayed_handshake_proves_nothing(meeting: Callable[..., Meeting]) -> None:
-    """What a listener on the line has seen of one meeting does not open another one."""
+    """Data that was overheard in one handshake does not open another one."""
     seen = bytearray()
 
     class Spy(Handshake):

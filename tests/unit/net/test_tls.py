@@ -281,7 +281,7 @@ class TestRendezvous:
         assert b"/v1/kv" not in between.seen
 
     def test_a_server_that_was_started_again_is_another_one(self) -> None:
-        """What one of its clients has stored is gone, as without TLS: only a registration starts over by itself."""
+        """Data that a client has stored is lost, as without TLS: only a registration starts over by itself."""
         with RendezvousServer(secret=SECRET, size=1, tls=Tls()) as first:
             client = RendezvousClient(first.endpoint, SECRET, tls=Tls())
             store = client.store("s")
@@ -365,7 +365,7 @@ class TestRendezvous:
             sock.close()
 
     def test_requests_that_arrive_together_are_all_served(self, server: RendezvousServer) -> None:
-        """What TLS has decrypted beyond the first request is announced by no selector."""
+        """No selector announces data that TLS has decrypted beyond the first request."""
         with socket.create_connection(self.target(server), 10) as plain:
             sock, _ = Tls().connected(plain, time.monotonic() + 10)
             sock.settimeout(10)

@@ -1,4 +1,4 @@
-"""Which arrays the engine shares, which are staged, and which are refused."""
+"""Arrays that the engine shares, stages, or refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process counts of itself: steps and their parts, what was blocked, who came last."""
+"""A process's counters of itself: steps and their parts, times blocked, the last rank."""
 
 from __future__ import annotations
 

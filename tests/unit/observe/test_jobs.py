@@ -1,4 +1,4 @@
-"""How running jobs are found: files that are locked while their launchers live."""
+"""The discovery of running jobs: files that are locked while their launchers live."""
 
 from __future__ import annotations
 

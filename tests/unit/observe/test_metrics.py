@@ -38,7 +38,7 @@ def job() -> SimulatedJob:
 
 
 def problems(text: str) -> list[str]:
-    """What ``promtool check metrics`` complains about (prometheus/util/promlint), and what its parser refuses."""
+    """Return the complaints of ``promtool check metrics`` (prometheus/util/promlint), and of its parser."""
     found = []
     for family in text_string_to_metric_families(text):
         names = {sample.name for sample in family.samples} or {family.name}

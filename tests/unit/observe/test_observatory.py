@@ -1,4 +1,4 @@
-"""What is seen of a job, from what its ranks and hosts say: a snapshot, updates, and nothing that grows for ever."""
+"""The view of a job, from its ranks' and hosts' reports: a snapshot, updates, and nothing that grows for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks write becomes lines, of which the last ones are kept."""
+"""Conversion of the ranks' output to lines, of which the last ones are kept."""
 
 from __future__ import annotations
 

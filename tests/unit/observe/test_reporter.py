@@ -28,7 +28,7 @@ DEADLINE = 30.0
 
 
 class Rank:
-    """What a Reporter asks."""
+    """The rank's interface that a Reporter needs."""
 
     def __init__(self, rank: int = 0) -> None:
         self.place = Place(rank, 2, 0)

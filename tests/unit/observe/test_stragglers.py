@@ -1,4 +1,4 @@
-"""Who the others wait for, and why: said only where it is more than chance, and worth somebody's attention."""
+"""The rank that others wait for, and the cause: reported only if it is more than chance, and worth attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not be left half done is finished before Ctrl-C raises."""
+"""Sections that Ctrl-C does not interrupt: they are finished before it raises."""
 
 from __future__ import annotations
 

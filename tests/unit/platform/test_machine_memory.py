@@ -1,4 +1,4 @@
-"""What the kernel is said to have to do with a process that SIGKILL ended."""
+"""The kernel's part in the end of a process by SIGKILL."""
 
 from __future__ import annotations
 

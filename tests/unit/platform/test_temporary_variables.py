@@ -15,7 +15,7 @@ from tests.support.environment import LIBC, entries, seen_by_c
 
 @pytest.fixture
 def values(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What a test may set: one variable that the user has set, and one that nobody has."""
+    """Return the variables that a test may set: one that the user has set, and one that is not set."""
     monkeypatch.setenv("HVDGLOO_T_OF_THE_USER", "a user's own, which is longer")
     return {"HVDGLOO_T_OF_THE_USER": "0", "HVDGLOO_T_OF_NOBODY": "0"}
 

@@ -1,4 +1,4 @@
-"""What every function that starts a job says about arguments for MPI, and about old names."""
+"""Messages of every function that starts a job about arguments for MPI, and about old names."""
 
 from __future__ import annotations
 

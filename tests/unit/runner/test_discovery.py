@@ -1,4 +1,4 @@
-"""What the launcher decides before anything is probed. The rest is tests/processes/test_launch_networks.py's."""
+"""The launcher's decisions before anything is probed. The rest is tested in tests/processes/test_launch_networks.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher does with signals while it runs, and afterwards."""
+"""The launcher's treatment of signals while it runs, and afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors the engine shares, which are staged, and which are refused."""
+"""Tensors that the engine shares, stages, or refuses."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from hvdgloo._training import weights
 
 
 def together(*own: int | None) -> np.ndarray:
-    """What all ranks receive."""
+    """Return the results of all ranks."""
     greatest: np.ndarray = np.max([weights.to_send(each) for each in own], axis=0)
     return greatest
 

@@ -49,7 +49,7 @@ def written(folder: Path, job: SimulatedJob | Observatory) -> tuple[str, Any]:
 
 
 def recording(page: str) -> Any:
-    """What the page's scripts find in it."""
+    """Return the data that the page's scripts find in it."""
     ((_, _, text),) = [each for each in Elements(page).texts if each[1].get("id") == "recording"]
     return json.loads(text)
 

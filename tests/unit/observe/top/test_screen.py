@@ -1,4 +1,4 @@
-"""What ``hvdgloo-run top`` shows: everything that matters fits the terminal, and nothing of it can do harm there."""
+"""The screen of ``hvdgloo-run top``: everything that matters fits the terminal, and nothing of it can do harm there."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class Explorer:
 
 
 def fingerprint(bed: Bed) -> object:
-    """What tells two states apart; numbers that only grow are relative."""
+    """Return the data that distinguishes two states; numbers that only grow are relative."""
     job, epoch = bed.job, bed.assignments[-1].epoch
     actors = sorted(
         (
@@ -798,7 +798,7 @@ class TestTheStart:
         assert bed.ended.text == "2 of 3 slots are available (h1: 2) after 20 s (--elastic-timeout)"
 
     def test_hosts_that_are_not_known_yet_are_not_complained_about(self) -> None:
-        """Where no host is listed yet, an agent is still asked for its slots: that is shown in another way."""
+        """If no host is listed yet, an agent is still asked for its slots: that is shown in another way."""
         bed = Bed(Rules(size=3, smallest=1), ())
         assert bed.wait()
         assert bed.now == 1010.0

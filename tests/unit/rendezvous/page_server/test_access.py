@@ -1,4 +1,5 @@
-"""Who may see a job's page: links that work once, cookies that count in one place, tokens, and names of the server."""
+"""The access to a job's page: links that work once, cookies that count in one place, tokens, and names of the
+server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests the server's front may answer itself: those of which all is here, and nothing is unclear."""
+"""Requests that the server's front may answer itself: complete and unambiguous ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When an agent is certain that its workers use mpi4py instead of hvdgloo."""
+"""The certainty of an agent that its workers use mpi4py instead of hvdgloo."""
 
 from __future__ import annotations
 

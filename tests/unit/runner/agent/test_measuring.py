@@ -1,4 +1,4 @@
-"""What an agent measures of its host: shares of the time between two looks, and GPUs where NVML answers."""
+"""An agent's measurements of its host: shares of the time between two looks, and GPUs if NVML answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sample(meter: Meter) -> HostSample:
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> list[Times]:
-    """What ``psutil.cpu_times`` answers, one after another."""
+    """Return the successive results of ``psutil.cpu_times``."""
     answers: list[Times] = [Times(100, 0, 100, 1000, 0, 0, 50, 0)]
     monkeypatch.setattr(psutil, "cpu_times", lambda: answers.pop(0))
     return answers

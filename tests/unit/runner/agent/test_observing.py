@@ -1,4 +1,4 @@
-"""What an agent takes in of its workers and its host, and when it passes that on."""
+"""The observations that an agent collects from its workers and its host, and the times at which it passes them on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of a worker's output for the summary, and what is left out of it."""
+"""The lines of a worker's output that are kept for the summary, and the omitted ones."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Surface:
 
 @dataclass
 class Host:
-    """Where a host is, as the test has it."""
+    """The state of a host, as set by the test."""
 
     name: str
     step: Step = Step.CONNECTING
@@ -287,7 +287,7 @@ class TestOnAScreen:
             seen = b""
 
             def shows(lines: list[str]) -> bool:
-                """What is written to a terminal comes out at its other end a piece at a time."""
+                """Wait until the terminal's other end shows these lines, whose text arrives in pieces; return whether it does."""
                 nonlocal seen
                 while self.screen([seen.replace(b"\r\n", b"\n")]) != lines:
                     if not select.select([master], [], [], 5)[0]:

@@ -44,7 +44,7 @@ def lines(text: str) -> list[bytes]:
 
 
 class Shown:
-    """What is shown of several ranks: rank and text of each piece, and who has raised the same."""
+    """The visible output of several ranks: rank and text of each piece, and the ranks that raised the same error."""
 
     def __init__(self) -> None:
         self.tracebacks = Tracebacks()

@@ -1,4 +1,4 @@
-"""What ``hvdgloo-run doctor`` makes of what it has found: rules, tables, JSON."""
+"""The findings of ``hvdgloo-run doctor``: rules, tables, JSON."""
 
 from __future__ import annotations
 

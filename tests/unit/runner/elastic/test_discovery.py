@@ -1,4 +1,4 @@
-"""Where an elastic job's hosts come from: scripts that misbehave, and lists that change."""
+"""The sources of an elastic job's hosts: scripts that misbehave, and lists that change."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ class TestBelievingIt:
 
     @pytest.mark.parametrize("name", ["-oProxyCommand=x", "h1 h2", "a@b@c", "h1:4"])
     def test_and_name_anything(self, name: str) -> None:
-        """What goes on a command line of ssh's is looked at, wherever it comes from."""
+        """Names that go on a command line of ssh's are checked, wherever they come from."""
         with pytest.raises(DiscoveryError, match=r"is not (a host|the name of a host)"):
             HostManager(Answers({name: 1})).update_available_hosts()
 

@@ -58,7 +58,7 @@ class Job:
         self.outcome: Task[ElasticOutcome | None] = Task(driver.run)
 
     def result(self) -> ElasticOutcome:
-        """How it has ended."""
+        """Return the job's outcome."""
         outcome = self.outcome.result(10)
         assert outcome is not None
         return outcome
@@ -109,7 +109,7 @@ def test_a_worker_fails_is_started_again_and_all_finish() -> None:
 
 
 def test_a_roster_is_known_before_its_members_are_told_their_ranks() -> None:
-    """What they write from then on must not have the rank that they had before."""
+    """Output that they write from then on must not have their previous rank."""
     happened: list[int] = []
     starter = Starter()
 

@@ -1,4 +1,4 @@
-"""What a user may ask of an elastic job, and what contradicts itself: looked at before anything is started."""
+"""The options of an elastic job, and contradictions: found before anything is started."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launch_spec(*argv: str) -> LaunchSpec:
-    """What a command line asks for."""
+    """Return the spec that a command line describes."""
     parser = build_parser()
     flags, command = split(argv, parser.values)
     return command_line(parser, parser.given(flags), command or ["/bin/true"]).spec
@@ -239,7 +239,7 @@ class TestRun:
 
     @pytest.fixture
     def launched(self, monkeypatch: pytest.MonkeyPatch) -> list[LaunchSpec]:
-        """What was to be launched; all workers end with 0 at once."""
+        """Return the specs to be launched; all workers end with 0 at once."""
         specs: list[LaunchSpec] = []
 
         def launch(spec: LaunchSpec, **_: Any) -> LaunchResult:

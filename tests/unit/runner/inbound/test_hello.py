@@ -200,7 +200,7 @@ def test_strangers_have_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_launcher_without_the_secret_learns_nothing_of_the_task() -> None:
-    """What a task says before the launcher's proof is its nonce."""
+    """A task sends only its nonce before the launcher's proof."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         task = socket.create_connection(listener.getsockname(), timeout=PATIENCE)
         accepted, _ = listener.accept()

@@ -1,4 +1,4 @@
-"""What the launcher adds to a failed worker's last lines."""
+"""The launcher's advice after a failed worker's last lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users say about hosts, and how many workers go where: values in, values out."""
+"""The user's hosts, and the distribution of workers: values in, values out."""
 
 from __future__ import annotations
 

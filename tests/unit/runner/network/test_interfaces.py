@@ -1,4 +1,4 @@
-"""What --nics means, and which addresses are considered: pain 8."""
+"""The meaning of --nics, and the addresses that are considered: pain 8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher shows of a job: told by a supervisor that is played here, read as its page reads it."""
+"""The launcher's views of a job: fed by a supervisor that is played here, read as the page reads them."""
 
 from __future__ import annotations
 

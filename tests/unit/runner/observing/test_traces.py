@@ -54,7 +54,7 @@ def job() -> Iterator[Job]:
 
 @pytest.fixture
 def written(tmp_path: Path) -> list[bytes]:
-    """What two ranks have traced."""
+    """Return the traces of two ranks."""
     for rank in range(2):
         timeline = Timeline(str(tmp_path / f"{rank}"), rank)
         timeline.phase("tensor", "ALLREDUCE", timeline.now(), timeline.now())

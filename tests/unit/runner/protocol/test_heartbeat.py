@@ -1,4 +1,4 @@
-"""When a peer counts as lost, and when it was only this process that slept."""
+"""The loss of a peer, distinguished from a pause of this process itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a supervisor tells those who look at the job, and what it asks of agents for them."""
+"""A supervisor's reports to observers of the job, and its requests to agents for them."""
 
 from __future__ import annotations
 

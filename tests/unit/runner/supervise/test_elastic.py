@@ -1,4 +1,4 @@
-"""What the supervisor of an elastic job does when events cross: with hosts whose agents are made up."""
+"""The supervisor of an elastic job when events cross, with made-up agents of its hosts."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ CROWD = Assignment(0, tuple(Member(f"h1/{slot}/{slot}", "h1", slot, slot) for sl
 
 
 def giver(supervisor: ElasticSupervisor) -> _Giver:
-    """What makes the frames for the workers of one host, ``h1``."""
+    """Return an object that makes the frames for the workers of one host, ``h1``."""
     address = SimpleNamespace(address="10.0.0.1")
     reached = SimpleNamespace(rendezvous="10.0.0.9", port=1, address=address)
     admission = cast(Any, SimpleNamespace(reached=lambda _: reached))

@@ -57,13 +57,13 @@ EVENTS: dict[type[Event], Event] = {
 """One of each kind."""
 
 UP = (Try(), Answered(), Greeted(), Checked("node1, agent is process 7"))
-"""What happens to a host until its agent can be used."""
+"""Events of a host until its agent can be used."""
 
 ORDER = list(Step)
 
 
 class Witness:
-    """What the actions of one host amount to: at most one command at a time, and what was done with each."""
+    """A recorder of one host's actions: at most one command at a time, and the treatment of each."""
 
     def __init__(self) -> None:
         self.commands = 0
@@ -114,7 +114,7 @@ class AnyWay(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(list(EVENTS)))
     def refuse(self, kind: type[Event]) -> None:
-        """What the table does not have raises, and changes nothing."""
+        """Check that an event missing in the table raises, and changes nothing."""
         before = (self.host.phase, self.host.step, self.host.detail, self.host.deadline)
         if not self.host.accepts(kind):
             with pytest.raises(IllegalEventError, match=f"cannot happen to host h1 while it is {before[0].name}"):

@@ -51,7 +51,7 @@ class Scene:
         return host.deadline if host.phase is Phase.WAITING else None
 
     def error(self) -> LaunchError | None:
-        """What the start-up ends with."""
+        """Return the error that ends the start-up."""
         try:
             self.startup.check({}, 5.0)
         except LaunchError as error:

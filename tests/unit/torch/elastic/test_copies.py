@@ -1,4 +1,5 @@
-"""What a commit of a torch program copies: all that has changed, however it was written, and nothing else."""
+"""The copies that a commit of a torch program makes: of all that has changed, however it was written, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ Written = list[int]
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Written:
-    """How many tensors each transfer has written, from now on; transfers of nothing do not count."""
+    """Return the number of tensors that each transfer has written, from now on; transfers of nothing do not count."""
     numbers: Written = []
     transfer = copies_module.transfer
 

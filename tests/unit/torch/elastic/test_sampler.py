@@ -18,7 +18,7 @@ from hvdgloo.torch.elastic.sampler import ElasticSampler
 
 @dataclass
 class Place:
-    """What the sampler asks the front-end."""
+    """The front-end's functions that the sampler calls."""
 
     now: tuple[int, int] = (0, 1)
 
@@ -43,7 +43,7 @@ def samplers(place: Place, size: int, examples: int, state: dict[str, int]) -> l
 
 
 def trained(ranks: list[ElasticSampler], batch: int, steps: int) -> list[list[int]]:
-    """Which indices the ranks have seen in each of at most so many steps."""
+    """Return the indices that the ranks have seen in each of at most so many steps."""
     shares = [list(sampler) for sampler in ranks]
     assert len({len(share) for share in shares}) == 1  # or some rank would wait for the others' steps
     seen = []
