@@ -106,8 +106,9 @@ def test_a_failure_while_connecting_is_news_for_the_others(workers: Workers) -> 
 
 
 def test_a_question_for_news_that_was_overtaken_does_not_say_where_a_worker_is(workers: Workers) -> None:
-    """After an epoch is voided, each worker asks for news once more and for the next epoch, at the same time. It listens
-    at another port then, and others that tried the old one could not connect: one more useless epoch, of three."""
+    """After an epoch is voided, each worker asks for news once more and for the next epoch, at the same time. It
+    listens at another port then, and others that tried the old one could not connect: one more useless epoch, of three.
+    """
     workers.place("a", "b")
     asking, place = workers["b"], workers["b"]._current
     question = elastic.LISTEN.encode(elastic.Listen("b", -1, place))

@@ -50,7 +50,7 @@ class GpuTensor(torch.Tensor):
         return made  # type: ignore[no-any-return]
 
     def __init__(self, inner: torch.Tensor, storage: Storage) -> None:
-        """Create a list of operations that have all been done."""
+        """Do nothing: ``__new__`` has set everything."""
 
     @property
     def block(self) -> Block:

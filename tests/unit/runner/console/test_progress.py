@@ -287,7 +287,7 @@ class TestOnAScreen:
             seen = b""
 
             def shows(lines: list[str]) -> bool:
-                """Wait until the terminal's other end shows these lines, whose text arrives in pieces; return whether it does."""
+                """Wait for the terminal to show these lines, which arrive in pieces; return False if it does not."""
                 nonlocal seen
                 while self.screen([seen.replace(b"\r\n", b"\n")]) != lines:
                     if not select.select([master], [], [], 5)[0]:
