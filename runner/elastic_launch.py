@@ -1,16 +1,14 @@
 """From a LaunchSpec to the end of an elastic job: the equivalent of ``launch`` for a job whose workers and hosts
 change.
 
-Three threads share the work. The supervisor's is this one: it exchanges frames with agents. The driver's carries out
-the decisions of the elastic job, and the discovery's lists hosts; both leave their requests in the supervisor's loop.
-The supervisor reports events to the driver, whose methods return at once.
+Two threads share the work. The supervisor's is this one: it exchanges frames with agents, and carries out the decisions
+of the elastic job. The discovery's lists hosts, and leaves its requests in the supervisor's loop.
 """
 
 from __future__ import annotations
 
 import secrets
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -23,15 +21,14 @@ from hvdgloo.errors import JobFailedError
 from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
-from hvdgloo.rendezvous._host_identity import host_name
 from hvdgloo.runner.admission import Admission, launcher_addresses
 from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.startup_view import StartDisplay
 from hvdgloo.runner.elastic.discovery import HostManager, host_entry
-from hvdgloo.runner.elastic.driver import ElasticDriver, ElasticOutcome
+from hvdgloo.runner.elastic.driver import ElasticDriver
 from hvdgloo.runner.job.advice import advise_on_signal
 from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
-from hvdgloo.runner.job.outcome import Failure, as_shown
+from hvdgloo.runner.job.outcome import as_shown
 from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.job_console import expect, open_console
 from hvdgloo.runner.launch_observer import LaunchObserver
@@ -83,6 +80,8 @@ def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings)
             ranks=ranks,
         )
         supervisor.on_start = display.close
+        if isinstance(chosen, AnyHostSpawner):
+            supervisor.learn = lambda listed: chosen.learn([host_entry(*host) for host in listed])
         around.job_observer.attend(supervisor)
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
         running = observer.running(progress_display(spec, around.job_observer, console))
@@ -91,19 +90,16 @@ def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings)
             driver = ElasticDriver(
                 elastic.rules,
                 manager,
-                _Starter(supervisor, chosen),
-                tell=supervisor.tell_soon,
-                left_out=supervisor.left_out_soon,
-                placed=supervisor.placed,
+                supervisor,
                 interval=elastic.interval,
                 machine=lambda name: _machine(entry(name)),
             )
             supervisor.driver = driver
-            with _course(spec, elastic, job_id, supervisor, driver, chosen) as course:
+            with _serving(spec, elastic, job_id, supervisor, driver, chosen):
                 supervisor.supervise()
             console.finish()
             console.drain(signal_came)
-        return _report(spec, chosen, supervisor, driver, course.outcome, console, entry)
+        return _report(spec, chosen, supervisor, driver, console, entry)
 
 
 def _machine(host: HostEntry) -> str:
@@ -136,71 +132,15 @@ def _asked(discovery: Discovery, signals: Sequence[signal.Signals]) -> HostManag
     return manager
 
 
-class _Starter:
-    """The driver's access to the supervisor."""
-
-    def __init__(self, supervisor: ElasticSupervisor, spawner: Spawner) -> None:
-        self._supervisor = supervisor
-        self._spawner = spawner
-
-    def listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
-        if isinstance(self._spawner, AnyHostSpawner):
-            # On the discovery's thread: names are looked up for that, which may take a while.
-            self._spawner.learn([host_entry(name, slots) for name, slots in hosts])
-        self._supervisor.listed(hosts)
-
-    def start(self, spawn: SpawnOrder) -> None:
-        self._supervisor.start_worker(spawn)
-
-    def stop(self, worker: str, reason: str) -> None:
-        self._supervisor.stop_worker(worker, reason)
-
-
-class _Course:
-    """The driver at work, on a thread of its own.
-
-    Attributes:
-        outcome: the end of the elastic job; None if something else ended it.
-    """
-
-    def __init__(self, supervisor: ElasticSupervisor, driver: ElasticDriver) -> None:
-        self.outcome: ElasticOutcome | None = None
-        self._supervisor = supervisor
-        self._driver = driver
-        self._thread = threading.Thread(target=self._run, name="hvdgloo-elastic", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        self._driver.abandon()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self.outcome = self._driver.run()
-        except Exception as error:  # noqa: BLE001 - nothing waits for this thread, and the job cannot go on without it
-            text = f"the launcher's driver failed: {type(error).__name__}: {error}"
-            self._supervisor.fail_soon(Failure(None, host_name(), 1, text))
-            return
-        ended = self.outcome.ended if self.outcome is not None else None
-        if ended is not None and ended.failure is not None:
-            failing = ended.failure
-            who = "" if failing.rank is not None or not failing.worker else f"a new worker on host {failing.host} "
-            reason = who + failing.reason if failing.reason else ended.text
-            self._supervisor.fail_soon(Failure(failing.rank, failing.host, failing.status, reason))
-        self._supervisor.over_soon()
-
-
 @contextmanager
-def _course(
+def _serving(
     spec: LaunchSpec,
     elastic: ElasticSpec,
     job_id: str,
     supervisor: ElasticSupervisor,
     driver: ElasticDriver,
     spawner: Spawner,
-) -> Iterator[_Course]:
+) -> Iterator[None]:
     """Run the rendezvous server and the driver for as long as the job lasts.
 
     Raises:
@@ -218,16 +158,13 @@ def _course(
         tls=None if spec.network.tls is None else Tls(*spec.network.tls),
     )
     rendezvous = InLauncher(server.listen(), supervisor)
-    course = _Course(supervisor, driver)
     own = parse_endpoint(server.endpoint)
     admission = Admission(supervisor, spec, launcher, own, loopback=loopback)
     giver = _Giver(spec, job_id, supervisor, spawner, admission, own[1])
     supervisor.door, supervisor.environment, supervisor.frame = admission, giver.environment, giver.frame
     with closing(rendezvous), closing(admission), driver:
         rendezvous.serve()
-        course.start()
-        with closing(course):
-            yield course
+        yield
 
 
 def _all_here(spec: LaunchSpec, spawner: Spawner) -> bool:
@@ -339,7 +276,6 @@ def _report(
     spawner: Spawner,
     supervisor: ElasticSupervisor,
     driver: ElasticDriver,
-    outcome: ElasticOutcome | None,
     console: Console,
     entry: Callable[[str], HostEntry],
 ) -> LaunchResult:
@@ -355,14 +291,14 @@ def _report(
         numbers=tuple(workers),
         workers=tuple(member.worker for member in last.members),
         changes=tuple(driver.changes),
-        why_over=outcome.ended.text if outcome is not None else "",
+        why_over=driver.ended.text if driver.ended is not None else "",
     )
     away = [member.host for member in last.members[:1] if not spawner.is_local(entry(member.host))]
     report = with_files(report, spec, console, elsewhere="".join(away))
     first = supervisor.outcome.first
     if first is None:
         return report
-    failure = outcome.ended.failure if outcome is not None else None
+    failure = driver.ended.failure if driver.ended is not None else None
     number = supervisor.workers.get(failure.worker) if failure is not None else None
     if number is None:
         return replace(report, advice=advise_on_signal(first.reason))

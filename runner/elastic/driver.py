@@ -1,4 +1,4 @@
-"""The launcher's part of an elastic job: it watches the hosts, and starts and ends workers as the job decides.
+"""The launcher's part of an elastic job: it watches the hosts, and has workers started and ended as the job decides.
 
 Hosts and the means of starting workers are arguments: elastic jobs on Spark or Ray differ only in these two. Workers
 report to the rendezvous server (``RendezvousServer(elastic=driver.epochs)``); the starter of the workers reports their
@@ -7,15 +7,12 @@ ends to the driver.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
-from hvdgloo._platform.queues import take_within
-from hvdgloo.errors import HvdglooError
 from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import (
     Action,
@@ -50,59 +47,64 @@ _JOIN_PAUSE = 0.05
 class WorkerStarter(Protocol):
     """The means of starting and ending the workers of an elastic job. Its methods return at once.
 
-    The outcome of each start, and each end, is reported to the driver: ``exited``, ``host_lost``.
+    The outcome of each start, and each end, is reported to the driver: ``exited``, ``host_lost``. Any thread may call
+    ``soon``, ``listed`` and ``placed``; all other methods are called by the loop that ``soon`` leads to.
     """
+
+    def soon(self, action: Callable[[], None]) -> None:
+        """Have the loop call a function, in the order of these calls."""
+        ...
 
     def listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
         """Use the hosts that are listed now, and no others. The driver waits for ``slots_found`` for those without
         slots."""
         ...
 
-    def start(self, spawn: Spawn) -> None:
-        """Start a worker on ``spawn.host``; ``spawn.plan`` has the place that it will probably get.
+    def placed(self, assignment: Assignment) -> None:
+        """Use these ranks. The members have not been told yet, so that their next output gets the right rank.
 
-        Raises:
-            HvdglooError: the host cannot be used.
+        Called under a lock.
         """
         ...
 
-    def stop(self, worker: str, reason: str) -> None:
+    def start_worker(self, spawn: Spawn) -> None:
+        """Start a worker on ``spawn.host``; ``spawn.plan`` has the place that it will probably get."""
+        ...
+
+    def stop_worker(self, worker: str, reason: str) -> None:
         """End a worker that was started; it may have ended already."""
         ...
 
+    def tell(self, text: str) -> None:
+        """Show a line to the user."""
+        ...
 
-@dataclass
-class ElasticOutcome:
-    """The outcome of an elastic job.
+    def left_out(self, host: str) -> None:
+        """Record that a host is not used for the time being."""
+        ...
 
-    Attributes:
-        ended: the end itself.
-        changes: see ``ElasticDriver``.
-    """
-
-    ended: Ended
-    changes: list[tuple[float, Changed]] = field(default_factory=list)
+    def finish(self, ended: Ended) -> None:
+        """Record that the job has ended; its workers have been told to end."""
+        ...
 
 
 class ElasticDriver:
     """The driver of one elastic job.
 
-    Use it as a context manager, with a rendezvous server over ``epochs`` inside; then call ``run``.
+    Use it as a context manager, with a rendezvous server over ``epochs`` inside. What the job decides is carried out in
+    the starter's loop.
 
     Args:
         rules: the user's options.
         discovery: lists the hosts; a manager if it has been called already.
         starter: starts and ends workers.
-        tell: receives lines for the user; called on any thread.
-        left_out: receives hosts that are not used for the time being; called on any thread.
-        placed: receives each assignment before its members are told their ranks, so that their next output has the
-            right rank. Called on any thread, under a lock: it must not block.
         interval: seconds between two questions to the discovery.
         machine: returns the machine that a host belongs to; empty for a host of its own.
         hang_time: seconds after which the user is told that the discovery does not answer.
 
     Attributes:
         epochs: for the rendezvous server.
+        ended: the end of the job; None until then.
         changes: each epoch that reached training, in order, with the seconds since the driver's start.
 
     Raises:
@@ -115,21 +117,15 @@ class ElasticDriver:
         discovery: Discovery | HostManager,
         starter: WorkerStarter,
         *,
-        tell: Callable[[str], None],
-        left_out: Callable[[str], None] = lambda host: None,
-        placed: Callable[[Assignment], None] = lambda assignment: None,
         interval: float = 1.0,
         machine: Callable[[str], str] = lambda name: "",
         hang_time: float = HANG_TIME,
     ) -> None:
-        self._actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
         self.epochs = ElasticEpochs(rules, act=self._act)
+        self.ended: Ended | None = None
         self.changes: list[tuple[float, Changed]] = []
         self._manager = discovery if isinstance(discovery, HostManager) else HostManager(discovery)
         self._starter = starter
-        self._tell = tell
-        self._left_out = left_out
-        self._placed = placed
         self._machine = machine
         self._began = time.monotonic()
         self._running: set[str] = set()
@@ -158,34 +154,16 @@ class ElasticDriver:
             self._manager.interrupt()
             self._watch.join(_JOIN_PAUSE)
 
-    def run(self) -> ElasticOutcome | None:
-        """Carry out the job's decisions until it has ended; its workers are then told to end. Return None after
-        ``abandon``."""
-        while True:
-            match self._next_action():
-                case Spawn() as spawn:
-                    self._running.add(spawn.worker)
-                    self._start(spawn)
-                case Stop(worker, reason):
-                    self._starter.stop(worker, reason)
-                case Tell(text, left_out):
-                    self._tell(text)
-                    if left_out is not None:
-                        self._left_out(left_out[0])
-                case Changed() as change:
-                    if self.changes:
-                        self._tell(describe_change(change, self.changes[-1][1]))
-                    self.changes.append((time.monotonic() - self._began, change))
-                case Ended() as ended:
-                    for worker in list(self._running):
-                        self._starter.stop(worker, "the job is over")
-                    return ElasticOutcome(ended, self.changes)
-                case None:
-                    return None
-
-    def abandon(self) -> None:
-        """Have ``run`` return, because the job was stopped elsewhere."""
-        self._actions.put(None)
+    def keep_time(self, now: float) -> None:
+        """Report a discovery that does not answer. Called in each turn of the loop, with monotonic time."""
+        asked_at = self._asked_at
+        if asked_at is None or self._told_of_hang or now - asked_at < self._hang_time:
+            return
+        self._told_of_hang = True
+        self._starter.tell(
+            f"host discovery has not answered for {now - asked_at:.0f} s. The job goes on with the hosts that were "
+            "listed before"
+        )
 
     def exited(self, worker: str, status: int, reason: str) -> None:
         """Record the end of a worker's process. ``status`` is its exit status, or minus the signal."""
@@ -219,9 +197,33 @@ class ElasticDriver:
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Formed):
-            self._placed(action.assignment)
+            self._starter.placed(action.assignment)
         else:
-            self._actions.put(action)
+            self._starter.soon(partial(self._carry_out, action))
+
+    def _carry_out(self, action: Action) -> None:
+        """Do what the job has decided, in the starter's loop; nothing more once the job has ended."""
+        if self.ended is not None:
+            return
+        match action:
+            case Spawn() as spawn:
+                self._running.add(spawn.worker)
+                self._starter.start_worker(spawn)
+            case Stop(worker, reason):
+                self._starter.stop_worker(worker, reason)
+            case Tell(text, left_out):
+                self._starter.tell(text)
+                if left_out is not None:
+                    self._starter.left_out(left_out[0])
+            case Changed() as change:
+                if self.changes:
+                    self._starter.tell(describe_change(change, self.changes[-1][1]))
+                self.changes.append((time.monotonic() - self._began, change))
+            case Ended() as ended:
+                self.ended = ended
+                for worker in list(self._running):
+                    self._starter.stop_worker(worker, "the job is over")
+                self._starter.finish(ended)
 
     def _list(self, hosts: Sequence[tuple[str, int | None]]) -> None:
         self._starter.listed(hosts)
@@ -238,28 +240,6 @@ class ElasticDriver:
             machines = tuple((name, machine) for name, _ in known if (machine := self._machine(name)))
             self.epochs.feed(HostsListed(known, machines))
 
-    def _next_action(self) -> Action | None:
-        while True:
-            try:
-                return take_within(self._actions, self._hang_time)
-            except queue.Empty:
-                asked_at = self._asked_at
-                if asked_at is None or self._told_of_hang:
-                    continue
-                waited = time.monotonic() - asked_at
-                if waited >= self._hang_time:
-                    self._told_of_hang = True
-                    self._tell(
-                        f"host discovery has not answered for {waited:.0f} s. The job goes on with the hosts that were "
-                        "listed before"
-                    )
-
-    def _start(self, spawn: Spawn) -> None:
-        try:
-            self._starter.start(spawn)
-        except HvdglooError as error:
-            self.host_lost(spawn.host, str(error))
-
     def _discover(self) -> None:
         while not self._over.wait(self._interval):
             self._asked_at = time.monotonic()
@@ -268,6 +248,6 @@ class ElasticDriver:
                 return  # an interrupted script is no news
             self._asked_at, self._told_of_hang = None, False
             if listing.notice:
-                self._tell(listing.notice)
+                self._starter.soon(partial(self._starter.tell, listing.notice))
             if listing.changed:
                 self._list(listing.hosts)

@@ -17,9 +17,11 @@ from typing import Protocol
 
 from hvdgloo.errors import ConfigError, HvdglooError
 from hvdgloo.rendezvous._elastic.assignment import Assignment
+from hvdgloo.rendezvous._elastic.events import Ended
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
 from hvdgloo.runner.console.progress import REMEDIES
 from hvdgloo.runner.job.hostlist import check_load, remark_on_load
+from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol.frames import Dying, Exited, Frame, Hello, Leaving, Require, Spawn, SpawnFailed, StopWorker
 from hvdgloo.runner.supervise import host_state
@@ -44,6 +46,7 @@ class Driver(Protocol):
     def host_leaves(self, host: str) -> None: ...
     def host_identified(self, host: str, identity: str) -> None: ...
     def slots_found(self, host: str, slots: int) -> None: ...
+    def keep_time(self, now: float) -> None: ...
 
 
 @dataclass(eq=False)
@@ -122,6 +125,7 @@ class ElasticSupervisor(Supervisor):
         frame: returns the frame that starts a worker.
         on_start: called when all workers of an epoch are complete.
         workers: id of each worker to its number.
+        learn: called with each list of hosts, on the thread of the discovery: it may take a while.
     """
 
     driver: Driver
@@ -148,6 +152,7 @@ class ElasticSupervisor(Supervisor):
         self._entry = entry
         self._ranks = ranks
         self.workers: dict[str, int] = {}
+        self.learn: Callable[[Sequence[tuple[str, int | None]]], None] = lambda hosts: None
         self._ids: dict[int, str] = {}
         self._visits: dict[str, Visit] = {}
         self._past: list[Visit] = []
@@ -160,44 +165,21 @@ class ElasticSupervisor(Supervisor):
 
     def listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
         """Use the hosts that are listed now, and no others."""
+        self.learn(hosts)
         self._loop.call_soon(partial(self._on_listed, dict(hosts)))
-
-    def start_worker(self, spawn: SpawnOrder) -> None:
-        """Start a worker as soon as its host can be used."""
-        self._loop.call_soon(partial(self._on_start, spawn))
-
-    def stop_worker(self, worker: str, reason: str) -> None:
-        """End a worker."""
-        self._loop.call_soon(partial(self._on_stop, worker, reason))
 
     def placed(self, assignment: Assignment) -> None:
         """Update the workers' ranks."""
         self._loop.call_first(partial(self._on_placed, assignment))
 
-    def tell_soon(self, text: str) -> None:
-        """Report news of workers and hosts to the user, unless the job is over."""
-        self._loop.call_soon(partial(self._tell, text))
+    def soon(self, action: Callable[[], None]) -> None:
+        """Have the loop call a function."""
+        self._loop.call_soon(action)
 
-    def left_out_soon(self, host: str) -> None:
-        """Record that a host is not used for the time being."""
-        self._loop.call_soon(partial(self.audience.host, host, "left out"))
+    # Called by the driver, in the loop.
 
-    def over_soon(self) -> None:
-        """Record that the job is over; its workers have been told to end."""
-        self._loop.call_soon(self._on_over)
-
-    @property
-    def coming(self) -> bool:
-        """True if any host is on its way."""
-        return any(visit.state is not None and visit.state.starting_up for visit in self._visits.values())
-
-    def visit(self, name: str) -> Visit | None:
-        """Return the current visit of a host."""
-        return self._visits.get(name)
-
-    # Workers.
-
-    def _on_start(self, spawn: SpawnOrder) -> None:
+    def start_worker(self, spawn: SpawnOrder) -> None:
+        """Start a worker as soon as its host can be used."""
         number = len(self._ids)
         self.workers[spawn.worker], self._ids[number] = number, spawn.worker
         self._ranks[number] = spawn.plan.ranks[spawn.worker]
@@ -213,6 +195,55 @@ class ElasticSupervisor(Supervisor):
         visit.plan = spawn.plan
         if visit.admitted:
             self._start_waiting(visit)
+
+    def stop_worker(self, worker: str, reason: str) -> None:
+        """End a worker."""
+        number = self.workers.get(worker)
+        if number is None or number in self.survivors.statuses:
+            return
+        for visit in self._visits.values():
+            if any(spawn.worker == worker for _, spawn in visit.waiting):
+                visit.waiting = [item for item in visit.waiting if item[1].worker != worker]
+                self.driver.exited(worker, 0, "was no longer needed")
+                self._let_go(visit)
+                return
+            if visit.link is not None and number in visit.link.workers:
+                if self._spec.verbose:
+                    self.notice(f"rank {self._ranks[number]} on host {visit.name} is told to end: {reason}")
+                visit.link.channel.send(StopWorker(number, signal.SIGTERM, self._spec.grace_after_failure))
+
+    def tell(self, text: str) -> None:
+        """Report news of workers and hosts to the user, unless the job is over."""
+        if not self.settled:
+            self._observer.news(text)
+
+    def left_out(self, host: str) -> None:
+        """Record that a host is not used for the time being."""
+        self.audience.host(host, "left out")
+
+    def finish(self, ended: Ended) -> None:
+        """End the job. Workers that were told to end have the usual time for that."""
+        failing = ended.failure
+        if failing is not None:
+            who = "" if failing.rank is not None or not failing.worker else f"a new worker on host {failing.host} "
+            reason = who + failing.reason if failing.reason else ended.text
+            self.fail(Failure(failing.rank, failing.host, failing.status, reason))
+        if self.settled:
+            return
+        self.survivors.settled = True
+        self._hard_deadline = time.monotonic() + self._spec.grace_after_failure + self._spec.end_timeout
+        self._finish_if_over()
+
+    @property
+    def coming(self) -> bool:
+        """True if any host is on its way."""
+        return any(visit.state is not None and visit.state.starting_up for visit in self._visits.values())
+
+    def visit(self, name: str) -> Visit | None:
+        """Return the current visit of a host."""
+        return self._visits.get(name)
+
+    # Workers.
 
     def _start_waiting(self, visit: Visit) -> None:
         assert visit.link is not None
@@ -233,21 +264,6 @@ class ElasticSupervisor(Supervisor):
         for number, spawn in visit.waiting:
             self._spawn(visit.link, self.frame(visit, spawn, number))
         visit.waiting.clear()
-
-    def _on_stop(self, worker: str, reason: str) -> None:
-        number = self.workers.get(worker)
-        if number is None or number in self.survivors.statuses:
-            return
-        for visit in self._visits.values():
-            if any(spawn.worker == worker for _, spawn in visit.waiting):
-                visit.waiting = [item for item in visit.waiting if item[1].worker != worker]
-                self.driver.exited(worker, 0, "was no longer needed")
-                self._let_go(visit)
-                return
-            if visit.link is not None and number in visit.link.workers:
-                if self._spec.verbose:
-                    self.notice(f"rank {self._ranks[number]} on host {visit.name} is told to end: {reason}")
-                visit.link.channel.send(StopWorker(number, signal.SIGTERM, self._spec.grace_after_failure))
 
     def _on_placed(self, assignment: Assignment) -> None:
         self.on_start()
@@ -455,6 +471,7 @@ class ElasticSupervisor(Supervisor):
         now = time.monotonic()
         if not self.settled:
             self.door.keep_time(now)
+            self.driver.keep_time(now)
             for visit in list(self._visits.values()):
                 self._keep_visit(visit, now)
         for visit in [visit for visit in self._past if visit.over]:
@@ -482,17 +499,3 @@ class ElasticSupervisor(Supervisor):
             return False
         self._agents.forget(host)
         return True
-
-    # The end.
-
-    def _tell(self, text: str) -> None:
-        if not self.settled:
-            self._observer.news(text)
-
-    def _on_over(self) -> None:
-        """Finish, because the elastic job has ended. Workers that it told to end have the usual time for that."""
-        if self.settled:
-            return
-        self.survivors.settled = True
-        self._hard_deadline = time.monotonic() + self._spec.grace_after_failure + self._spec.end_timeout
-        self._finish_if_over()

@@ -52,8 +52,8 @@ def test_a_driver_does_not_ask_a_second_time_before_it_starts() -> None:
     manager = _asked(hosts, ())
     hosts.set({"h2": 1})
     listed: list[object] = []
-    starter = cast(Any, SimpleNamespace(listed=listed.append))
-    with ElasticDriver(Rules(size=1, smallest=1), manager, starter, tell=lambda _: None, interval=60.0):
+    starter = cast(Any, SimpleNamespace(listed=listed.append, soon=lambda action: None))
+    with ElasticDriver(Rules(size=1, smallest=1), manager, starter, interval=60.0):
         assert listed == [(("h1", 1),)]
 
 

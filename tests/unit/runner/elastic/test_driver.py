@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic.assignment import Assignment
-from hvdgloo.rendezvous._elastic.events import Rules, Spawn
+from hvdgloo.rendezvous._elastic.events import Ended, Rules, Spawn
 from hvdgloo.runner.elastic.discovery import DiscoveryError, FixedHosts, HostDiscoveryScript
-from hvdgloo.runner.elastic.driver import ElasticDriver, ElasticOutcome
+from hvdgloo.runner.elastic.driver import ElasticDriver
 from tests.support.elastic_clients import Workers
 from tests.support.rendezvous import SECRET, Task, until
 
@@ -28,50 +28,80 @@ class Starter:
         self.started: list[Spawn] = []
         self.stopped: dict[str, str] = {}
         self.asked_about: list[str] = []
+        self.told: list[str] = []
+        self.left_out_hosts: list[str] = []
+        self.over = False
+        self.lose: Callable[[str, str], None] = lambda host, reason: None
+        self.actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.tell = self.told.append
+        self.left_out = self.left_out_hosts.append
+        self.soon = self.actions.put
         self._unusable = unusable
 
     def listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
         self.asked_about += [name for name, slots in hosts if slots is None]
 
-    def start(self, spawn: Spawn) -> None:
-        if spawn.host == self._unusable:
-            raise LaunchError(f"host {spawn.host} has no Python")
-        self.started.append(spawn)
+    def placed(self, assignment: Assignment) -> None:
+        pass
 
-    def stop(self, worker: str, reason: str) -> None:
+    def start_worker(self, spawn: Spawn) -> None:
+        if spawn.host == self._unusable:
+            self.lose(spawn.host, f"host {spawn.host} has no Python")
+        else:
+            self.started.append(spawn)
+
+    def stop_worker(self, worker: str, reason: str) -> None:
         self.stopped[worker] = reason
 
+    def finish(self, ended: Ended) -> None:
+        self.over = True
+
     def ids(self, number: int) -> list[str]:
-        """The workers, once so many were started."""
+        """Return the workers, once so many were started."""
         until(lambda: len(self.started) >= number, f"{number} workers to be started")
         return [spawn.worker for spawn in self.started]
 
 
 class Job:
-    """A driver at work on a thread of its own, and its rendezvous server."""
+    """A driver whose starter has a loop on a thread of its own, and its rendezvous server."""
 
-    def __init__(self, driver: ElasticDriver, workers: Workers, told: list[str], left_out: list[str]) -> None:
+    def __init__(self, driver: ElasticDriver, workers: Workers, starter: Starter) -> None:
         self.driver = driver
         self.workers = workers
-        self.told = told
-        self.left_out = left_out
-        self.outcome: Task[ElasticOutcome | None] = Task(driver.run)
+        self.told = starter.told
+        self.left_out = starter.left_out_hosts
+        self._starter = starter
+        self._loop = Task(self._turn)
 
-    def result(self) -> ElasticOutcome:
-        """Return the job's outcome."""
-        outcome = self.outcome.result(10)
-        assert outcome is not None
-        return outcome
+    def _turn(self) -> None:
+        while not self._starter.over:
+            try:
+                self._starter.actions.get(timeout=0.005)()
+            except queue.Empty:
+                self.driver.keep_time(time.monotonic())
+
+    def close(self) -> None:
+        self._starter.over = True
+        self._loop.result(10)
+
+    def result(self) -> Ended:
+        """Return how it has ended."""
+        self._loop.result(10)
+        assert self.driver.ended is not None
+        return self.driver.ended
 
 
 @contextmanager
 def job(rules: Rules, hosts: object, starter: Starter, **options: float) -> Iterator[Job]:
-    told: list[str] = []
-    left_out: list[str] = []
-    heard: dict[str, Any] = {"tell": told.append, "left_out": left_out.append}
-    driver = ElasticDriver(rules, hosts, starter, **heard, **({"interval": 0.01} | options))  # type: ignore[arg-type]
-    with driver, RendezvousServer(secret=SECRET, elastic=driver.epochs) as server, ExitStack() as stack:
-        yield Job(driver, Workers(server.endpoint, stack), told, left_out)
+    driver = ElasticDriver(rules, hosts, starter, **({"interval": 0.01} | options))  # type: ignore[arg-type]
+    starter.lose = driver.host_lost
+    with (
+        driver,
+        RendezvousServer(secret=SECRET, elastic=driver.epochs) as server,
+        ExitStack() as stack,
+        closing(Job(driver, Workers(server.endpoint, stack), starter)) as made,
+    ):
+        yield made
 
 
 def test_a_worker_fails_is_started_again_and_all_finish() -> None:
@@ -97,18 +127,18 @@ def test_a_worker_fails_is_started_again_and_all_finish() -> None:
         for worker in (second, third):
             it.workers[worker].finished()
             it.driver.exited(worker, 0, "has ended")
-        outcome = it.result()
-    assert outcome.ended.failure is None
-    assert [change.assignment.size for _, change in outcome.changes] == [2, 1, 2]
-    assert outcome.changes == sorted(outcome.changes, key=lambda timed: timed[0])
-    assert outcome.changes[1][1].why == "rank 0 on host h1 (process 2) was killed by signal 9 (SIGKILL)"
+        assert it.result().failure is None
+        changes = it.driver.changes
+    assert [change.assignment.size for _, change in changes] == [2, 1, 2]
+    assert changes == sorted(changes, key=lambda timed: timed[0])
+    assert changes[1][1].why == "rank 0 on host h1 (process 2) was killed by signal 9 (SIGKILL)"
     assert [line.partition("; ")[0] for line in it.told] == [
         "rank 0 on host h1 (process 2) was killed by signal 9 (SIGKILL)",
         "a new worker was ready",
     ]
 
 
-def test_a_roster_is_known_before_its_members_are_told_their_ranks() -> None:
+def test_an_assignment_is_known_before_its_members_are_told_their_ranks() -> None:
     """Output that they write from then on must not have their previous rank."""
     happened: list[int] = []
     starter = Starter()
@@ -117,13 +147,12 @@ def test_a_roster_is_known_before_its_members_are_told_their_ranks() -> None:
         assert not driver.epochs._answers
         happened.append(assignment.epoch)
 
-    driver = ElasticDriver(
-        Rules(size=1, smallest=1), FixedHosts({"h1": 1}), starter, tell=lambda _: None, placed=placed, interval=60.0
-    )
+    starter.placed = placed  # type: ignore[method-assign]
+    driver = ElasticDriver(Rules(size=1, smallest=1), FixedHosts({"h1": 1}), starter, interval=60.0)
     with driver, RendezvousServer(secret=SECRET, elastic=driver.epochs) as server, ExitStack() as stack:
-        spawn = driver._next_action()  # nobody does what the job decides, so that nothing else can be in time
-        assert isinstance(spawn, Spawn)
-        Workers(server.endpoint, stack).place(spawn.worker)
+        starter.actions.get(timeout=10)()  # nothing else that the job decides is done, so nothing else can be in time
+        (worker,) = starter.ids(1)
+        Workers(server.endpoint, stack).place(worker)
         assert happened == [0]
 
 
@@ -140,7 +169,7 @@ def test_hosts_come_and_go() -> None:
         until(lambda: second in starter.stopped, "the newcomer to be stopped")
         assert starter.stopped[second] == "host h2 was removed"
         it.driver.exited(first, 0, "has ended")
-        assert it.result().ended.failure is None
+        assert it.result().failure is None
 
 
 def test_nothing_is_started_if_hosts_cannot_be_discovered() -> None:
@@ -165,7 +194,6 @@ def test_a_script_that_hangs_ends_with_the_job(tmp_path: Path) -> None:
     script.chmod(0o755)
     with job(Rules(size=1, smallest=1), HostDiscoveryScript(str(script)), Starter()) as it:
         until(pid.exists, "the script to hang")
-        it.driver.abandon()
     until(lambda: not psutil.pid_exists(int(pid.read_text())), "the script to be ended", 2)
     assert it.told == [], "that it was ended is no trouble"
 
@@ -199,7 +227,7 @@ def test_a_discovery_that_hangs_is_told_and_the_job_goes_on() -> None:
         (only,) = starter.ids(1)
         until(lambda: it.told, "a line for the user")
         it.driver.exited(only, 0, "has ended")
-        assert it.result().ended.failure is None
+        assert it.result().failure is None
         release.set()
     assert len(it.told) == 1
     assert it.told[0].startswith("host discovery has not answered for 0 s. The job goes on")
@@ -211,9 +239,9 @@ def test_the_end_of_a_job_ends_what_still_runs() -> None:
         first, second = starter.ids(2)
         it.driver.host_lost("h1", "has been silent for 5 s")
         it.driver.host_lost("h2", "has been silent for 5 s")
-        outcome = it.result()
-    assert outcome.ended.failure is not None
-    assert outcome.ended.failure.reason == "host h2 could not be used: has been silent for 5 s"
+        failure = it.result().failure
+    assert failure is not None
+    assert failure.reason == "host h2 could not be used: has been silent for 5 s"
     assert starter.stopped == {first: "the job is over", second: "the job is over"}
 
 
@@ -236,9 +264,3 @@ def test_a_host_whose_slots_cannot_be_found_out_is_left_out() -> None:
         assert [spawn.host for spawn in starter.started] == ["h2"]
         until(lambda: it.told, "a line for the user")
     assert it.told == ["host h1 is left out: ssh is refused"]
-
-
-def test_an_abandoned_job_returns_nothing() -> None:
-    with job(Rules(size=1, smallest=1), FixedHosts({"h1": 1}), Starter()) as it:
-        it.driver.abandon()
-        assert it.outcome.result(10) is None

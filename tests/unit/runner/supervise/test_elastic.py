@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -227,8 +228,20 @@ def test_a_signal_comes_before_all_workers_that_are_still_to_be_started(
 
     supervisor.frame = frame
     for member in CROWD.members:
-        supervisor.start_worker(Spawn(member.worker, "h1", member.slot, CROWD))
+        supervisor.soon(partial(supervisor.start_worker, Spawn(member.worker, "h1", member.slot, CROWD)))
     supervisor._loop.turn(0.0)
     assert asked == list(range(10))
     assert supervisor.outcome.interrupted == signal.SIGTERM
     assert supervisor.settled
+
+
+def test_the_driver_gets_its_turn_to_report_a_discovery_that_hangs_while_the_job_runs(
+    supervisor: ElasticSupervisor,
+) -> None:
+    times: list[float] = []
+    supervisor.driver = cast(Any, SimpleNamespace(keep_time=times.append))
+    supervisor._keep_time()
+    assert len(times) == 1
+    supervisor.survivors.settled = True
+    supervisor._keep_time()
+    assert len(times) == 1
