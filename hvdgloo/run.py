@@ -19,9 +19,9 @@ from hvdgloo._job import excepthook
 from hvdgloo.config import parse_listener, without_place
 from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.rendezvous._auth import generate_secret
-from hvdgloo.runner import arguments
-from hvdgloo.runner.conclusion import ResultFiles, conclude
+from hvdgloo.runner import call_arguments, function_task
 from hvdgloo.runner.elastic.options import ElasticOptions
+from hvdgloo.runner.function_results import ResultFiles, conclude
 from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.environment import working_directory
 from hvdgloo.runner.job.host_sources import take_inventory
@@ -29,7 +29,6 @@ from hvdgloo.runner.job.spec import HEARTBEAT_TIMEOUT, Discovery, Reach, Views
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.signals import LIBRARY_SIGNALS
 from hvdgloo.runner.transport.template import parse_template
-from hvdgloo.runner.worker import function_task
 
 __all__ = ["run"]
 
@@ -146,10 +145,10 @@ def run(
             ``RemoteTraceback`` with rank, host and the worker's traceback.
     """
     excepthook.install()  # errors in arguments are shown without our frames
-    arguments.check_call("run", func, args, kwargs)
+    call_arguments.check_call("run", func, args, kwargs)
     if isinstance(min_num_proc, str):
         raise ConfigError("run(): the fifth argument is min_num_proc; give hosts by name: run(func, ..., hosts=...)")
-    arguments.judge_controllers("run", use_gloo, use_mpi, "mpi_args", mpi_args)
+    call_arguments.judge_controllers("run", use_gloo, use_mpi, "mpi_args", mpi_args)
     options = ElasticOptions(
         min_np=_whole("min_num_proc", _either("min_num_proc", min_num_proc, "min_np", min_np), 1),
         max_np=_whole("max_num_proc", _either("max_num_proc", max_num_proc, "max_np", max_np), 1),
@@ -161,7 +160,7 @@ def run(
         failures_per_host=_whole("failures_per_host", failures_per_host, 1),
         elastic_timeout=_seconds("elastic_timeout", elastic_timeout),
     )
-    interfaces = arguments.renamed(
+    interfaces = call_arguments.renamed(
         "run", "network_interfaces", network_interfaces, "network_interface", network_interface
     )
     environ = without_place({**os.environ, **(env or {})})
@@ -192,7 +191,7 @@ def run(
         cwd=working_directory(os.environ),
         secret=secret,
         function=function_task.pack_function(func, args, kwargs or {}, secret),
-        nics=arguments.names(interfaces),
+        nics=call_arguments.names(interfaces),
         exported=env or (),
         start_timeout=_seconds("start_timeout", start_timeout),
         grace_period=_seconds("grace_period", grace_period),

@@ -21,11 +21,12 @@ from hvdgloo.errors import JobFailedError
 from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
-from hvdgloo.runner.admission import Admission, launcher_addresses
 from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.startup_view import StartDisplay
 from hvdgloo.runner.elastic.discovery import HostManager, host_entry
 from hvdgloo.runner.elastic.driver import ElasticDriver
+from hvdgloo.runner.host_admission import Admission, launcher_addresses
+from hvdgloo.runner.host_setup import advice_for, base_environment, check_outputs, command_on, limits_there, required_on
 from hvdgloo.runner.job.advice import advise_on_signal
 from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
 from hvdgloo.runner.job.outcome import as_shown
@@ -36,7 +37,6 @@ from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.left_behind import with_files
 from hvdgloo.runner.observing.job_observer import progress_display
 from hvdgloo.runner.protocol.frames import Spawn
-from hvdgloo.runner.provisions import advice_for, base_environment, check_outputs, command_on, limits_there, required_on
 from hvdgloo.runner.rendezvous_host import InLauncher
 from hvdgloo.runner.signals import ENDING, passed_on
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit

@@ -19,7 +19,7 @@ from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.runner.console.console import Console, is_terminal, make_directory
 from hvdgloo.runner.console.progress import Backoff, InitProgress
 from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
-from hvdgloo.runner.discovery import discover
+from hvdgloo.runner.host_setup import advice_for, base_environment, check_outputs, command_on, limits_there, required_on
 from hvdgloo.runner.job.advice import advise_on_signal
 from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
 from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
@@ -31,9 +31,9 @@ from hvdgloo.runner.launch_result import LaunchResult, Restart, first_line, hist
 from hvdgloo.runner.left_behind import with_files
 from hvdgloo.runner.network.addressing import Placement, Server
 from hvdgloo.runner.network.interfaces import Address
+from hvdgloo.runner.network_discovery import discover
 from hvdgloo.runner.observing.job_observer import JobObserver, progress_display
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Spawn
-from hvdgloo.runner.provisions import advice_for, base_environment, check_outputs, command_on, limits_there, required_on
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
 from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, Interrupts, Outside, nobody, passed_on
 from hvdgloo.runner.supervise.audience import Seat

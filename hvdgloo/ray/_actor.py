@@ -20,7 +20,7 @@ from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.ray import _calls
 from hvdgloo.ray._calls import Connection, Listener
 from hvdgloo.ray._worker import RETURNED
-from hvdgloo.runner.conclusion import exception_of
+from hvdgloo.runner.function_results import exception_of
 from hvdgloo.runner.inbound.task import Invitation, bring_agent
 from hvdgloo.runner.worker.function_task import TaskResult
 

@@ -19,7 +19,7 @@ from hvdgloo.ray import _settings
 from hvdgloo.ray._actor import bring_agent_of
 from hvdgloo.ray._cluster import check_ray
 from hvdgloo.ray._settings import Settings
-from hvdgloo.runner import arguments
+from hvdgloo.runner import call_arguments
 from hvdgloo.runner.inbound.job import run_elastic_function
 from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.runner.inbound.task import Invitation
@@ -145,7 +145,7 @@ class ElasticRayExecutor:
             ConfigError: a value cannot be used.
         """
         base = _settings.create_settings(timeout_s, ssh_identity_file, nics=nics, **others)
-        rename = partial(arguments.renamed, "create_settings")
+        rename = partial(call_arguments.renamed, "create_settings")
         least = _settings.whole("min_num_proc", rename("min_num_proc", min_num_proc, "min_np", min_np, default=1))
         given = rename("max_num_proc", max_num_proc, "max_np", max_np)
         most = None if given is None else _settings.whole("max_num_proc", given, least)

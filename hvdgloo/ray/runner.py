@@ -15,7 +15,7 @@ from hvdgloo.ray._settings import Settings
 from hvdgloo.ray._worker import Kind
 from hvdgloo.ray._workers import Call, Workers
 from hvdgloo.ray.elastic import refuse_elastic
-from hvdgloo.runner import arguments
+from hvdgloo.runner import call_arguments
 
 __all__ = ["RayExecutor"]
 
@@ -79,7 +79,7 @@ class RayExecutor:
         if min_workers is not None or max_workers is not None or reset_limit is not None or elastic_timeout is not None:
             refuse_elastic()
         self._settings = judged(settings)
-        rename = partial(arguments.renamed, "RayExecutor")
+        rename = partial(call_arguments.renamed, "RayExecutor")
         self._demand = _settings.demand(
             num_workers,
             num_hosts,
@@ -275,5 +275,5 @@ def _arguments(
         raise ConfigError(f"{method}(): the first argument is a function, not {fn!r}")
     if callbacks:
         raise ConfigError(f"{method}(callbacks=...) is for elastic jobs; this one has a fixed size")
-    arguments.check_arguments(method, args, kwargs)
+    call_arguments.check_arguments(method, args, kwargs)
     return fn, args or (), kwargs or {}

@@ -20,7 +20,7 @@ from typing import Any, SupportsFloat, TextIO, TypeVar
 from hvdgloo._job import excepthook
 from hvdgloo.config import Config, without_place
 from hvdgloo.errors import ConfigError, UnusableHostsError
-from hvdgloo.runner import arguments
+from hvdgloo.runner import call_arguments
 from hvdgloo.runner.inbound.hello import TaskHello
 from hvdgloo.runner.inbound.job import run_elastic_function, run_function
 from hvdgloo.runner.inbound.listener import TaskListener
@@ -110,7 +110,7 @@ def run(
             ``RemoteTraceback``.
     """
     excepthook.install()  # what is wrong with an argument is shown without frames of ours
-    arguments.judge_controllers("run", use_gloo, use_mpi, "extra_mpi_args", extra_mpi_args)
+    call_arguments.judge_controllers("run", use_gloo, use_mpi, "extra_mpi_args", extra_mpi_args)
     session = active(spark)
     timeout = _start_timeout(start_timeout)
     size = number_of_tasks(session, num_proc, timeout)
@@ -196,8 +196,8 @@ def run_elastic(
         ConfigError, LaunchError, JobFailedError, Exception: as for ``run``.
     """
     excepthook.install()
-    least = arguments.renamed("run_elastic", "min_num_proc", min_num_proc, "min_np", min_np)
-    most = arguments.renamed("run_elastic", "max_num_proc", max_num_proc, "max_np", max_np)
+    least = call_arguments.renamed("run_elastic", "min_num_proc", min_num_proc, "min_np", min_np)
+    most = call_arguments.renamed("run_elastic", "max_num_proc", max_num_proc, "max_np", max_np)
     session = active(spark)
     for name, number in (("num_proc", num_proc), ("min_num_proc", least), ("max_num_proc", most)):
         if number is not None:
@@ -255,7 +255,7 @@ def _call(
         run_on: calls the function on a listener's agents.
         call: the function and its arguments.
     """
-    arguments.check_call("run", *call)
+    call_arguments.check_call("run", *call)
     for name, stream in (("stdout", stdout), ("stderr", stderr)):
         if stream is not None and not callable(getattr(stream, "write", None)):
             raise ConfigError(f"run({name}={stream!r}): give a text stream, such as open() returns")
@@ -282,7 +282,7 @@ def _call(
                 stdout=stdout,
                 stderr=stderr,
                 timestamps=timestamps,
-                nics=arguments.names(nics),
+                nics=call_arguments.names(nics),
                 heartbeat_timeout=silence,
             )
 

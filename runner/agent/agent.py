@@ -43,7 +43,7 @@ from hvdgloo.runner.agent.recorded import RecordedErrors, folder_of, remove_reco
 from hvdgloo.runner.agent.relaying import RelayListener
 from hvdgloo.runner.agent.watchdog import Mark
 from hvdgloo.runner.processes import reaper
-from hvdgloo.runner.processes.worker import WorkerProcess
+from hvdgloo.runner.processes.worker_process import WorkerProcess
 from hvdgloo.runner.protocol import heartbeat
 from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import (

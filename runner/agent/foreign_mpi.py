@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from hvdgloo.runner.processes import reaper
-from hvdgloo.runner.processes.worker import WorkerProcess
+from hvdgloo.runner.processes.worker_process import WorkerProcess
 from hvdgloo.runner.protocol.frames import ForeignMpi, Frame
 
 LOOKS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)

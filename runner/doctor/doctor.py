@@ -23,7 +23,6 @@ from hvdgloo.rendezvous._host_identity import host_identity
 from hvdgloo.runner.agent.facts import Facts, examine
 from hvdgloo.runner.console.console import Console
 from hvdgloo.runner.console.startup_view import StartDisplay
-from hvdgloo.runner.discovery import explore
 from hvdgloo.runner.doctor.report import all_well, as_json, as_text
 from hvdgloo.runner.doctor.rules import (
     Finding,
@@ -34,10 +33,11 @@ from hvdgloo.runner.doctor.rules import (
     diagnose,
     unconnected,
 )
+from hvdgloo.runner.host_setup import required_on
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.network.addressing import Reports
+from hvdgloo.runner.network_discovery import explore
 from hvdgloo.runner.protocol.frames import Examine, Examined, Hello, Require
-from hvdgloo.runner.provisions import required_on
 from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, passed_on
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.supervisor import Supervisor, host_states

@@ -12,8 +12,8 @@ from typing import Any, TextIO
 from hvdgloo._job import excepthook
 from hvdgloo.config import without_place
 from hvdgloo.errors import LaunchError
-from hvdgloo.runner.conclusion import ResultFiles, conclude
 from hvdgloo.runner.elastic.options import FAILURES_ON_ONE_HOST, ElasticOptions
+from hvdgloo.runner.function_results import ResultFiles, conclude
 from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.runner.inbound.stream import InboundStream
 from hvdgloo.runner.job.assembly import assemble

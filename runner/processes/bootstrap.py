@@ -15,7 +15,7 @@ from typing import IO, NoReturn
 
 import hvdgloo
 from hvdgloo.errors import LaunchError
-from hvdgloo.runner.processes.worker import group_exists
+from hvdgloo.runner.processes.worker_process import group_exists
 from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import PREAMBLE
 from hvdgloo.version import __version__

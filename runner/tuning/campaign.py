@@ -14,7 +14,7 @@ from hvdgloo._platform import masking
 from hvdgloo.config import Config
 from hvdgloo.config import settings as declarations
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
-from hvdgloo.runner.conclusion import ResultFiles, conclude
+from hvdgloo.runner.function_results import ResultFiles, conclude
 from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.tuning.measure import Found, Measured, measure, record

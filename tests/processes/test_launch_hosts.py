@@ -23,7 +23,7 @@ from hvdgloo.errors import LaunchError
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.launch_result import LaunchResult
-from hvdgloo.runner.processes.worker import WINDOW
+from hvdgloo.runner.processes.worker_process import WINDOW
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import AgentStream

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvdgloo.runner.processes import reaper
-from hvdgloo.runner.processes.worker import WorkerProcess
+from hvdgloo.runner.processes.worker_process import WorkerProcess
 from hvdgloo.runner.protocol.frames import Spawn
 from tests.support.launching import Launcher, launcher_in, wait_for
 
@@ -181,7 +181,7 @@ def test_pain_23_a_job_that_leaves_behind_what_cannot_be_killed_has_succeeded(la
 REUSED = """
 import os, signal, subprocess, sys, time
 from hvdgloo.runner.protocol.frames import Spawn
-from hvdgloo.runner.processes.worker import WorkerProcess
+from hvdgloo.runner.processes.worker_process import WorkerProcess
 from hvdgloo.runner.processes.bootstrap import CommandStream
 from hvdgloo.runner.transport.local import LocalStream
 

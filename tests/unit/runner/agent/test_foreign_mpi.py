@@ -16,7 +16,7 @@ import pytest
 
 from hvdgloo.runner.agent import foreign_mpi
 from hvdgloo.runner.agent.foreign_mpi import LOOKS, SURE_AFTER, ForeignMpiWatch
-from hvdgloo.runner.processes.worker import WorkerProcess
+from hvdgloo.runner.processes.worker_process import WorkerProcess
 from hvdgloo.runner.protocol.frames import ForeignMpi, Frame
 from tests.support.launching import wait_for
 

@@ -14,8 +14,8 @@ import pytest
 from hvdgloo.rendezvous._elastic.assignment import Assignment, Member
 from hvdgloo.rendezvous._elastic.events import Spawn
 from hvdgloo.runner import elastic_launch
-from hvdgloo.runner.admission import Admission, Reached, _Guest
 from hvdgloo.runner.elastic_launch import _Giver
+from hvdgloo.runner.host_admission import Admission, Reached, _Guest
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.channel import FrameChannel

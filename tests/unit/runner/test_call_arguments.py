@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner import arguments
+from hvdgloo.runner import call_arguments
 
 
 def test_mpi_is_refused_and_what_is_for_it_has_no_effect() -> None:
     with pytest.raises(ConfigError, match=r"^start\(use_mpi=True\): there is no MPI here"):
-        arguments.judge_controllers("start", None, True, "mpi_args", None)
+        call_arguments.judge_controllers("start", None, True, "mpi_args", None)
     with pytest.raises(ConfigError, match=r"^start\(\): use_gloo and use_mpi exclude each other"):
-        arguments.judge_controllers("start", True, True, "mpi_args", None)
+        call_arguments.judge_controllers("start", True, True, "mpi_args", None)
     with pytest.warns(UserWarning, match=r"^start\(mpi_args=\.\.\.\) has no effect"):
-        arguments.judge_controllers("start", True, None, "mpi_args", "-x")
+        call_arguments.judge_controllers("start", True, None, "mpi_args", "-x")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        arguments.judge_controllers("start", True, False, "mpi_args", None)
+        call_arguments.judge_controllers("start", True, False, "mpi_args", None)
 
 
 @pytest.mark.parametrize(
@@ -35,18 +35,18 @@ def test_mpi_is_refused_and_what_is_for_it_has_no_effect() -> None:
 )
 def test_what_cannot_be_called_is_a_mistake_before_anything_is_started(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
-        arguments.check_call("start", *given)
+        call_arguments.check_call("start", *given)
 
 
 def test_whatever_can_be_called_may_be() -> None:
-    arguments.check_call("start", int, None, None)
-    arguments.check_call("start", print, [1, 2], {"sep": ""})
-    arguments.check_call("start", print, (each for each in (1, 2)), None)
+    call_arguments.check_call("start", int, None, None)
+    call_arguments.check_call("start", print, [1, 2], {"sep": ""})
+    call_arguments.check_call("start", print, (each for each in (1, 2)), None)
 
 
 def test_an_old_name_gives_a_warning_where_the_user_calls() -> None:
     def start(workers: int = 1, slots: int | None = None) -> int:
-        return arguments.renamed("start", "workers", workers, "slots", slots, default=1)
+        return call_arguments.renamed("start", "workers", workers, "slots", slots, default=1)
 
     with pytest.warns(DeprecationWarning, match=r"^start\(slots=\.\.\.\) is an old name; write workers=$") as caught:
         assert start(slots=3) == 3
@@ -63,4 +63,4 @@ def test_an_old_name_gives_a_warning_where_the_user_calls() -> None:
 
 @pytest.mark.parametrize(("given", "found"), [(None, ()), ("eth0", ("eth0",)), (["eth0", "lo"], ("eth0", "lo"))])
 def test_interfaces_are_one_or_several(given: str | list[str] | None, found: tuple[str, ...]) -> None:
-    assert arguments.names(given) == found
+    assert call_arguments.names(given) == found

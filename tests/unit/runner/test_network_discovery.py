@@ -8,7 +8,7 @@ import pytest
 
 from hvdgloo._net import ports
 from hvdgloo.rendezvous import host_identity
-from hvdgloo.runner.discovery import is_here, probe_timeout
+from hvdgloo.runner.network_discovery import is_here, probe_timeout
 from hvdgloo.runner.protocol.frames import PROTOCOL, Hello
 from hvdgloo.version import __version__
 

@@ -1,9 +1,10 @@
 """Addresses of an elastic job's hosts: chosen for each host that joins, while the others work.
 
-The choice is made as for the hosts of a fixed job (``hvdgloo.runner.discovery``), with two differences. Addresses in
-use never change: a new host must reach them, and is given an address that the present hosts reach. And nothing here
-blocks: hosts that join at about the same time are tried together, in rounds, between which the supervisor does its
-work. If a round fails, its hosts are tried one by one, so that an unreachable host does not keep out the others.
+The choice is made as for the hosts of a fixed job (``hvdgloo.runner.network_discovery``), with two differences.
+Addresses in use never change: a new host must reach them, and is given an address that the present hosts reach. And
+nothing here blocks: hosts that join at about the same time are tried together, in rounds, between which the supervisor
+does its work. If a round fails, its hosts are tried one by one, so that an unreachable host does not keep out the
+others.
 
 Workers that cannot reach the launcher reach the rendezvous server through their agent
 (``hvdgloo.runner.protocol.relay``). A fixed job has its rendezvous server next to the first host's agent instead; an
@@ -18,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.runner.discovery import SETTLE_SECONDS, is_here, loopback_of, probe_timeout
 from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.runner.network import addressing, interfaces, probe
 from hvdgloo.runner.network.addressing import Reports, Server
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.network.probe import LAUNCHER, Answer, ProbeListener, ProbeResult
+from hvdgloo.runner.network_discovery import SETTLE_SECONDS, is_here, loopback_of, probe_timeout
 from hvdgloo.runner.protocol.frames import Probe, Probed, Relay, Relaying, Survey, Surveyed
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
