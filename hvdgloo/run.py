@@ -19,7 +19,7 @@ from hvdgloo._job import excepthook
 from hvdgloo.config import parse_listener, without_place
 from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.rendezvous._auth import generate_secret
-from hvdgloo.runner import call_arguments, function_task
+from hvdgloo.runner import call_arguments
 from hvdgloo.runner.elastic.options import ElasticOptions
 from hvdgloo.runner.function_results import ResultFiles, conclude
 from hvdgloo.runner.job.assembly import assemble
@@ -29,6 +29,7 @@ from hvdgloo.runner.job.spec import HEARTBEAT_TIMEOUT, Discovery, Reach, Views
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.signals import LIBRARY_SIGNALS
 from hvdgloo.runner.transport.template import parse_template
+from hvdgloo.runner.worker import function_task
 
 __all__ = ["run"]
 

@@ -161,7 +161,7 @@ def _serving(
     own = parse_endpoint(server.endpoint)
     admission = Admission(supervisor, spec, launcher, own, loopback=loopback)
     giver = _Giver(spec, job_id, supervisor, spawner, admission, own[1])
-    supervisor.door, supervisor.environment, supervisor.frame = admission, giver.environment, giver.frame
+    supervisor.admission, supervisor.environment, supervisor.frame = admission, giver.environment, giver.frame
     with closing(rendezvous), closing(admission), driver:
         rendezvous.serve()
         yield

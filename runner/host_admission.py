@@ -50,7 +50,7 @@ class Reached:
 
 
 @dataclass(eq=False)
-class _Guest:
+class _Host:
     """A host that is to be admitted, or was.
 
     Attributes:
@@ -76,16 +76,16 @@ class _Guest:
 
 @dataclass(eq=False)
 class _Round:
-    """Hosts that are being tried, with the present ones.
+    """Hosts that are being tried, with the present hosts.
 
     Attributes:
         members: in the order of ``reports``; present hosts come first.
-        guests: the new hosts.
+        new_hosts: the members that are not admitted yet.
         expected: number of answers.
     """
 
-    members: list[_Guest]
-    guests: list[_Guest]
+    members: list[_Host]
+    new_hosts: list[_Host]
     reports: Reports
     answers: dict[tuple[int, int, str], Answer]
     expected: int
@@ -119,7 +119,7 @@ class Admission:
         self._loopback = loopback
         self._key = probe.probe_key(spec.secret)
         self._timeout = probe_timeout(spec.network.connect_timeout)
-        self._guests: dict[Visit, _Guest] = {}
+        self._hosts: dict[Visit, _Host] = {}
         self._numbers = 0
         self._round: _Round | None = None
         self._listener: ProbeListener | None = None
@@ -135,7 +135,7 @@ class Admission:
 
     def reached(self, visit: Visit) -> Reached:
         """Return the addresses of a host that was admitted."""
-        reached = self._guests[visit].reached
+        reached = self._hosts[visit].reached
         assert reached is not None
         return reached
 
@@ -145,32 +145,32 @@ class Admission:
         """Begin to choose an address for a host."""
         assert visit.link is not None
         now = time.monotonic()
-        guest = _Guest(visit, visit.link, self._numbers, now + self._network.connect_timeout)
+        host = _Host(visit, visit.link, self._numbers, now + self._network.connect_timeout)
         self._numbers += 1
-        self._guests[visit] = guest
+        self._hosts[visit] = host
         if self._loopback:
             own = loopback_of(visit.hello)
-            self._let_in(guest, Reached(own, own.address))
+            self._admit(host, Reached(own, own.address))
             return
         rules = self._nics.rules(visit.link.host.name)
-        guest.link.channel.send(Survey(guest.number, self._key, rules.items, True, self._network.port_range))
+        host.link.channel.send(Survey(host.number, self._key, rules.items, True, self._network.port_range))
 
     def withdraw(self, visit: Visit) -> None:
         """Forget a host that has gone."""
-        guest = self._guests.pop(visit, None)
-        if guest is not None:
-            self._relayed.forget(guest.link)
-        if guest is not None and self._round is not None and guest in self._round.members:
+        host = self._hosts.pop(visit, None)
+        if host is not None:
+            self._relayed.forget(host.link)
+        if host is not None and self._round is not None and host in self._round.members:
             # Its answers will not come. The others begin again without it.
             self._round = None
 
     def keep_time(self, now: float) -> None:
-        for guest in list(self._guests.values()):
-            if self._is_awaited(guest) and now >= guest.until:
+        for host in list(self._hosts.values()):
+            if self._is_awaited(host) and now >= host.until:
                 timeout = self._network.connect_timeout
-                what = "listen for its workers" if guest.surveyed is not None else "report its addresses"
+                what = "listen for its workers" if host.surveyed is not None else "report its addresses"
                 self._refuse(
-                    guest,
+                    host,
                     f"its agent did not {what} within {timeout:g} s; if the host is only slow, raise "
                     "--connect-timeout-seconds",
                 )
@@ -181,37 +181,37 @@ class Admission:
 
     @property
     def next(self) -> float:
-        times = [guest.until for guest in self._guests.values() if self._is_awaited(guest)]
+        times = [host.until for host in self._hosts.values() if self._is_awaited(host)]
         if self._round is not None:
             times += [self._round.until, self._round.chosen_at + SETTLE_SECONDS]
         else:
-            times += [guest.since + TOGETHER for guest in self._waiting()]
+            times += [host.since + TOGETHER for host in self._waiting()]
         return min(times, default=math.inf)
 
     @staticmethod
-    def _is_awaited(guest: _Guest) -> bool:
+    def _is_awaited(host: _Host) -> bool:
         """Tell whether its agent is to answer."""
-        return guest.reached is None and (guest.surveyed is None or guest.relayed is not None)
+        return host.reached is None and (host.surveyed is None or host.relayed is not None)
 
     # Rounds.
 
-    def _waiting(self) -> list[_Guest]:
+    def _waiting(self) -> list[_Host]:
         """Return the hosts that have reported their addresses, and were not tried yet."""
-        return [guest for guest in self._guests.values() if guest.reached is None and not self._is_awaited(guest)]
+        return [host for host in self._hosts.values() if host.reached is None and not self._is_awaited(host)]
 
     def _begin(self, now: float) -> None:
         """Begin a round, if there are hosts to try, and no others to wait for."""
         waiting = self._waiting()
         if not waiting:
             return
-        others = self._supervisor.coming or any(guest.surveyed is None for guest in self._guests.values())
-        if others and now < min(guest.since for guest in waiting) + TOGETHER:
+        others = self._supervisor.coming or any(host.surveyed is None for host in self._hosts.values())
+        if others and now < min(host.since for host in waiting) + TOGETHER:
             return
-        alone = [guest for guest in waiting if guest.alone]
-        guests = alone[:1] or waiting
+        alone = [host for host in waiting if host.alone]
+        new_hosts = alone[:1] or waiting
         self._listen()
-        there = [guest for guest in self._guests.values() if guest.reached is not None]
-        self._round = self._round_of(there, guests, now)
+        there = [host for host in self._hosts.values() if host.reached is not None]
+        self._round = self._round_of(there, new_hosts, now)
         self._judge(self._round, now)
 
     def _listen(self) -> None:
@@ -221,20 +221,20 @@ class Admission:
             port_range = self._network.port_range
             self._listener = ProbeListener(self._supervisor.selector, self._key, LAUNCHER, addresses, port_range)
 
-    def _round_of(self, there: list[_Guest], guests: list[_Guest], now: float) -> _Round:
-        """Send the members of a round the probes that these guests need."""
+    def _round_of(self, there: list[_Host], new_hosts: list[_Host], now: float) -> _Round:
+        """Send the members of a round the probes that the new hosts need."""
         assert self._listener is not None
-        members = [*there, *guests]
+        members = [*there, *new_hosts]
         unheard = {(LAUNCHER, address): reason for address, reason in self._listener.failures.items()}
-        for index, guest in enumerate(members):
-            if guest.surveyed is not None:
-                unheard |= {(index, address): reason for address, reason in guest.surveyed.failures.items()}
-                if guest.reached is not None and guest.reached.address.address not in guest.surveyed.ports:
+        for index, host in enumerate(members):
+            if host.surveyed is not None:
+                unheard |= {(index, address): reason for address, reason in host.surveyed.failures.items()}
+                if host.reached is not None and host.reached.address.address not in host.surveyed.ports:
                     # It was admitted at loopback, as the only host, and without a network.
-                    unheard.setdefault((index, guest.reached.address.address), "its agent does not listen there")
+                    unheard.setdefault((index, host.reached.address.address), "its agent does not listen there")
         answers = self._known(there)
         reports = Reports(
-            [guest.visit.name for guest in members],
+            [host.visit.name for host in members],
             [(g.reached.address,) if g.reached is not None else g.candidates for g in members],
             self._launcher,
             answers,
@@ -252,17 +252,17 @@ class Admission:
         for source, targets in tries.items():
             members[source].link.channel.send(Probe(targets, self._timeout))
         expected = len(answers) + sum(map(len, tries.values()))
-        indices = {LAUNCHER: LAUNCHER, **{guest.number: index for index, guest in enumerate(members)}}
+        indices = {LAUNCHER: LAUNCHER, **{host.number: index for index, host in enumerate(members)}}
         # The agents end their probes in time; only an overloaded one takes longer to report.
         until = now + self._timeout + self._network.connect_timeout
-        return _Round(members, guests, reports, answers, expected, until, indices=indices)
+        return _Round(members, new_hosts, reports, answers, expected, until, indices=indices)
 
-    def _known(self, there: Sequence[_Guest]) -> dict[tuple[int, int, str], Answer]:
+    def _known(self, there: Sequence[_Host]) -> dict[tuple[int, int, str], Answer]:
         """Return the answers that are known: present hosts reach each other, and the launcher."""
         answers = {}
-        for source, guest in enumerate(there):
-            assert guest.reached is not None
-            own = guest.reached.address.address
+        for source, host in enumerate(there):
+            assert host.reached is not None
+            own = host.reached.address.address
             for target, other in enumerate(there):
                 assert other.reached is not None
                 answers[source, target, other.reached.address.address] = Answer(ProbeResult.REACHED, own, target)
@@ -280,24 +280,24 @@ class Admission:
                 round.chosen_at = now
             if complete or now >= round.chosen_at + SETTLE_SECONDS or addressing.settled(round.reports):
                 self._round = None
-                for index, (guest, address) in enumerate(list(zip(round.members, choice.addresses, strict=True))):
-                    if guest not in round.guests:
+                for index, (host, address) in enumerate(list(zip(round.members, choice.addresses, strict=True))):
+                    if host not in round.new_hosts:
                         continue
                     rendezvous = choice.rendezvous if at_launcher else self._way_to_the_launcher(round, index)
                     if rendezvous:
-                        self._let_in(guest, Reached(address, rendezvous))
+                        self._admit(host, Reached(address, rendezvous))
                     else:
-                        guest.relayed, guest.until = address, now + self._network.connect_timeout
-                        guest.link.channel.send(Relay(self._network.port_range))
+                        host.relayed, host.until = address, now + self._network.connect_timeout
+                        host.link.channel.send(Relay(self._network.port_range))
             return
         if not complete:
             return
         self._round = None
-        if len(round.guests) > 1:
-            for guest in round.guests:
-                guest.alone = True
+        if len(round.new_hosts) > 1:
+            for host in round.new_hosts:
+                host.alone = True
         else:
-            self._refuse(round.guests[0], addressing.describe_unreached(round.reports))
+            self._refuse(round.new_hosts[0], addressing.describe_unreached(round.reports))
 
     def _way_to_the_launcher(self, round: _Round, index: int) -> str:
         """Return the launcher's address that this host reaches; empty if it reaches none."""
@@ -309,53 +309,53 @@ class Admission:
 
     # The outcome.
 
-    def _let_in(self, guest: _Guest, reached: Reached) -> None:
-        guest.reached = reached
-        self._supervisor.admit(guest.visit, f"reached at {reached.address}")
+    def _admit(self, host: _Host, reached: Reached) -> None:
+        host.reached = reached
+        self._supervisor.admit(host.visit, f"reached at {reached.address}")
 
-    def _refuse(self, guest: _Guest, reason: str) -> None:
-        self._supervisor.refuse(guest.visit, reason)
+    def _refuse(self, host: _Host, reason: str) -> None:
+        self._supervisor.refuse(host.visit, reason)
 
     # Frames.
 
-    def _guest_of(self, link: Link) -> _Guest | None:
-        return next((guest for guest in self._guests.values() if guest.link is link), None)
+    def _host_of(self, link: Link) -> _Host | None:
+        return next((host for host in self._hosts.values() if host.link is link), None)
 
     def _on_surveyed(self, link: Link, frame: Surveyed) -> None:
-        guest = self._guest_of(link)
-        if guest is None:
+        host = self._host_of(link)
+        if host is None:
             return
         addresses = [Address(*fields) for fields in frame.addresses]
         rules = self._nics.rules(link.host.name)
-        guest.surveyed, guest.since = frame, time.monotonic()
-        guest.candidates = interfaces.candidates(addresses, rules)
-        if guest.candidates:
+        host.surveyed, host.since = frame, time.monotonic()
+        host.candidates = interfaces.candidates(addresses, rules)
+        if host.candidates:
             return
-        if is_here(guest.visit.hello) and not rules.items and not self._others(guest):
-            own = loopback_of(guest.visit.hello)
-            self._let_in(guest, Reached(own, own.address))  # this machine has no network
+        if is_here(host.visit.hello) and not rules.items and not self._others(host):
+            own = loopback_of(host.visit.hello)
+            self._admit(host, Reached(own, own.address))  # this machine has no network
         else:
-            self._refuse(guest, interfaces.explain_none(guest.visit.name, addresses, rules))
+            self._refuse(host, interfaces.explain_none(host.visit.name, addresses, rules))
 
-    def _others(self, guest: _Guest) -> bool:
+    def _others(self, host: _Host) -> bool:
         """Tell whether any other present host is reached at an address other than loopback."""
-        there = [other.reached for other in self._guests.values() if other is not guest and other.reached is not None]
+        there = [other.reached for other in self._hosts.values() if other is not host and other.reached is not None]
         return any(not reached.address.loopback for reached in there)
 
     def _on_relaying(self, link: Link, frame: Relaying) -> None:
-        guest = self._guest_of(link)
-        if guest is None or guest.relayed is None or guest.reached is not None:
+        host = self._host_of(link)
+        if host is None or host.relayed is None or host.reached is not None:
             return
         if frame.failure:
-            self._refuse(guest, f"its workers do not reach the launcher, nor could its agent listen: {frame.failure}")
+            self._refuse(host, f"its workers do not reach the launcher, nor could its agent listen: {frame.failure}")
         else:
-            self._let_in(guest, Reached(guest.relayed, guest.visit.hello.loopback, frame.port))
+            self._admit(host, Reached(host.relayed, host.visit.hello.loopback, frame.port))
 
     def _on_probed(self, link: Link, frame: Probed) -> None:
-        guest = self._guest_of(link)
-        if self._round is None or guest is None or guest.number not in self._round.indices:
+        host = self._host_of(link)
+        if self._round is None or host is None or host.number not in self._round.indices:
             return
-        source = self._round.indices[guest.number]
+        source = self._round.indices[host.number]
         for (number, address, _), (own, who, detail, outcome) in frame.answers:
             target = self._round.indices.get(number)
             if target is not None:

@@ -92,7 +92,7 @@ class Visit:
         return self.parted and (self.state is None or self.state.final)
 
 
-class Door(Protocol):
+class AdmissionControl(Protocol):
     """The choice of the address at which other hosts reach a host, before workers are started there."""
 
     def request(self, visit: Visit) -> None:
@@ -120,7 +120,7 @@ class ElasticSupervisor(Supervisor):
         ranks: filled in: number of a worker to its current rank.
 
     Attributes:
-        driver, door, environment, frame, on_start: must be set before ``supervise``.
+        driver, admission, environment, frame, on_start: must be set before ``supervise``.
         environment: returns the environment that all workers of a host share.
         frame: returns the frame that starts a worker.
         on_start: called when all workers of an epoch are complete.
@@ -129,7 +129,7 @@ class ElasticSupervisor(Supervisor):
     """
 
     driver: Driver
-    door: Door
+    admission: AdmissionControl
     environment: Callable[[Visit], Mapping[str, str]]
     frame: Callable[[Visit, SpawnOrder, int], Spawn]
     on_start: Callable[[], None]
@@ -353,7 +353,7 @@ class ElasticSupervisor(Supervisor):
         self._note_machine(visit)
         self._tell_slots(visit)
         self._agents.happen(link.state, host_state.Probe())
-        self.door.request(visit)
+        self.admission.request(visit)
 
     def _tell_slots(self, visit: Visit) -> None:
         if visit.name in self._listed and self._listed[visit.name] is None:
@@ -431,7 +431,7 @@ class ElasticSupervisor(Supervisor):
             return
         visit.parted, visit.admitted = True, False
         visit.waiting.clear()
-        self.door.withdraw(visit)
+        self.admission.withdraw(visit)
         if not self.settled:
             visit.lost = True
             self.audience.host(visit.name, "lost", reason)
@@ -444,7 +444,7 @@ class ElasticSupervisor(Supervisor):
         if visit.link is not None and visit.link.workers:
             return
         visit.parted, visit.admitted = True, False
-        self.door.withdraw(visit)
+        self.admission.withdraw(visit)
         self.audience.host(visit.name, "left")
         if visit.state is not None:
             self._agents.offer(host_state.Finish(), [visit.state])
@@ -455,7 +455,7 @@ class ElasticSupervisor(Supervisor):
     # The loop.
 
     def _next(self, now: float, deadline: float | None) -> float:
-        times = [super()._next(now, deadline), self.door.next]
+        times = [super()._next(now, deadline), self.admission.next]
         times += [self._late(visit) for visit in self._visits.values()]
         if any(visit.over for visit in (*self._past, *self._visits.values())):
             times.append(now + _LOOK_AGAIN)
@@ -470,7 +470,7 @@ class ElasticSupervisor(Supervisor):
         super()._keep_time()
         now = time.monotonic()
         if not self.settled:
-            self.door.keep_time(now)
+            self.admission.keep_time(now)
             self.driver.keep_time(now)
             for visit in list(self._visits.values()):
                 self._keep_visit(visit, now)

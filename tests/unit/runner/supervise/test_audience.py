@@ -109,7 +109,7 @@ def elastic(onlooker: Onlooker) -> Iterator[ElasticSupervisor]:
     made = ElasticSupervisor(
         SPEC, nothing, [], "job", nothing, entry=lambda name: HostEntry(name, 1), required=nothing, ranks={}
     )
-    made.driver = made.door = nothing
+    made.driver = made.admission = nothing
     made.on_start = lambda: None
     made.audience = onlooker
     yield made

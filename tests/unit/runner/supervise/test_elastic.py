@@ -15,7 +15,7 @@ from hvdgloo.rendezvous._elastic.assignment import Assignment, Member
 from hvdgloo.rendezvous._elastic.events import Spawn
 from hvdgloo.runner import elastic_launch
 from hvdgloo.runner.elastic_launch import _Giver
-from hvdgloo.runner.host_admission import Admission, Reached, _Guest
+from hvdgloo.runner.host_admission import Admission, Reached, _Host
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.channel import FrameChannel
@@ -67,7 +67,7 @@ def supervisor() -> Iterator[ElasticSupervisor]:
     made = ElasticSupervisor(
         spec, nothing, [], "job", nothing, entry=lambda name: HostEntry(name, 1), required=nothing, ranks={}
     )
-    made.driver = made.door = nothing
+    made.driver = made.admission = nothing
     yield made
     for link in made._agents.links:
         link.close()
@@ -92,7 +92,7 @@ def test_workers_are_not_told_the_address_of_a_host_that_has_gone(supervisor: El
     visit = admitted(supervisor)
     reached = {visit: SimpleNamespace(address=SimpleNamespace(address="10.0.0.1"))}
     admission = cast(Any, SimpleNamespace(reached=reached.__getitem__))
-    supervisor.door = cast(Any, SimpleNamespace(withdraw=reached.pop))
+    supervisor.admission = cast(Any, SimpleNamespace(withdraw=reached.pop))
     cast(Link, visit.link).hello = cast(Any, SimpleNamespace(port=5000))
     giver = _Giver(supervisor._spec, "job", supervisor, cast(Any, Nothing()), admission, 1)
     assert giver._master(PLAN) == ("10.0.0.1", 5000)
@@ -139,11 +139,11 @@ def test_nobody_tries_a_host_that_was_let_in_without_a_network(supervisor: Elast
     sent: list[Frame] = []
     link = cast(Any, SimpleNamespace(channel=SimpleNamespace(send=sent.append)))
     own = Address("eth0", "10.0.0.2", 24)
-    first = _Guest(
+    first = _Host(
         Visit("h1", 0.0), link, 0, 1.0, surveyed=Surveyed([], {}, {}, 1), reached=Reached(LOOPBACK, LOOPBACK.address)
     )
     ports = {own.address: 7000}
-    second = _Guest(Visit("h2", 0.0), link, 1, 1.0, surveyed=Surveyed([], ports, {}, 1), candidates=[own])
+    second = _Host(Visit("h2", 0.0), link, 1, 1.0, surveyed=Surveyed([], ports, {}, 1), candidates=[own])
     admission = Admission(supervisor, supervisor._spec, (), ("127.0.0.1", 1), loopback=False)
     admission._listener = cast(Any, SimpleNamespace(failures={}, ports={}, close=lambda: None))
     tried = admission._round_of([first], [second], 0.0)
