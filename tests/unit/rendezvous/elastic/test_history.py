@@ -1,4 +1,4 @@
-"""What an elastic job says of its changes."""
+"""An elastic job's reports of its changes."""
 
 from __future__ import annotations
 
