@@ -26,7 +26,7 @@ const SPANS = [
   { label: "All", seconds: Infinity },
 ];
 
-/** The part of time that all charts show: the last so many seconds, or what was chosen by dragging. */
+/** The span of time that all charts show: the last so many seconds, or a span selected by dragging. */
 class TimeView {
   constructor(onChange) {
     this._span = Infinity;
@@ -43,7 +43,7 @@ class TimeView {
     this._mark();
   }
 
-  /** Tell what there is to show; times are those of the job's clock. */
+  /** Set the time range that exists, by the job's clock. */
   set(begin, now) {
     this._begin = begin;
     this._now = now;
@@ -95,10 +95,10 @@ function timeLabels(plot, splits, _axis, _space, increment) {
   });
 }
 
-/** What one plot tells the others; what is selected goes through the view. */
+/** Synchronisation of the plots' cursors; selections go through the view. */
 const POINTING = new Set(["mousemove", "mouseleave"]);
 
-/** What all plots have in common, the heat map as well. */
+/** Options of all plots, including the heat map. */
 function plotOptions(view, element, { left = 56 } = {}) {
   const axis = {
     stroke: () => colour.of("muted"),
@@ -139,7 +139,7 @@ function plotOptions(view, element, { left = 56 } = {}) {
   };
 }
 
-/** Let keys do what a pointer does: arrows move the cursor, + and - zoom, 0 shows all. */
+/** Handle keys like a pointer: arrows move the cursor, + and - zoom, 0 shows all. */
 function bindKeys(element, plot, view, say) {
   element.addEventListener("keydown", (event) => {
     if (!plot()) return;
@@ -167,7 +167,7 @@ const PLANE_STYLES = [
   { colour: "muted", dash: [8, 3, 2, 3] },
 ];
 
-/** What the charts show. `curves` makes of a Series the curves of one chart, `text` writes a value. */
+/** The charts. `curves` turns a Series into the curves of one chart, `text` formats a value. */
 const CHARTS = [
   {
     title: "Steps per second",
@@ -214,7 +214,7 @@ function stack(curves) {
   });
 }
 
-/** How many values there are. */
+/** Return the number of known values. */
 const known = (values) => values.filter((value) => value !== null).length;
 
 class Chart {
@@ -249,7 +249,7 @@ class Chart {
     dom.setText(this._nothing, this._lack(series, job));
     // A single point is no line; while the job runs, others follow.
     this._nothing.hidden = points > (RUNNING.has(job.state) ? 0 : 1);
-    // What is on top of a stack is drawn first, so that what is below covers it.
+    // The top of a stack is drawn first, so that the curves below cover it.
     const drawn = this._kind.stacked ? [...this._curves].reverse() : this._curves;
     const data = [series.at, ...drawn.map((curve) => curve.drawn)];
     const shape = curves.map(({ name }) => name).join("\n");
@@ -262,7 +262,7 @@ class Chart {
     dom.setAttribute(this._area, "aria-label", `${this._kind.title}; now ${last || "nothing"}`);
   }
 
-  /** Why there is no curve. */
+  /** Return why there is no curve. */
   _lack(series, job) {
     if (this._kind.ofSteps && !job.steps && known(series.memory)) return "no steps are counted";
     return job.steps && !RUNNING.has(job.state) ? tooShort(job) : nothing(job);
@@ -329,10 +329,10 @@ class Chart {
   }
 }
 
-/** With fewer no chart is worth its place: a point is a second, or more. */
+/** Least number of points for a chart to be useful: a point is a second, or more. */
 const LEAST_POINTS = 3;
 
-/** What there is to say of a job that has ended so soon. */
+/** Return the text for a job that ended too soon for charts. */
 function tooShort(job) {
   const whole = Math.max(0, job.now - job.started);
   if (!job.steps) return `Too short for charts: it took ${format.seconds(whole)}.`;
@@ -360,7 +360,7 @@ class Charts {
     for (const chart of this._charts) chart.redraw();
   }
 
-  /** Say whose curves these are. */
+  /** Show which ranks the curves belong to. */
   setScope(text) {
     dom.setText(dom.byId("scope"), text);
   }

@@ -1,6 +1,6 @@
 "use strict";
 
-/* What is looked up now and then: data planes, hosts, settings, versions; and traces. */
+/* Details that are looked up now and then: data planes, hosts, settings, versions; and traces. */
 
 class Details {
   constructor() {
@@ -14,7 +14,7 @@ class Details {
   }
 
   renderPlanes({ planes, job }) {
-    // Of a job that is over, rates are means.
+    // Rates of a job that is over are means.
     dom.setText(this._planes.table.querySelector("th:last-child"), RUNNING.has(job.state) ? "now" : "on average");
     dom.setText(this._noPlanes, RUNNING.has(job.state) ? "None is open yet." : "None was open.");
     this._planes.table.hidden = !planes.length;
@@ -59,7 +59,7 @@ class Details {
   }
 }
 
-/** The button that has steps traced, for whom the job lets do so. */
+/** The button that has steps traced, for visitors that the job allows it. */
 class Traces {
   constructor(server) {
     this._server = server;
@@ -71,7 +71,7 @@ class Traces {
     });
   }
 
-  /** Ask for the traces, first and whenever an event says that one goes on. */
+  /** Fetch the traces, at first and after each event about one. */
   render({ job, events }) {
     dom.byId("trace").hidden = !job.control;
     if (!job.control) return;

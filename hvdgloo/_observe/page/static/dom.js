@@ -1,8 +1,8 @@
 "use strict";
 
-/* Elements, made and changed. All text goes in as text: nothing that a job says is ever read as HTML. */
+/* Creation and change of elements. All text is inserted as text: nothing from a job is ever parsed as HTML. */
 const dom = (() => {
-  /** Make an element; `text` and `class` are what they say, other properties are attributes. */
+  /** Make an element with the given `text` and `class`; other properties become attributes. */
   function make(tag, properties = {}, ...children) {
     const node = document.createElement(tag);
     for (const [name, value] of Object.entries(properties)) {
@@ -16,7 +16,7 @@ const dom = (() => {
 
   const byId = (id) => document.getElementById(id);
 
-  /** Set a text if it is another one; what has not changed costs no layout. */
+  /** Set a text if it differs, so that unchanged text costs no layout. */
   function setText(node, text) {
     if (node.textContent !== text) node.textContent = text;
   }
@@ -39,7 +39,7 @@ const dom = (() => {
     pairs.forEach(([, description], i) => setText(list.children[i].lastElementChild, description));
   }
 
-  /** Say something to those who use a screen reader. */
+  /** Announce a text to users of a screen reader. */
   function announce(text) {
     setText(byId("announcement"), text);
   }

@@ -1,6 +1,6 @@
 "use strict";
 
-/* What has happened, the latest first. */
+/* Events, newest first. */
 
 const EVENT_KINDS = ["failure", "stall", "stall ended", "straggler", "warning", "elastic", "host", "tuning", "trace", "state"];
 const GRAVE = new Set(["failure", "stall", "warning"]);

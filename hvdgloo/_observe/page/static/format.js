@@ -2,13 +2,13 @@
 
 /* Numbers, sizes and times as people read them. Numbers and their units stay together in one line. */
 
-/** Instead of a value that nobody knows. */
+/** Placeholder for an unknown value. */
 const UNKNOWN = "–";
 
 const format = (() => {
   const SPACE = "\u00a0";
 
-  /** Three digits that matter, without an exponent: 0.0123, 1.23, 12.3, 123, 1,234. */
+  /** Three significant digits, without an exponent: 0.0123, 1.23, 12.3, 123, 1,234. */
   function number(value) {
     if (!value) return "0";
     const digits = Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value))));

@@ -1,8 +1,8 @@
 "use strict";
 
-/* Who made the others wait: in sentences, as a map of rank and time, and how long waits are. */
+/* Ranks that made others wait: in sentences, as a map of rank and time, and a histogram of waits. */
 
-/** The map shows the ranks that cost most; more rows could not be told apart. */
+/** Largest number of rows: the ranks that cost the most; more rows could not be told apart. */
 const MOST_ROWS = 32;
 
 class Stragglers {
@@ -53,7 +53,7 @@ class Stragglers {
     this._list.replaceChildren(...items);
   }
 
-  /** How many rounds had waits of each length, as bars; lengths that never occur at either end are left out. */
+  /** Draw the number of rounds by length of wait, as bars; lengths that never occur at either end are left out. */
   _renderWaits(waits, none) {
     const first = waits.findIndex((count) => count);
     const last = waits.findLastIndex((count) => count);

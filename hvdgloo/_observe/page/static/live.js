@@ -2,7 +2,7 @@
 
 /* The connection to the job's server. All addresses are relative: the page lives below a path of its own. */
 
-/** Ask for JSON; an error's message is what the server said. */
+/** Fetch JSON; an error's message is the server's reason. */
 async function ask(path, options = {}) {
   const response = await fetch(path, { credentials: "same-origin", ...options });
   if (!response.ok) {
@@ -49,12 +49,12 @@ function follow(onMessage, onStatus) {
     onStatus("over");
   });
   events.addEventListener("error", () => {
-    // A browser tries again by itself, unless the answer was no stream of events.
+    // A browser tries again by itself, unless the answer was not a stream of events.
     onStatus(events.readyState === EventSource.CLOSED ? "refused" : "reconnecting");
   });
 }
 
-/** What takes the server's place in a report: the lines and curves that were recorded with it. */
+/** The server's replacement in a report: its recorded lines and curves. */
 function recorded({ lines = [], series = {} }) {
   const matches = (line, { rank, before, search }) =>
     (rank === undefined || line.rank === rank) &&

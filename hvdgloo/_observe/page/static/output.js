@@ -1,6 +1,6 @@
 "use strict";
 
-/* The last lines that ranks have written, with search. Lines are fetched as they are needed. */
+/* The last lines of ranks' output, with search. Lines are fetched as they are needed. */
 
 const MOST_LINES = 2000;
 const LINES_AT_ONCE = 500;
@@ -36,8 +36,8 @@ class Output {
     this._rank.addEventListener("input", () => this.reset());
     this._follow.addEventListener("change", () => this._follow.checked && this._scrollDown());
     this._earlier.addEventListener("click", () => this._inTurn(() => this._fetchEarlier()));
-    // Who scrolls up wants to read there, and who comes back to the end wants to follow. That the end is farther away
-    // than before says nothing: how many rows a line takes is known only once it has been in sight.
+    // A reader who scrolls up wants to read there, and one who returns to the end wants to follow. A larger distance to
+    // the end means nothing by itself: the rows of a line are known only once it has been in sight.
     this._list.addEventListener("scroll", () => {
       const top = this._list.scrollTop;
       const atEnd = top + this._list.clientHeight >= this._list.scrollHeight - 8;
@@ -88,7 +88,7 @@ class Output {
   }
 
   async _fetchNew() {
-    // Where more came than is shown, only the latest are fetched.
+    // If there are more new lines than are shown, only the latest are fetched.
     const anew = !this._newest || this._known - this._newest > MOST_LINES;
     const wanted = this._wanted(anew ? {} : { after: this._newest });
     const known = this._known;
@@ -136,7 +136,7 @@ class Output {
   _marked(text) {
     const node = dom.make("span", { class: "text" });
     const wanted = this._search.value.toLowerCase();
-    // What is as long in lower case is at the same place there.
+    // Text of the same length in lower case has the same positions.
     const lower = text.toLowerCase();
     let from = 0;
     if (wanted && lower.length === text.length) {
@@ -162,7 +162,7 @@ class Output {
     this._top = this._list.scrollTop;
   }
 
-  /** Somebody reads on from the culprit's line. */
+  /** Let the reader read on from the culprit's line. */
   _letGo() {
     if (this._culprit !== null) this._follow.checked = false;
     this._culprit = null;

@@ -1,6 +1,6 @@
 "use strict";
 
-/* The page: what is chosen, and when what is drawn. */
+/* The page: its selection, and when each part is drawn. */
 
 class Page {
   constructor(server, { isReport = false } = {}) {
@@ -73,7 +73,7 @@ class Page {
     this._schedule();
   }
 
-  /** Draw with the next frame; a page that nobody sees draws nothing. */
+  /** Draw with the next frame; a hidden page draws nothing. */
   _schedule() {
     if (this._scheduled || document.hidden || !this._store.known || !this._changed.size) return;
     this._scheduled = true;
@@ -87,7 +87,7 @@ class Page {
     });
   }
 
-  /** What is drawn where, and whenever one of these parts of the store has changed. */
+  /** The drawing functions, with the parts of the store whose changes call them. */
   _makeViews(isReport) {
     const views = [
       ["summary", ["job", "hosts", "ranks", "planes", "stragglers", "events"], (store) => this._summary.render(store)],
@@ -104,7 +104,7 @@ class Page {
     return new Map(views.map(([id, parts, draw]) => [id, { parts, draw, seen: true, pending: new Set() }]));
   }
 
-  /** Draw the sections that are seen; the others have to wait until they are. */
+  /** Draw the sections that are in sight; the others wait until they are. */
   _draw(changed) {
     this._view.set(this._store.job.started, this._store.job.now);
     for (const view of this._views.values()) {
@@ -121,7 +121,7 @@ class Page {
       for (const { target, isIntersecting } of entries) this._views.get(target.id).seen = isIntersecting;
       this._touch("seen");
     });
-    // What is not shown at all is not seen, but decides itself whether it is shown.
+    // A hidden section is not in sight, but decides itself whether it is shown.
     for (const id of this._views.keys()) if (id !== "trace") observer.observe(dom.byId(id));
     window.addEventListener("beforeprint", () => {
       for (const view of this._views.values()) view.seen = true;
@@ -250,7 +250,7 @@ function bindTheme(page) {
 }
 
 function main() {
-  // A report is this page with what it shows in it.
+  // A report is this page with its contents included.
   const recording = dom.byId("recording");
   if (!recording) {
     const page = new Page(server);

@@ -1,8 +1,8 @@
 "use strict";
 
-/* All ranks by host, as cells that show what each does now; and all that is known of the one that is chosen. */
+/* All ranks by host, as cells that show the present state of each; and the details of the selected one. */
 
-/** How a rank's state is called. */
+/** Names of a rank's states. */
 const STATE_WORDS = { ...Object.fromEntries(STATES.map((state) => [state, state])), waiting: "waiting for others" };
 
 /** With more ranks, cells hold less: first no details, then no numbers. */
@@ -149,7 +149,7 @@ class Grid {
       dom.setAttribute(cell, "aria-label", `rank ${row.rank}: ${row.detail || STATE_WORDS[row.state]}`);
       return;
     }
-    // What stands in a card is its name, too.
+    // A card's text is its accessible name, too.
     cell.removeAttribute("aria-label");
     dom.setText(cell.querySelector(".word"), row.state);
     const step = row.step_seconds ? `${format.seconds(row.step_seconds)} per step` : "";
@@ -227,7 +227,7 @@ class Grid {
   }
 }
 
-/** All that is known of one rank. */
+/** The details of one rank. */
 class RankCard {
   constructor({ onClose, onOutput }) {
     this._root = dom.byId("rank");

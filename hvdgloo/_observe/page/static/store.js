@@ -1,11 +1,11 @@
 "use strict";
 
-/* The job as it is known: a Snapshot and the Updates since (hvdgloo/_observe/view.py says what they are). */
+/* The job: a Snapshot and the Updates since (hvdgloo/_observe/view.py describes them). */
 
-/** What a rank may be doing; the order is that of view.STATES. */
+/** States of a rank, in the order of view.STATES. */
 const STATES = ["starting", "computing", "waiting", "communicating", "idle", "stalled", "lost", "ended", "failed"];
 
-/** What an update gives anew, if it gives it at all. */
+/** Parts that an update replaces, if it has them. */
 const REPLACED = ["job", "hosts", "planes", "stragglers", "waits", "settings", "output"];
 const PARTS_OF_STORE = [...REPLACED, "ranks", "events", "series", "heat"];
 const MOST_EVENTS = 500;
@@ -30,7 +30,7 @@ function mergeSeries(series, update) {
   });
 }
 
-/** Put the columns of `update` into `heat`; a rank that it leaves out made nobody wait then. */
+/** Put the columns of `update` into `heat`; a rank without a row made no other wait. */
 function mergeHeat(heat, update) {
   if (update.width !== heat.width) {
     Object.assign(heat, update);
@@ -66,7 +66,7 @@ class Store {
     this.receivedAt = 0;
   }
 
-  /** Begin anew. The names of all parts have changed. */
+  /** Start again with a snapshot; all parts have changed. */
   replace(snapshot) {
     this.known = true;
     this.receivedAt = performance.now();

@@ -1,6 +1,6 @@
 "use strict";
 
-/* The job in one look: its state, a few figures, and in words what is wrong. */
+/* The job at a glance: its state, a few figures, and its problems in words. */
 
 /** The three parts of a step; their order, names and colours are the same wherever they are shown. */
 const PARTS = [
@@ -27,7 +27,7 @@ function makeSplit(bar) {
 /** States of a job that is not over. */
 const RUNNING = new Set(["starting", "running"]);
 
-/** What stands where there is nothing to say, of this job not yet, or not any more. */
+/** Placeholder where there is nothing to show, or nothing yet. */
 const nothing = (job) => (RUNNING.has(job.state) ? "nothing yet" : "nothing");
 
 /** With process sets there may be many; all are in a table below. */
@@ -53,7 +53,7 @@ class Summary {
     dom.setClass(dom.byId("state"), "value job-state " + job.state);
     dom.setText(dom.byId("state"), this._state(job));
     const over = !RUNNING.has(job.state);
-    // Of a job that is over, there is nothing to say about the moment: its rates are means.
+    // A job that is over has no present rates: they are means.
     dom.setText(dom.byId("rate"), format.number(job.steps_per_second));
     dom.setText(dom.byId("rate-label"), over ? "steps per second, on average" : "steps per second");
     dom.setText(dom.byId("step-time"), job.step_seconds ? format.seconds(job.step_seconds) : UNKNOWN);
@@ -107,7 +107,7 @@ class Summary {
     line.replaceChildren(...(used.length ? ["Data goes over ", ...parts, ...more, "."] : []));
   }
 
-  /** What a reader should know first: the failure; who is stalled or lost; who makes others wait; that all is well. */
+  /** Return the most important fact: the failure; stalled or lost ranks; stragglers; or that all is well. */
   _renderVerdict(store) {
     const [kind, sentences] = this._verdict(store);
     const verdict = dom.byId("verdict");
@@ -124,7 +124,7 @@ class Summary {
     return events.slice(over + 1).find(({ kind }) => kind === "stall");
   }
 
-  /** What has become of a rank. That of a failed one is a predicate, "was killed by signal 9 (SIGKILL)". */
+  /** Describe the fate of a rank. A failed one's detail is a predicate, "was killed by signal 9 (SIGKILL)". */
   _fate({ rank, state, detail }, host) {
     const who = `Rank ${rank} (${host})`;
     if (state === "failed") return `${who} ${detail || "has failed"}`;
