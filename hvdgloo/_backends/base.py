@@ -1,4 +1,4 @@
-"""What the engine asks of a data plane, and how one is found by name.
+"""The interface of data planes to the engine.
 
 A backend belongs to one process set's ranks; every member calls the same operations in the same order, from one thread.
 Buffers are flat memory: shapes mean nothing here. An operation may return before it has completed; its memory belongs
@@ -73,7 +73,7 @@ class Backend(Protocol):
         ...
 
     def broadcast(self, buffer: Buffer, root: int) -> Work:
-        """Fill the buffers of all ranks from that of ``root``, a rank within the set."""
+        """Fill the buffers of all ranks from the buffer of ``root``, a rank within the set."""
         ...
 
     def alltoall(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Work:
@@ -161,7 +161,7 @@ def has_ended(work: Work, timeout: float) -> bool:
 
 
 class RendezvousStore(Protocol):
-    """What a backend needs of a rendezvous store."""
+    """The part of a rendezvous store that a backend needs."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
@@ -197,7 +197,7 @@ def get_all(
 
 
 def peek(store: RendezvousStore, key: str) -> bytes:
-    """What a key holds at present; empty if it was never set.
+    """Return the present value of a key; empty if it was never set.
 
     Raises:
         RendezvousError: the server cannot be reached.
@@ -231,12 +231,12 @@ class Mark(Work, Protocol):
     """A place in the order of what a memory does."""
 
     def order(self, buffers: Sequence[Buffer]) -> None:
-        """What the calling thread does with these from now on comes after this place. Does not block."""
+        """Order what the calling thread does with these from now on after this place. Does not block."""
         ...
 
 
 class Memory(Protocol):
-    """Where a backend's buffers must be, and how tensors that are elsewhere get there and back.
+    """The memory that a backend's buffers must be in, with ways there and back for tensors that are elsewhere.
 
     Attributes:
         in_order: True if copies here and the backend's operations are ordered among themselves, as on a CUDA
@@ -246,7 +246,7 @@ class Memory(Protocol):
     in_order: bool
 
     def holds(self, buffer: Buffer) -> bool:
-        """Whether a backend can use this very memory."""
+        """Return whether a backend can use this very memory."""
         ...
 
     def empty(self, nbytes: int) -> Buffer:
@@ -273,7 +273,7 @@ class Memory(Protocol):
 
 @runtime_checkable
 class Scattered(Protocol):
-    """What a Backend may offer in addition: reducing tensors where they lie, without packing them together."""
+    """An additional ability of a Backend: reducing tensors where they lie, without packing them together."""
 
     def allreduce_several(
         self,
@@ -283,7 +283,7 @@ class Scattered(Protocol):
         prescale: float = 1.0,
         postscale: float = 1.0,
     ) -> Work:
-        """Combine the sources of all ranks into everybody's targets.
+        """Combine the sources of all ranks into every rank's targets.
 
         Args:
             sources: tensors of one dtype; not written, unless they are targets too.
@@ -303,7 +303,7 @@ class Plane:
 
     @cached_property
     def label(self) -> str:
-        """What it is called where people look."""
+        """The plane's name as users see it."""
         return {"shm": "shared memory", "local": "alone"}.get(self.backend.name, self.backend.name)
 
     @cached_property
@@ -314,7 +314,7 @@ class Plane:
 
 @runtime_checkable
 class Sharing(Protocol):
-    """What a Backend may offer in addition: memory that the peers can see, so that tensors need not be copied there."""
+    """An additional ability of a Backend: memory that the peers can see, so that tensors need not be copied there."""
 
     def allocate(self, nbytes: int) -> Any | None:
         """Uninitialised memory as an object with a buffer; None if there is none left. Callable from any thread.
@@ -326,7 +326,7 @@ class Sharing(Protocol):
 
 @runtime_checkable
 class Tunable(Protocol):
-    """What a Backend may offer in addition: settings that may change between two operations, on all ranks."""
+    """An additional ability of a Backend: settings that may change between two operations, on all ranks."""
 
     @property
     def hierarchical_threshold(self) -> int:

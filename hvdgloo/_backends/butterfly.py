@@ -2,7 +2,7 @@
 
 Every element is combined in an order that follows from ranks and sizes alone: results are the same bits on all ranks,
 and in every run. Methods return when the operation has ended, or raise as soon as something has failed; by then other
-sends and receives may still be under way, which whoever owns the wire waits for.
+sends and receives may still be under way, which the owner of the wire waits for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AHEAD = 3
 
 
 class Wire(Protocol):
-    """What carries bytes between ranks. Between two ranks they arrive in the order in which they were sent."""
+    """The carrier of bytes between ranks. Between two ranks they arrive in the order in which they were sent."""
 
     def send(self, data: Bytes, peer: int) -> Any:
         """Begin to send; ``data`` must not be written until ``wait`` has returned for what this returns."""
@@ -199,7 +199,7 @@ class Butterfly:
         return self._rooms
 
     def _even_edges(self, buffer: Buffer) -> list[int]:
-        """Where the corners' slices of a tensor begin in its bytes, and where the last one ends."""
+        """Return the byte at which each corner's slice of a tensor begins, and the end of the last one."""
         corners = self._cube.corners
         return [buffer.count * corner // corners * buffer.dtype.itemsize for corner in range(corners + 1)]
 
@@ -218,7 +218,7 @@ def _elements(data: Bytes, dtype: DType) -> npt.NDArray[Any]:
 
 
 def _the_other(theirs: Sequence[npt.NDArray[Any]], rank: int) -> Sequence[npt.NDArray[Any]]:
-    """What ``Reducer`` fetches of the other one of two."""
+    """Return the other one of two ranks' elements, for ``Reducer``."""
     return theirs
 
 
@@ -227,7 +227,7 @@ def _part(whole: Bytes, edges: Sequence[int], corners: tuple[int, int]) -> Bytes
 
 
 def _pieces(data: Bytes) -> list[Bytes]:
-    """What is sent or received in one go: Gloo ends the process if both sides do not mean the same."""
+    """List what is sent or received in one go: Gloo ends the process if both sides do not mean the same."""
     if data.size <= PIECE:
         return [data] if data.size else []
     return [data[begin : begin + PIECE] for begin in range(0, data.size, PIECE)]

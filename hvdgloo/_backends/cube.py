@@ -1,4 +1,4 @@
-"""Who exchanges what with whom where there are too many ranks for a ring: neighbours in a hypercube.
+"""The exchanges between ranks where there are too many for a ring: with neighbours in a hypercube.
 
 Ranks are the corners of a cube with as many dimensions as log2 of their number. In an allreduce a rank halves what it
 is responsible for with one neighbour after another, the farthest first, until it has one slice, to which all have
@@ -27,7 +27,7 @@ time instead of 2.2 for 1 MiB, equal at 4 MiB, 16 instead of 14 at 16 MiB. 128 r
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a rank and a neighbour tell each other about.
+    """An exchange between a rank and a neighbour.
 
     Attributes:
         peer: the neighbour's rank.
@@ -41,7 +41,7 @@ class Exchange:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank's values come before the neighbour's where they are combined."""
+        """True if this rank's values come before the neighbour's where they are combined."""
         return self.mine < self.theirs
 
 
@@ -91,7 +91,7 @@ class Cube:
 
     @property
     def steps(self) -> int:
-        """How many exchanges an allreduce consists of, one after another."""
+        """The number of exchanges in an allreduce, one after another."""
         in_pairs = 2 if self.corners < self.size else 0
         return 2 * (self.corners.bit_length() - 1) + in_pairs
 
@@ -122,7 +122,8 @@ class Cube:
         return min(2 * corner, corner + self.size - self.corners)
 
     def passes_on(self, exchange: Exchange, root: int) -> bool | None:
-        """Whether a rank passes something on in one of a broadcast's exchanges, which go in the order of a halving.
+        """Return whether a rank passes something on in one of a broadcast's exchanges, which go in the order of a
+        halving.
 
         Args:
             root: the corner from which the broadcast comes.

@@ -1,4 +1,4 @@
-"""How CUDA tensors travel: over NCCL if every member of a process set has a GPU of its own, else through host memory.
+"""The route of CUDA tensors: over NCCL if every member of a process set has a GPU of its own, else through host memory.
 
 Through host memory means: fused on the GPU, copied to page-locked memory, exchanged by whatever carries CPU tensors,
 and copied back. What happens is decided by all members alike, when they first have CUDA tensors to exchange.
@@ -33,7 +33,7 @@ _REPORT_BYTES = 256
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a rank tells the others about the GPU that it uses.
+    """A rank's description of the GPU that it uses, for the others.
 
     Attributes:
         identity: equal only for the same GPU; empty if there is none.
@@ -57,7 +57,7 @@ class Gpu:
 
 
 def obstacle(gpus: Sequence[Gpu], ranks: Sequence[int]) -> str:
-    """Why these ranks cannot use NCCL with each other, as a clause; empty if they can."""
+    """Return the reason why these ranks cannot use NCCL with each other, as a clause; empty if they can."""
     seen: dict[str, int] = {}
     for own, rank in zip(gpus, ranks, strict=True):
         if not own.identity:
@@ -170,7 +170,7 @@ class DeviceMemory:
         device: the GPU. (A CPU works as well, which is how this is tested without a GPU.)
 
     Attributes:
-        gpu_index: its number among those of the host; -1 if that is not known.
+        gpu_index: its number among the host's GPUs; -1 if that is not known.
     """
 
     in_order = True

@@ -12,9 +12,9 @@ has one end at a listener that some rank has published: that is how its sockets 
 times out closes all of them, too. But it does so beside Gloo's own thread, and often enough that thread then finds a
 connection in a state that must not be, and ends the process: ``Pair::handleEvents``.)
 
-Gloo believes whoever connects to its port first and names a rank. So once the ranks are connected they prove to each
-other, over these very connections, that they know the job's secret; and if that fails on some rank, or does not come to
-an end, all of them try once more at other ports.
+Gloo believes any process that connects to its port first and names a rank. So once the ranks are connected they prove
+to each other, over these very connections, that they know the job's secret; and if that fails on some rank, or does not
+come to an end, all of them try once more at other ports.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _LAST_WAIT = 2.0
 
 _LONGEST_OPERATION = timedelta(days=1)
 """Gloo's own timeout is set at construction and knows nothing of a payload's size: the engine's deadlines rule. And if
-a connection is made after Gloo has waited in vain for it, Gloo ends the process."""
+a connection is made after Gloo has given up waiting for it, Gloo ends the process."""
 
 
 class GlooStore(dist.Store):  # type: ignore[name-defined,misc] # absent from torch's own annotations
@@ -209,7 +209,7 @@ class _GlooWork:
 
 
 def _device(address: str) -> Any:
-    """Where Gloo listens, and connects from when two ranks first talk to each other."""
+    """Return the device on which Gloo listens, and from which it connects when two ranks first talk to each other."""
     try:
         return dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)
     except TypeError:  # torch before 2.8, where all ranks are connected with each other at once
@@ -217,7 +217,7 @@ def _device(address: str) -> Any:
 
 
 def _is_used(held: list[Any]) -> bool:
-    """Whether anything else refers to the only item of a list."""
+    """Return whether anything else refers to the only item of a list."""
     return sys.getrefcount(held[0]) > 2  # the list's, and the argument's own
 
 
@@ -324,7 +324,7 @@ class GlooBackend(ProcessGroupBackend):
         self._butterfly: Butterfly | None = None
         self._all_connected = False
         self._connections: Connections | None = None
-        self._missing: Sequence[int] = ()  # those of whom nothing was heard in the last try
+        self._missing: Sequence[int] = ()  # ranks from which nothing arrived in the last try
         self._received: dict[int, npt.NDArray[np.uint8]] = {}  # proofs, which are zeros until they come
         deadline = time.monotonic() + connect_timeout
         try:
@@ -408,7 +408,7 @@ class GlooBackend(ProcessGroupBackend):
         return found.decode()
 
     def _reserve_descriptors(self, connections: int) -> None:
-        """Where there are too few, Gloo would fail in its own thread, and say nothing.
+        """Check the number of file descriptors: with too few, Gloo would fail in its own thread, without a message.
 
         Raises:
             ConfigError: so many connections more cannot be had.
@@ -446,7 +446,7 @@ class GlooBackend(ProcessGroupBackend):
             came, known = connections.incoming(), len(self._met.union(peers)) - 1
             if came > known:
                 raise BackendError(
-                    f"{came} connections have come to port {connections.listener[1]}, and there are {known} ranks to "
+                    f"{came} connections arrived at port {connections.listener[1]}, and there are {known} ranks to "
                     "connect with: something that is not part of this job connects to Gloo's ports"
                 )
             if time.monotonic() >= deadline:
@@ -467,7 +467,9 @@ class GlooBackend(ProcessGroupBackend):
             wire.wait(each)
         for peer, proof in received.items():
             if not proves(proof.tobytes(), self._key, *self._proven(peer, self._rank)):
-                raise BackendError(f"whoever is connected as rank {peer} of the group does not know this job's secret")
+                raise BackendError(
+                    f"the process connected as rank {peer} of the group did not prove that it knows this job's secret"
+                )
         self._met.update(new)
 
     def _proof(self, of: int, to: int) -> bytes:
@@ -549,7 +551,7 @@ class GlooBackend(ProcessGroupBackend):
             return
         others = [rank for rank in range(self._size) if rank not in self._met]
         self._reserve_descriptors(len(others))
-        # Nobody begins before all have come: a connection that does not exist yet cannot be ended by an abort.
+        # No rank begins before all are connected: a connection that does not exist yet cannot be ended by an abort.
         cube.allreduce(Buffer.of_array(np.zeros(1, np.uint8)), ReduceOp.SUM)
         connections = self._connections
         assert connections is not None
@@ -567,7 +569,8 @@ class GlooBackend(ProcessGroupBackend):
     def _tell_all(
         self, source: Buffer, target: Buffer, nbytes: Sequence[int], *, finish: Callable[[], object] | None = None
     ) -> Work:
-        """Send everybody everything: one step, where a ring has twice as many as ranks and each wakes two threads."""
+        """Send everything to every rank: one step, where a ring has twice as many as ranks and each wakes two
+        threads."""
         sent = Buffer.of_array(np.tile(source.array().view(np.uint8), self._size))
         return self.alltoall(sent, target, [source.nbytes] * self._size, nbytes, finish=finish)
 

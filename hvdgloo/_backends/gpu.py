@@ -6,8 +6,8 @@ waits. Which stream is current depends on the thread and on the GPU that is mean
 that; so functions here take the GPU that they mean.
 
 Memory that Python frees goes back to the stream that it was allocated on, and may be written there at once, whatever
-other streams still do with it. So whoever hands memory to another stream keeps it until an event has happened that
-follows its last use, or says ``used_here``.
+other streams still do with it. So a function that hands memory to another stream keeps it until an event has happened
+that follows its last use, or calls ``used_here``.
 
 Tests put a simulated GPU in this module's place (``tests/support/gpus``): what is written against these functions can
 be shown to be in order without any hardware.
@@ -35,10 +35,10 @@ from hvdgloo._platform.temporary_variables import TemporaryVariables
 logger = logging.getLogger(__name__)
 
 Event = Any
-"""What ``record`` returns: a ``torch.cuda.Event``, or a simulated one."""
+"""An event, as ``record`` returns it: a ``torch.cuda.Event``, or a simulated one."""
 
 Stream = Any
-"""What ``current`` returns: a ``torch.cuda.Stream``, or a simulated one; equal for the same stream only."""
+"""A stream, as ``current`` returns it: a ``torch.cuda.Stream``, or a simulated one; equal for the same stream only."""
 
 _LONGEST_OPERATION = timedelta(days=1)
 
@@ -51,7 +51,7 @@ _settings = TemporaryVariables(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_BLOCKING_WAIT": "0",
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-        # tells nobody,
+        # tells no other rank,
         "TORCH_NCCL_PROPAGATE_ERROR": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_DESYNC_DEBUG": "0",
@@ -63,13 +63,14 @@ _settings = TemporaryVariables(
         "TORCH_NCCL_NAN_CHECK": "0",
     }
 )
-"""What torch reads when a group is made, under names of torch's own. A user's groups keep what the user has set."""
+"""Variables that torch reads when a group is made, under names of torch's own. A user's groups keep what the user has
+set."""
 
 # What there is -------------------------------------------------------------------------------------------------------
 
 
 def platform() -> str:
-    """What this torch was built for: "cuda", "rocm" (whose RCCL goes by NCCL's name there), or "cpu"."""
+    """Return what this torch was built for: "cuda", "rocm" (whose RCCL goes by NCCL's name there), or "cpu"."""
     if torch.version.hip is not None:
         return "rocm"
     return "cuda" if torch.version.cuda is not None else "cpu"
@@ -84,7 +85,7 @@ def nccl_version() -> int:
 
 
 def count() -> int:
-    """How many GPUs this process sees."""
+    """Return the number of GPUs that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -117,7 +118,7 @@ def _bus(device: torch.device) -> str:
 
 
 def host_index(device: torch.device) -> int:
-    """A GPU's number among those of the host, as NVML counts them, whichever of them this process sees; -1 if torch
+    """Return a GPU's number among the host's, as NVML counts them, whichever of them this process sees; -1 if torch
     cannot tell."""
     try:
         return int(torch.cuda._get_nvml_device_index(device))
@@ -139,7 +140,8 @@ def current(device: torch.device) -> Stream:
 
 
 def current_key(device: torch.device) -> Hashable:
-    """What tells this thread's current stream on a GPU from all others; much cheaper than ``current``."""
+    """Return a value that tells this thread's current stream on a GPU from all others; much cheaper than
+    ``current``."""
     key: Hashable = torch._C._cuda_getCurrentStream(device.index)
     return key
 
@@ -147,7 +149,7 @@ def current_key(device: torch.device) -> Hashable:
 def use_own_stream(device: torch.device) -> None:
     """Give this thread a stream of its own on a GPU, if it has none yet.
 
-    torch gives out a few dozen streams in turn. Those of a higher priority are seldom asked for, so that the program
+    torch gives out a few dozen streams in turn. Streams of a higher priority are seldom asked for, so that the program
     does not get the same one; and the kernels of a collective should not queue behind others.
     """
     if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
@@ -196,7 +198,7 @@ def wait_for(stream: Stream, device: torch.device) -> None:
 
 
 def has_happened(event: Event) -> bool:
-    """Whether an event has happened. Raises RuntimeError if the GPU has failed."""
+    """Return whether an event has happened. Raises RuntimeError if the GPU has failed."""
     return bool(event.query())
 
 
@@ -206,7 +208,8 @@ def settle(device: torch.device) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether this thread's current stream on a GPU is being captured into a CUDA graph, and so runs nothing now."""
+    """Return whether this thread's current stream on a GPU is being captured into a CUDA graph, and so runs nothing
+    now."""
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
@@ -318,7 +321,7 @@ def nccl_group(store: Any, rank: int, size: int) -> Any:
     """
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = _LONGEST_OPERATION  # the engine's deadlines rule
-    # Of torch's pool of streams, those of normal priority may be the program's as well.
+    # Of torch's pool of streams, the ones of normal priority may be the program's as well.
     options.is_high_priority_stream = True
     with contextlib.suppress(AttributeError):  # not every build of torch has it
         options.config.blocking = 1  # whatever TORCH_NCCL_USE_COMM_NONBLOCKING says
@@ -353,7 +356,7 @@ def nccl_close(group: Any) -> None:
 
 
 def nccl_failure(work: Any) -> str:
-    """What NCCL reports of a collective that it cannot go on with; empty if there is no such report. Does not block.
+    """Return NCCL's report of a collective that it cannot go on with; empty if there is no such report. Does not block.
 
     Args:
         work: what the group's method has returned.

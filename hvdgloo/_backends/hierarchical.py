@@ -53,7 +53,7 @@ CROSSING = 3
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a set's ranks are.
+    """The places of a set's ranks.
 
     Attributes:
         sizes: ranks on each host, in the order of hosts. Ranks are numbered host by host.
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def owners(self) -> int:
-        """How many ranks of each host have a slice: as many as the host with the fewest has ranks."""
+        """The number of ranks of each host that have a slice: as many as the host with the fewest has ranks."""
         return min(self.sizes)
 
     def of(self, rank: int) -> tuple[int, int]:
@@ -121,7 +121,8 @@ class HierarchicalBackend:
     Args:
         layout: of the set.
         local: among the ranks of this host; None if there is but one. Its reducescatter takes every reduction and may
-            have this rank's block of the source as its target; so may its allgather have that of the target as source.
+            have this rank's block of the source as its target; so may its allgather have the target's own block as
+            source.
         cross: among the ranks with this one's number on their hosts; None if it has no slice.
         open_flat: connects this rank with all others, which do the same; given a function to poll whether to give up.
         thresholds: bytes of a tensor from which it is cut into slices.
@@ -290,7 +291,7 @@ class HierarchicalBackend:
         own, nbytes = self._own(chunk)
 
         def before() -> Steps:
-            # What nobody else needs of this rank's values becomes the sum, on the wire as well: nothing is copied.
+            # What no other rank needs of this rank's values becomes the sum, on the wire as well: nothing is copied.
             if self._local is not None:
                 yield self._local.reducescatter(chunk, own, nbytes, op)
 
@@ -444,11 +445,11 @@ class HierarchicalBackend:
 
     @property
     def _ranks(self) -> int:
-        """How many ranks this host has."""
+        """The number of ranks on this host."""
         return self._layout.sizes[self._host]
 
     def _regions(self, buffer: Buffer, nbytes: Sequence[int]) -> list[Buffer]:
-        """What belongs to each host's ranks of a buffer that has a block for each rank."""
+        """Return each host's region of a buffer with one block per rank."""
         ends = list(accumulate(self._layout.sizes))
         sizes = [sum(nbytes[end - ranks : end]) for end, ranks in zip(ends, self._layout.sizes, strict=True)]
         begins = accumulate(sizes, initial=0)
@@ -467,7 +468,7 @@ class HierarchicalBackend:
         return self._cut(buffer, self._count(buffer.nbytes))
 
     def _count(self, nbytes: int) -> int:
-        """How many chunks a number of bytes makes."""
+        """Return the number of chunks in a number of bytes."""
         return max(1, round(nbytes / self._chunk))
 
     @staticmethod
@@ -478,7 +479,8 @@ class HierarchicalBackend:
         return [buffer.part(begin, end - begin) for begin, end in pairwise(edges)]
 
     def _own(self, chunk: Buffer) -> tuple[Buffer, list[int]]:
-        """What this rank takes across of a chunk, which is nothing for some; and the bytes of each rank of this host.
+        """Return the part of a chunk that this rank takes across, which is empty for some; and the bytes of each rank
+        of this host.
 
         Each host makes as many slices as the one with the fewest ranks has.
         """
@@ -591,7 +593,7 @@ class _Opening:
     def _run(self) -> None:
         try:
             self._found = self._connect(self._cancelled)
-        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+        except Exception as error:  # noqa: BLE001 - the waiting thread raises it
             self._failure = error
 
 

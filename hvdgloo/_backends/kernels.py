@@ -67,7 +67,7 @@ def to_ordered(values: Array, op: ReduceOp) -> Array:
     """Signed integers in the order of float32, float64 or uint64 values, for a MIN or MAX of integers; there NaN wins,
     as it must.
 
-    The bits of a float are sign and magnitude; those of negative numbers are reversed into the order of two's
+    The bits of a float are sign and magnitude; the bits of negative numbers are reversed into the order of two's
     complement. An unsigned integer's highest bit becomes a sign.
     """
     if values.dtype.kind == "u":
@@ -117,7 +117,7 @@ def float_divisor_of(factor: float) -> int:
 
 
 def ufunc(dtype: DType, op: ReduceOp) -> np.ufunc:
-    """What combines two elements: for bool "or" (SUM, MAX) and "and" (MIN, PRODUCT)."""
+    """Return the function that combines two elements: for bool "or" (SUM, MAX) and "and" (MIN, PRODUCT)."""
     return _BOOL_UFUNCS[op] if dtype is DType.BOOL else _UFUNCS[op]
 
 

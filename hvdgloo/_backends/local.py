@@ -1,6 +1,6 @@
 """Ranks as threads of one process: the reference backend, and the one that a job of a single process uses.
 
-Ranks meet at a barrier, read each other's memory, and meet again before anybody's memory is given back.
+Ranks meet at a barrier, read each other's memory, and meet again before any rank's memory is given back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class LocalGroup:
-    """What the ranks of one process share. ``group.backend(rank)`` is one rank's view of it.
+    """The state that the ranks of one process share. ``group.backend(rank)`` is one rank's view of it.
 
     Args:
         size: number of ranks.
@@ -42,7 +42,7 @@ class LocalGroup:
         """Let every rank see what all show: their buffers.
 
         Args:
-            compute: reads what all ranks show and returns what to do once nobody reads it any more.
+            compute: reads what all ranks show and returns what to do once no rank reads it any more.
 
         Raises:
             BackendError: a rank did not come in time, or the group was aborted.

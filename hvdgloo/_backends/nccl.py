@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
 
 _TURN = 0.05
-"""How often, in seconds, what waits for NCCL to connect looks whether to give up."""
+"""Seconds between two checks whether to give up waiting for NCCL to connect."""
 
 _FAILURE_SECONDS = 0.2
-"""How often a wait for a collective looks whether NCCL has reported a failure."""
+"""The interval at which a wait for a collective checks whether NCCL has reported a failure."""
 
 _CLOSE_SECONDS = 3.0
-"""How long closing a group may take."""
+"""The time that closing a group may take."""
 
 _stuck: list[Any] = []
 """Groups of this process that did not close in time."""
@@ -124,7 +124,7 @@ def _device_of(buffer: Buffer) -> torch.device | None:
 
 
 class Aside:
-    """A daemon thread for calls that may never return, which nobody waits for longer than he likes.
+    """A daemon thread for calls that may never return, each with a deadline for its caller.
 
     It is started at once: at the interpreter's end, when groups are closed, no thread can be.
 
@@ -162,13 +162,13 @@ class Call:
     def run(self) -> None:
         try:
             self._function()
-        except BaseException as error:  # noqa: BLE001 - raised where somebody waits
+        except BaseException as error:  # noqa: BLE001 - raised where a caller waits
             logger.debug("%s", error)
             self._error = error
         self._returned.set()
 
     def returns_within(self, timeout: float) -> bool:
-        """Whether the function has returned; raises what it has raised."""
+        """Return whether the function has returned; raise what it raised."""
         if not self._returned.wait(timeout):
             return False
         if self._error is not None:
@@ -180,7 +180,7 @@ class NcclBackend(ProcessGroupBackend):
     """One rank's membership in an NCCL process group.
 
     NCCL can block for as long as it likes when it connects, aborts or closes. It does so on threads of its own, and
-    whoever waits for it has a deadline.
+    callers that wait for it have a deadline.
 
     Args:
         store: of the rendezvous.

@@ -1,4 +1,4 @@
-"""Why a process set has the data plane that it has, for people."""
+"""The reason for a process set's data plane, for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HOSTS_NAMED = 3
 
 
 def why(name: str, topology: Topology, members: Sequence[int], device: str = "cpu") -> str:
-    """The reason in a few words.
+    """Return the reason in a few words.
 
     Args:
         name: the backend's.

@@ -143,7 +143,7 @@ class ProcessGroupBackend:
         *,
         finish: Callable[[], object] | None = None,
     ) -> Work:
-        """See ``Backend``; ``finish`` is called once everything has come."""
+        """See ``Backend``; ``finish`` is called once everything has arrived."""
         own, whole = tensor_of(source, DType.UINT8)[: sum(sent)], tensor_of(target, DType.UINT8)
         work = self._begin(self._group.alltoall_base, sum(sent), whole, own, list(received), list(sent))
         return self._work("alltoall", work, (source, target), finish)

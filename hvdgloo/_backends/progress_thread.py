@@ -1,7 +1,7 @@
 """A thread that carries out operations which have to wait in between, one after another.
 
 A wait for Gloo's send or receive must not time out, since that closes all connections. So this thread waits without a
-limit, and whoever wants the result waits for the thread.
+limit, and a caller that wants the result waits for the thread.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ProgressThread:
             if self._failure is None:
                 try:
                     work.body()
-                except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits raises it
+                except Exception as error:  # noqa: BLE001 - whatever it is, the waiting thread raises it
                     self._failure = work.fail(error)
                     self._settle()
             work.end(self._failure)

@@ -429,7 +429,7 @@ class PyglooBackend:
             yield Piece(command, *_ordered(part, op, itemsize))
 
     def _gathered(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Iterator[Piece]:
-        """What all ranks have goes at once; the rest of longer blocks is broadcast."""
+        """Gather what all ranks have at once; the rest of longer blocks is broadcast."""
         begins = list(accumulate(nbytes, initial=0))
         common = min(nbytes)
         for begin, count in _cut(common, PIECE // (self._size + 1)):
@@ -473,16 +473,16 @@ class PyglooBackend:
 
 
 def _path() -> list[str]:
-    """Where modules are found; Python ignores entries that are not text, too."""
+    """Return the directories in which modules are found; Python ignores entries that are not text, too."""
     return [entry for entry in sys.path if isinstance(entry, str)]
 
 
 def rounds(rank: int, size: int) -> list[int]:
-    """Which peer a rank meets in each round, if all are to meet each other once, in pairs.
+    """Return the peer that a rank meets in each round, if all are to meet each other once, in pairs.
 
     The circle of a round-robin tournament: in round r the ranks whose numbers add up to r modulo an odd number meet.
-    If there are as many ranks as an even number, the last one is left out of that circle, and meets whoever would meet
-    itself; if not, that rank rests.
+    If there are as many ranks as an even number, the last one is left out of that circle, and meets the rank that would
+    meet itself; if not, that rank rests.
     """
     circle = size if size % 2 else size - 1
     met = []

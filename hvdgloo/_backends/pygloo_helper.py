@@ -61,7 +61,7 @@ class Type(enum.IntEnum):
 
 
 class Op(enum.IntEnum):
-    """How elements are combined, by pygloo's names."""
+    """The ways to combine elements, by pygloo's names."""
 
     SUM = 0
     MIN = 1
@@ -80,7 +80,7 @@ class Tell(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Order:
-    """What the worker says first.
+    """The first message of the worker.
 
     Attributes:
         path: where modules are found, as in the worker.

@@ -1,5 +1,5 @@
-"""Which data plane a process set gets: shared memory on one host, Gloo on several, both where hosts have several ranks,
-and Gloo alone where memory cannot be shared."""
+"""Choice of a process set's data plane: shared memory on one host, Gloo on several, both where hosts have several
+ranks, and Gloo alone where memory cannot be shared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _FAILED = b"!"
 """Begins the text of what has kept a host's leader from an answer."""
 
 _LEADER_WAITS = 2
-"""How many times in a row a leader may wait ``connect_timeout`` for the other hosts before it tells its own ranks."""
+"""The number of times in a row that a leader may wait ``connect_timeout`` for the other hosts before it tells its own
+ranks."""
 
 _TELLING_SECONDS = 2.0
 """More than it takes to tell them."""
@@ -237,7 +238,7 @@ class Planes:
         possible: bool,
         cancelled: Callable[[], bool] | None,
     ) -> bool:
-        """Whether memory can be shared on all hosts: their leaders agree, and tell the others.
+        """Return whether memory can be shared on all hosts: their leaders agree, and tell the others.
 
         Args:
             key: of this host, where its leader tells them.
@@ -299,7 +300,7 @@ class Planes:
 
 
 def reads_in_place(setting: str) -> bool:
-    """Whether to read other ranks' tensors in place: it pays only where the system gives large pages unasked."""
+    """Return whether to read other ranks' tensors in place: it pays only where the system gives large pages unasked."""
     if setting != "auto":
         return setting == "1"
     try:
@@ -323,7 +324,7 @@ def gloo_provider(setting: str) -> str:
 
 
 def how_to_have(provider: str, setting: str) -> str:
-    """What to do on a rank where the package that is to carry Gloo is missing; the other one may be there.
+    """Return the advice for a rank where the package that is to carry Gloo is missing; the other one may be there.
 
     Args:
         setting: this rank's own.
@@ -337,7 +338,8 @@ def how_to_have(provider: str, setting: str) -> str:
 
 
 def idle_provider(setting: str) -> str:
-    """What to say on a rank that has all its planes but lacks the package that the user chose for Gloo; else empty."""
+    """Return a warning for a rank that has all its planes but lacks the package that the user chose for Gloo; else
+    empty."""
     if setting == "auto" or has_package(setting):
         return ""
     return (

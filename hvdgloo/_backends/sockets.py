@@ -1,11 +1,11 @@
 """A Gloo group's sockets in this process, which Gloo does not name: found by what they are connected with.
 
 Gloo closes a connection that has ended on its own thread, and takes it out of its epoll set before. While a group is
-destroyed it leaves that out, since closing does the same; unless somebody else uses the file at that moment, be it for
-as long as getsockname(2) takes, or a forked child has it. Then an event comes for a connection that Gloo has closed,
-and Gloo ends the process ("state_ <= CONNECTED. 5 vs 4"). Looking for sockets is such a use: of two groups, one may be
-destroyed while the other one is made. So all of a group's own connections are ended, and out of the epoll set, before
-the group is destroyed (``Connections.part``).
+destroyed it leaves that out, since closing does the same; unless another process or thread uses the file at that
+moment, be it for as long as getsockname(2) takes, or a forked child has it. Then an event comes for a connection that
+Gloo has closed, and Gloo ends the process ("state_ <= CONNECTED. 5 vs 4"). Looking for sockets is such a use: of two
+groups, one may be destroyed while the other one is made. So all of a group's own connections are ended, and out of the
+epoll set, before the group is destroyed (``Connections.part``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Ends: TypeAlias = "tuple[tuple[str, int] | None, tuple[str, int] | None]"
 
 
 def encode_address(address: tuple[str, int]) -> bytes:
-    """How a sockaddr_in or sockaddr_in6 (without scope) begins in memory."""
+    """The beginning of a sockaddr_in or sockaddr_in6 (without scope) in memory."""
     host, port = address
     if ":" in host:
         flow = bytes(4)
@@ -70,7 +70,7 @@ def open_descriptors() -> list[int]:
 
 
 def ends(descriptor: int) -> Ends:
-    """What a descriptor is connected with."""
+    """The ends of a connection."""
     local = _name(_libc.getsockname, descriptor)
     return local, local and _name(_libc.getpeername, descriptor)
 
@@ -91,7 +91,7 @@ def _name(function: Any, descriptor: int) -> tuple[str, int] | None:
 
 
 def shut_down(descriptor: int, wanted: Callable[[Ends], bool]) -> None:
-    """End a connection in both directions, whoever uses it, if ``wanted`` says so of its ends.
+    """End a connection in both directions, for all its users, if ``wanted`` says so of its ends.
 
     Its owner may close it at any time, and the number may then be another file's: a listener's, say, whose accept()
     would fail. So it is looked at once more, just before, and no other thread of Python's runs in between. (A duplicate
@@ -107,7 +107,7 @@ class Connections:
 
     Args:
         published: this rank's address, in Gloo's form. The layout of those bytes is private to Gloo, so the position of
-            the address in them is found by looking for that of a listener of this process.
+            the address in them is found by looking for the address of a listener of this process.
 
     Attributes:
         listener: this rank's address and port.
@@ -126,7 +126,7 @@ class Connections:
         self._listeners |= {decode_address(address, self._offset) for address in published}
 
     def descriptors(self, *, connected: bool) -> Iterator[int]:
-        """Those of the group's sockets; its listener's too unless only ``connected`` ones are wanted.
+        """Yield the descriptors of the group's sockets; its listener's too unless only ``connected`` ones are wanted.
 
         One at a time, for immediate use: once it is closed, a number may be given to any other file (``shut_down``).
         """
@@ -136,7 +136,7 @@ class Connections:
                 yield descriptor
 
     def incoming(self) -> int:
-        """How many connections have come to this rank's listener."""
+        """Return the number of connections that arrived at this rank's listener."""
         return sum(ends(descriptor)[0] == self.listener for descriptor in self.descriptors(connected=True))
 
     def keep_to_this_process(self) -> None:
@@ -153,7 +153,7 @@ class Connections:
     def part(self) -> None:
         """End this rank's own connections, and wait until no more events of them can come. Nothing may be under way.
 
-        Which ones are its own, and not those of other ranks in this process, is seen from the epoll set of the thread
+        Which ones are its own, and not of other ranks in this process, is seen from the epoll set of the thread
         that this rank's listener belongs to.
         """
         deadline, pause = time.monotonic() + _PARTING, 0.0002
@@ -167,7 +167,7 @@ class Connections:
             pause = min(0.01, 2 * pause)
 
     def _connects(self, found: Ends) -> bool:
-        """Whether what has these ends is a connection of the group's."""
+        """Return whether a socket with these ends is a connection of the group's."""
         local, peer = found
         return peer is not None and (local in self._listeners or peer in self._listeners)
 

@@ -412,5 +412,5 @@ def test_ranks_prove_to_each_other_that_they_know_the_secret(monkeypatch: pytest
     monkeypatch.setattr("hvdgloo._backends.gloo.FEW_RANKS", few)
     for result in connect(MemoryStore(), [b"s", b"s", b"another"]):
         assert isinstance(result, ConnectError)
-        assert "does not know this job's secret" in str(result)
+        assert "did not prove that it knows this job's secret" in str(result)
     check_sums(connect(MemoryStore(), [b"s", b"s", b"s"]))

@@ -363,7 +363,9 @@ def test_who_is_no_neighbour_proves_to_know_the_secret_before_the_first_alltoall
         return ranks.backends[place].alltoall(own, whole, [8] * 8, [8] * 8)
 
     works = ranks.run(rank)
-    with pytest.raises(BackendError, match="connected as rank 3 of the group does not know this job's secret"):
+    with pytest.raises(
+        BackendError, match="connected as rank 3 of the group did not prove that it knows this job's secret"
+    ):
         finish(works[other])
     # A connection that is being made cannot be ended by an abort: the others have theirs, or have failed to.
     strangers = {place for place in range(8) if place not in neighbours} | {3}
@@ -392,7 +394,9 @@ def test_a_group_that_was_not_connected_leaves_no_thread_behind() -> None:
         return str(raised.value)
 
     with ThreadPoolExecutor(6) as pool:
-        assert all("does not know this job's secret" in text for text in pool.map(join, range(6), timeout=30))
+        assert all(
+            "did not prove that it knows this job's secret" in text for text in pool.map(join, range(6), timeout=30)
+        )
     for thread in drivers() - before:
         thread.join(10)
         assert not thread.is_alive()

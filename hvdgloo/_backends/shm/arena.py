@@ -1,7 +1,7 @@
 """Memory for tensors within the shared segment, so that the other ranks can read it in place.
 
 Every rank has a range of the segment for this, of which only what is allocated becomes real memory. A block has a
-mapping of its own, which lives as long as anybody holds it: tensors in it outlive the job.
+mapping of its own, which lives as long as it is held: tensors in it outlive the job.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Arena:
         return memory
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Where in this rank's arena a tensor is; None if it is elsewhere."""
+        """Return a tensor's place in this rank's arena; None if it is elsewhere."""
         # Copied in one operation, which garbage collection cannot interrupt.
         for begin, (offset, length) in self._blocks.copy().items():
             if begin <= address and address + nbytes <= begin + length:
@@ -72,13 +72,14 @@ class Arena:
         return self._segment.in_arena(rank, offset, nbytes)
 
     def close(self) -> None:
-        """Nobody else reads these blocks any more; whoever holds one keeps it."""
+        """Let go of the blocks, which no other rank reads any more; an object that holds one keeps it."""
         with self._lock:
             self._open = False
             self._blocks.clear()
 
     def release(self, address: int, offset: int, length: int) -> None:
-        """Nobody holds a block any more. Never waits, since this may interrupt what the same thread is doing here."""
+        """Take a block back that is not held any more. Never waits, since this may interrupt what the same thread is
+        doing here."""
         self._blocks.pop(address, None)
         if self._lock.acquire(blocking=False):
             try:
@@ -109,7 +110,7 @@ class Arena:
 
 
 class _Block:
-    """What keeps a block's memory alive."""
+    """The object that keeps a block's memory alive."""
 
     def __init__(self, arena: Arena, address: int, offset: int, length: int) -> None:
         self._arena, self._place = arena, (address, offset, length)
@@ -123,8 +124,8 @@ class _Block:
 
 
 def arena_bytes(size: int) -> int:
-    """How large the range of each of ``size`` ranks may be: all of this machine's memory together, none where the size
-    of the address space or of files is limited, which a range counts for although it is empty."""
+    """Return the largest size of each rank's range, of ``size`` ranks: all of this machine's memory together, none
+    where the size of the address space or of files is limited, which a range counts for although it is empty."""
     limited = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)]
     if any(limit != resource.RLIM_INFINITY for limit in limited):
         return 0

@@ -1,4 +1,4 @@
-"""Shared memory as the engine sees it: operations that begin at once and go on whenever somebody waits for them.
+"""Shared memory as the engine sees it: operations that begin at once and go on whenever a thread waits for them.
 
 No thread of its own moves the data: an operation advances in the thread that begins it, as far as it gets without
 waiting, and then in the one that waits for it. Operations advance in the order in which they began, which is the same
@@ -78,7 +78,7 @@ class ShmBackend:
         pipes: whether numbers travel through pipes; None to decide by the processor.
         cancelled: asked now and then whether to give up connecting.
 
-    Settings are those of rank 0.
+    Settings are rank 0's.
 
     Raises:
         Unsupported: memory cannot be shared; raised on all ranks.
@@ -241,7 +241,7 @@ class ShmBackend:
         self._segment.close()
 
     def abandon(self) -> None:
-        # Whoever is still at it reads and writes this memory, be it at the interpreter's exit.
+        # A thread that is still at it reads and writes this memory, be it at the interpreter's exit.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def after_fork_in_child(self) -> None:
@@ -259,7 +259,7 @@ class ShmBackend:
                     return False
             except Exception as error:
                 self._failure = BackendError(f"shared memory {first.what}: {error or type(error).__name__}")
-                # Nobody may go on with this rank's memory, which its owner gets back now.
+                # No rank may go on with this rank's memory, which its owner gets back now.
                 self._signals.abort()
                 raise self._failure from error
             first.ended = True
@@ -288,5 +288,5 @@ class ShmBackend:
                     return False
 
     def _way(self, nbytes: int) -> Direct | SegmentCollectives:
-        """How tensors travel whose average size is this on all ranks."""
+        """Return the way for tensors of this average size on all ranks."""
         return self._direct if self._direct is not None and nbytes >= self._direct_from else self._rounds

@@ -1,8 +1,8 @@
 """Record of the collectives that each rank of a segment has begun, for programs in which nothing else compares them.
 
 Each rank writes a number and a description of its call into a ring in its page of words before it makes the call's
-first step. Whoever has seen that step can compare the descriptions: ranks that call different collectives get an error
-that names both, instead of waiting for each other or combining what does not belong together.
+first step. A rank that has seen that step can compare the descriptions: ranks that call different collectives get an
+error that names both, instead of waiting for each other or combining what does not belong together.
 """
 
 from __future__ import annotations

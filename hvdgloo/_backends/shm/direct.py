@@ -87,7 +87,7 @@ class InPlace:
             yield PROGRESS, peer, self._course.steps
 
     def _end(self, step: int) -> Steps:
-        """The last step: everything was read; wait until nobody reads this rank's memory, or table, any more."""
+        """The last step: everything was read; wait until no rank reads this rank's memory, or table, any more."""
         self._signals.check_peers()
         self._course.steps = step
         self._signals.post(PROGRESS, step)
@@ -109,7 +109,7 @@ class Direct(InPlace):
         self._pids = pids
 
     def allreduce(self, source: Tensors, target: Tensors, reduction: Reduction) -> Steps:
-        """Combine all ranks' ``source`` into everybody's ``target``, which may be the same.
+        """Combine all ranks' ``source`` into every rank's ``target``, which may be the same.
 
         Each rank reduces its slice, chunk after chunk, and between two of its own takes what others have finished, as
         long as that is in the cache.
@@ -164,7 +164,7 @@ class Direct(InPlace):
         yield from self._end(self._course.steps + 1)
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Steps:
-        """Put all ranks' ``source`` one after another into everybody's ``target``."""
+        """Put all ranks' ``source`` one after another into every rank's ``target``."""
         begins = list(accumulate(nbytes, initial=0))
         yield from self._show([source.address])
         place = target.address + begins[self._rank]
@@ -176,7 +176,7 @@ class Direct(InPlace):
         yield from self._end(self._course.steps + 1)
 
     def broadcast(self, buffer: Buffer, root: int) -> Steps:
-        """Fill everybody's buffer from that of ``root``."""
+        """Fill every rank's buffer from the buffer of ``root``."""
         yield from self._show([buffer.address])
         if self._rank != root:
             (address,) = self._segment.shown(root, 1)

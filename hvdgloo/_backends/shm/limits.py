@@ -1,4 +1,4 @@
-"""How much memory this process may still take.
+"""The memory that this process may still take.
 
 A process that writes to memory beyond its control group's limit gets no error: the kernel kills a process of the group.
 So the limit is checked first.
@@ -51,7 +51,7 @@ def _groups() -> Iterator[str]:
 
 
 def _number(folder: str, name: str) -> int | None:
-    """What a control group's file says; None if there is no such file, or no limit."""
+    """Return the number in a control group's file; None if there is no such file, or no limit."""
     try:
         with open(os.path.join(folder, name), encoding="ascii") as file:
             return int(file.read())

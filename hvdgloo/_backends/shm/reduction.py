@@ -25,7 +25,7 @@ _HALVES_AT_ONCE = 1 << 15
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is done with the elements: each rank's times ``prescale``, combined, times ``postscale``."""
+    """The computation on the elements: each rank's times ``prescale``, combined, times ``postscale``."""
 
     dtype: DType
     op: ReduceOp
@@ -100,7 +100,7 @@ class Reducer:
                 so_far = theirs
 
     def _between(self, own: Sequence[Array]) -> list[Array]:
-        """Where sums of lower ranks stand."""
+        """Return the memory for the sums of lower ranks."""
         return divided(self.scratch(0, sum(part.nbytes for part in own)).view(own[0].dtype), own)
 
     def _fold_halves(

@@ -5,7 +5,7 @@
     rank 0: words | table     rank 1: words | table     ...     rank 0: data     rank 1: data     ...
 
 Every rank writes its own part only, and reads the others'. All of it is one memfd, as large as it may ever become, and
-mapped once: nothing is remapped while somebody uses it. Memory is taken where it is first used: a rank's room for data
+mapped once: nothing is remapped while it is in use. Memory is taken where it is first used: a rank's room for data
 begins small and is made larger, up to a limit, by ``reserve``, which gets an error where memory is short; simply
 writing there would end the process.
 """
@@ -30,10 +30,10 @@ _CONTROL = PAGE + TABLE_ENTRIES * 8
 SMALLEST = 1 << 16
 """Bytes of data per rank that are reserved from the beginning, if the ranks are not many, and the least limit."""
 
-# Words of 64 bits, each on a cache line of its own where somebody polls it.
+# Words of 64 bits, each on a cache line of its own where a rank polls it.
 PROGRESS, RELEASED, GONE, PID, ADDRESS, GRANTED, ASLEEP, PLACE, CALLS = 0, 8, 16, 24, 25, 32, 96, 104, 256
 NONCE, NONCE_BYTES = 256, 32
-"""Where the bytes stand that a peer must find when it reads this rank's memory (in bytes; the others in words)."""
+"""The places of the bytes that a peer must find when it reads this rank's memory (in bytes; the others in words)."""
 
 _MOST_GRANTS = 64
 
@@ -96,7 +96,8 @@ class Segment:
         return self._words[rank]
 
     def word_address(self, rank: int, index: int) -> int:
-        """Where the word begins; its lower 32 bits do, too, on every machine that we know the futex number of."""
+        """Return the address of the word; its lower 32 bits begin there, too, on every machine that we know the futex
+        number of."""
         return self._address + _control(rank) + 8 * index
 
     def nonce(self, rank: int) -> memoryview[int]:
@@ -118,7 +119,7 @@ class Segment:
         return self.bytes[at : at + nbytes]
 
     def arena_at(self, rank: int, offset: int) -> int:
-        """Where a place in a rank's arena is in the memory's file."""
+        """Return the offset in the memory's file of a place in a rank's arena."""
         return total_bytes(self.size, self.limit) + rank * self.arena + offset
 
     def in_arena(self, rank: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -148,12 +149,12 @@ class Segment:
         return True
 
     def granted(self) -> int:
-        """What the last ``reserve`` has given to every rank, once all have called it."""
+        """Return the bytes that the last ``reserve`` gave to every rank, once all have called it."""
         place = GRANTED + (self._grants - 1) % _MOST_GRANTS
         return min(words[place] for words in self._words)
 
     def close(self) -> None:
-        """Give the memory back. Nobody looks at it any more."""
+        """Give the memory back, which no thread uses any more."""
         if self._address:
             self._words.clear()
             self._tables.clear()
@@ -166,7 +167,7 @@ class Segment:
 
 
 def total_bytes(size: int, limit: int, arena: int = 0) -> int:
-    """How large the memory of ``size`` ranks is at most."""
+    """Return the largest size of the memory of ``size`` ranks."""
     return size * (_CONTROL + limit + arena)
 
 

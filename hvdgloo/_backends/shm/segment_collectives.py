@@ -2,7 +2,7 @@
 
 A rank's room is SLOTS slots; round n uses slot n modulo SLOTS. In each round a rank copies in what others need, tells
 them, and takes out what it needs of theirs; it copies the next round in before it waits for this one's peers, so that
-nobody waits while there is something to do. A slot is written again when every rank has released the round before.
+no rank waits while there is something to do. A slot is written again when every rank has released the round before.
 
 Each collective is a generator that yields what it waits for, or None where it may be interrupted. All ranks count the
 same steps for it, whatever their part in it.
@@ -24,7 +24,7 @@ from hvdgloo._backends.shm.tensors import Tensors, cut
 from hvdgloo.types import Buffer
 
 Wait = tuple[int, int, int]
-"""Which number of which rank must have reached which value."""
+"""A condition: the number, the rank, and the value that it must have reached."""
 
 Steps = Iterator[Wait | None]
 
@@ -36,12 +36,13 @@ AT_ONCE_BYTES = 1 << 14
 
 
 _MOST_ROUNDS = 1 << 11
-"""How many rounds of earlier allreduces stay prepared: those of 2 to 3 GB of tensors, which take a few MB."""
+"""The number of rounds of earlier allreduces that stay prepared: for 2 to 3 GB of tensors, in a few MB."""
 
 
 @dataclass(slots=True)
 class _Round:
-    """What one round of an allreduce works on. The arrays are views of the tensors' and the segment's memory.
+    """The memory that one round of an allreduce works on. The arrays are views of the tensors' and the segment's
+    memory.
 
     Attributes:
         copied: stretches that the others reduce, in parts, and this rank's room for each.
@@ -60,7 +61,7 @@ class _Round:
 
 
 class Course:
-    """How far the ranks have got, in numbers that are the same on all of them between two operations.
+    """The progress of the ranks, in numbers that are the same on all of them between two operations.
 
     Attributes:
         steps: that every rank has made.
@@ -96,7 +97,7 @@ class SegmentCollectives:
         return self._capacity // SLOTS // _GRAIN * _GRAIN
 
     def allreduce(self, source: Tensors, target: Tensors, reduction: Reduction) -> Steps:
-        """Combine all ranks' ``source`` into everybody's ``target``, which may be the same."""
+        """Combine all ranks' ``source`` into every rank's ``target``, which may be the same."""
         yield from self._grow(source.nbytes)
         slot, course = self.slot_bytes, self.course
         if source.nbytes <= min(slot, AT_ONCE_BYTES):
@@ -231,7 +232,7 @@ class SegmentCollectives:
         yield from self._rounds(-(-max(nbytes) // piece), copy_in, take)
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Steps:
-        """Put all ranks' ``source`` one after another into everybody's ``target``."""
+        """Put all ranks' ``source`` one after another into every rank's ``target``."""
         yield from self._grow(max(nbytes))
         piece = self.slot_bytes
         begins = list(accumulate(nbytes, initial=0))
@@ -258,7 +259,7 @@ class SegmentCollectives:
         yield from self._rounds(-(-max(nbytes) // piece), copy_in, take)
 
     def broadcast(self, buffer: Buffer, root: int) -> Steps:
-        """Fill everybody's buffer from that of ``root``."""
+        """Fill every rank's buffer from the buffer of ``root``."""
         yield from self._grow(buffer.nbytes)
         piece = self.slot_bytes
         whole = _bytes(buffer)
@@ -335,7 +336,7 @@ class SegmentCollectives:
         wanted = min(self._segment.limit, 1 << (max(1, SLOTS * payload) - 1).bit_length())
         if wanted <= self._capacity or not self._may_grow:
             return
-        # Whoever makes this step has finished all earlier rounds: nobody reads a slot any more.
+        # A rank that makes this step has finished all earlier rounds: no rank reads a slot any more.
         self._segment.reserve(wanted)
         self.course.steps += 1
         self._signals.post(PROGRESS, self.course.steps)

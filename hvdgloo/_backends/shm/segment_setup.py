@@ -1,4 +1,4 @@
-"""How the ranks of a set come to share memory, and agree on how to use it.
+"""The steps by which the ranks of a set come to share memory, and agree on its use.
 
 Rank 0 of the set makes the memory and waits at an abstract Unix socket (``abstract``), which belongs to a network
 namespace and leaves nothing behind; the others learn its random name from the rendezvous. Connections of other users
@@ -11,7 +11,7 @@ all members say whether they can, and rank 0 says what holds for all::
     rank 0 -> member   descriptors (SCM_RIGHTS): the memory, and pipes where numbers travel through them
     member -> rank 0   "it is mapped"                         rank 0 -> member   go on
     member -> rank 0   "who must may read my memory"          rank 0 -> member   go on
-    member -> rank 0   "I have read everybody's memory"       rank 0 -> member   direct, or segment
+    member -> rank 0   "I have read every rank's memory"       rank 0 -> member   direct, or segment
 
 Whatever one member cannot do, none does: it is ``Unsupported`` on all of them, with the same reason.
 """
@@ -41,21 +41,21 @@ from hvdgloo._net.handshake import CANCELLED, Handshake, receive_exactly
 from hvdgloo.errors import AuthenticationError, BackendError, ConnectError
 
 _MESSAGE_SECONDS = 5.0
-"""How long a message may take that has begun."""
+"""The time that a message may take once it has begun."""
 
 _MOST_PATIENCE = 5.0
 """Seconds after which a member that cannot connect says so, and all do without shared memory. Connecting takes none of
 rank 0's time, so only a full backlog can be in the way."""
 
 _LOOK = 1.0
-"""How often, in seconds, rank 0 checks whether a member has said so."""
+"""Seconds between two checks of rank 0 whether a member has reported that."""
 
 _MOST_DESCRIPTORS = 250
 """That one message carries (SCM_MAX_FD is 253)."""
 
 
 class Met:
-    """What a meeting ends with.
+    """The result of a meeting.
 
     Attributes:
         segment, signals: shared with all members.
@@ -247,12 +247,12 @@ class SegmentSetup:
         raise Unsupported(reason)
 
     def _unmet(self, error: BaseException) -> Exception:
-        """What to raise if the connection to rank 0 has failed: rank 0 ends them all when a member could not come."""
+        """Return the error of a failed connection to rank 0, which ends them all when a member could not connect."""
         barred = self._why_barred()
         return Unsupported(barred) if barred else self._lost(0, _text(error))
 
     def _why_barred(self) -> str:
-        """Why some member could not connect; empty if none has said so."""
+        """The reason why some member could not connect; empty if none has reported any."""
         return peek(self._store, self._barred_key).decode()
 
     def _map(self, descriptors: Sequence[int], pipes: bool) -> None:
@@ -292,7 +292,7 @@ class SegmentSetup:
         return None
 
     def _agree(self, problem: str | None) -> None:
-        """Wait until all members have come as far.
+        """Wait until all members have got as far.
 
         Raises:
             Unsupported: some member has a problem; the same text on all of them.
@@ -380,7 +380,7 @@ class _Glance:
         self.seen = ""
 
     def look(self) -> str:
-        """What was read last; empty if that has been empty."""
+        """The value that was read last."""
         now = time.monotonic()
         if not self.seen and now >= self._next:
             self._next = now + self._interval
@@ -410,7 +410,8 @@ def _receive_descriptors(sock: socket.socket, count: int) -> list[int]:
 
 
 def _permit(pids: Sequence[int]) -> None:
-    """Where Yama lets a process be read by its ancestors only, permit it to all descendants of the ranks' common one.
+    """Permit reading this process, where Yama lets only its ancestors do so, to all descendants of the ranks' common
+    one.
 
     In a job of a launcher that is the launcher's agent. There is no process to name if the ranks have nothing but the
     system's first process in common; then the segment does.

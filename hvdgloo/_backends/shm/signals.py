@@ -1,4 +1,4 @@
-"""How ranks tell each other how far they have got, and wait for each other.
+"""Signals by which ranks tell each other how far they have got, and wait for each other.
 
 Each rank counts two things, which only ever grow: the steps it has made (PROGRESS), and the rounds of the segment's
 slots that it has done with (RELEASED). What a rank has written before it posts a number can be read by anyone who has
@@ -7,8 +7,8 @@ seen that number.
 On x86 the numbers are in shared memory, and a waiter sleeps on the number that it waits for (futex(2)): the kernel
 compares and goes to sleep in one step, so no wake is lost, and each number has one writer. A waiter announces what it
 is going to sleep for (which number of which rank, and the value that it must reach) before it looks at the number for
-the last time, and a poster checks for that after posting: so a post that nobody sleeps for, like most, needs no system
-call and wakes nobody. On processors that reorder stores, a number could be seen
+the last time, and a poster checks for that after posting: so a post that no rank sleeps for, like most, needs no system
+call and wakes none. On processors that reorder stores, a number could be seen
 before the data that it announces; there it travels through a pipe, as through any system call that passes data on.
 """
 
@@ -35,8 +35,8 @@ _KIND_MASK = (1 << _KIND_BITS) - 1
 rank + which of its numbers."""
 
 _LOOK_SECONDS = 0.05
-"""How many seconds a rank sleeps at most before it checks whether the operation was aborted: an abort between its last
-look and its falling asleep wakes nobody."""
+"""The longest sleep of a rank, in seconds, before it checks whether the operation was aborted: an abort between its
+last look and its falling asleep wakes no rank."""
 
 
 class Signals(Protocol):
@@ -76,7 +76,7 @@ class Signals(Protocol):
 
     @property
     def descriptors(self) -> list[int]:
-        """What a forked child must not keep open."""
+        """The descriptors that a forked child must not keep open."""
         ...
 
     def close(self) -> None:
@@ -195,8 +195,8 @@ class PipeSignals:
         inbox: the end of this rank's pipe to read from.
         outboxes: the ends of all ranks' pipes to write into, by rank.
 
-    A message is shorter than PIPE_BUF, so it arrives whole (pipe(7)). A pipe holds thousands, and nobody gets more than
-    a few steps ahead of the others, so it is never full for long.
+    A message is shorter than PIPE_BUF, so it arrives whole (pipe(7)). A pipe holds thousands, and no rank gets more
+    than a few steps ahead of the others, so it is never full for long.
     """
 
     def __init__(self, rank: int, size: int, inbox: int, outboxes: Sequence[int]) -> None:

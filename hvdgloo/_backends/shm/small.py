@@ -83,7 +83,7 @@ class SmallCollectives:
             scale(target, dtype, postscale)
 
     def broadcast(self, whole: Array, root: int, wait: Patience) -> None:
-        """Fill the bytes of all ranks from those of ``root``."""
+        """Fill the bytes of all ranks from the bytes of ``root``."""
         views = self._enter(whole.nbytes, whole.dtype, wait)
         if self._rank == root:
             views[root][...] = whole
@@ -137,7 +137,7 @@ class SmallCollectives:
         return views
 
     def _meet(self, peers: Sequence[int], wait: Patience) -> None:
-        """Announce this rank's data, and wait for those of some peers."""
+        """Announce this rank's data, and wait for some peers' data."""
         course = self._rounds.course
         course.steps += 1
         self._signals.post(PROGRESS, course.steps)

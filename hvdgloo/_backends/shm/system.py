@@ -35,7 +35,7 @@ _brief = ctypes.PyDLL(None, use_errno=True)
 
 
 class Unsupported(Exception):  # noqa: N818 - a fact about this system, not a failure
-    """Why this system cannot do it, in a few words."""
+    """The reason why this system cannot do it, in a few words."""
 
 
 class _Timespec(ctypes.Structure):
@@ -135,7 +135,7 @@ if hasattr(fcntl, "F_ADD_SEALS"):
 
 
 def create_memory(name: str, nbytes: int) -> int:
-    """The descriptor of anonymous memory of a size that nobody can change any more (memfd_create).
+    """Return the descriptor of anonymous memory of a size that is sealed (memfd_create).
 
     It lies neither in /dev/shm nor in any folder, takes real memory only where it is written, and ends with the last
     process that has it open or mapped.
@@ -171,7 +171,7 @@ def map_memory(descriptor: int, nbytes: int, offset: int = 0) -> int:
     """The address at which the shared memory of a descriptor appears in this process, from a page's ``offset`` on.
 
     Raises:
-        Unsupported: it is smaller than that, or somebody could shrink it and thereby crash whoever reads it.
+        Unsupported: it is smaller than that, or another process could shrink it and thereby crash its readers.
         OSError: there is no room for it (ENOMEM).
     """
     if os.fstat(descriptor).st_size < offset + nbytes:

@@ -1,8 +1,8 @@
 """Allreduces of tensors that are in the segment already: nothing is packed, copied in, or read through the kernel.
 
 Each rank knows this of its own tensor only. So all show where theirs is, and if one is elsewhere, all take another
-route, in which nobody gets far before all have seen that. A handle resolves when every rank has made its
-last step, so nobody's tensor is touched by its owner while a peer still reads it.
+route, in which no rank gets far before all have seen that. A handle resolves when every rank has made its
+last step, so no rank's tensor is touched by its owner while a peer still reads it.
 """
 
 from __future__ import annotations
