@@ -261,11 +261,11 @@ if rank == 0:
     found = set()
     for _ in others:
         tensor = torch.empty(1)
-        source = dist.recv(tensor)
+        source = dist.recv(tensor, tag=9)
         found.add((source, tensor.item()))
     assert found == {(1, 1.0), (2, 2.0)}, found
 else:
-    dist.send(torch.tensor([float(rank)]), 0)
+    dist.send(torch.tensor([float(rank)]), 0, tag=9)
 ops = [dist.P2POp(dist.isend, torch.ones(3) * rank, next), dist.P2POp(dist.irecv, received := torch.empty(3), previous)]
 for work in dist.batch_isend_irecv(ops):
     work.wait()

@@ -21,7 +21,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from hvdgloo._backends import base
 from hvdgloo._backends.base import Backend, Done, Several
 from hvdgloo._backends.shm.calls import Call
-from hvdgloo.errors import BackendError
 from hvdgloo.torch.distributed import _tensors
 from hvdgloo.torch.distributed._connection import Connection
 from hvdgloo.torch.distributed._queue import Operation, OperationQueue
@@ -299,11 +298,8 @@ class Incoming:
         for tag, memory in list(self._early):
             receive = self._messages.claim(self._source, tag)
             if receive is not None:
-                self._early.remove((tag, memory))
-                self._check_size(receive, memory.nbytes)
-                receive.memory.view(-1).view(torch.uint8).copy_(memory)
-                receive.deliver(self._source, None)
-                return [receive]
+                self._early = deque(each for each in self._early if each[1] is not memory)
+                return [self._answer(receive, memory)]
         connection = self._connect()
         if connection is None:
             return []
@@ -316,33 +312,27 @@ class Incoming:
         self._awaited = None
         tag, nbytes = _HEADER.unpack(self._header.tobytes())
         receive = self._messages.claim(self._source, tag)
-        if receive is None:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        else:
-            if receive.memory.nbytes != nbytes:
-                receive.deliver(self._source, self._size_error(receive, nbytes))
-                raise BackendError(str(receive.error))
-            memory = receive.memory
+        fits = receive is not None and receive.memory.nbytes == nbytes
+        memory = receive.memory if receive and fits else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         payload = connection.backend.broadcast(_tensors.content(memory), _SENDER) if nbytes else Done()
         while not payload.completes_within(_TURN):
             connection.check_peers()
         if receive is None:
             self._early.append((tag, memory))
             return []
-        receive.deliver(self._source, None)
-        return [receive]
+        return [self._answer(receive, memory)]
 
-    def _check_size(self, receive: Receive, nbytes: int) -> None:
-        if receive.memory.nbytes != nbytes:
-            error = self._size_error(receive, nbytes)
+    def _answer(self, receive: Receive, message: torch.Tensor) -> Receive:
+        """Give a message to the receive that asked for it, or the error that it is of another size."""
+        if receive.memory.nbytes != message.nbytes:
+            sent = f"rank {self._source} sent {message.nbytes} bytes with tag {receive.tag}"
+            error = self._error(f"{sent}, and recv was given a tensor of {receive.memory.nbytes}")
             receive.deliver(self._source, error)
-            raise error
-
-    def _size_error(self, receive: Receive, nbytes: int) -> Exception:
-        return self._error(
-            f"rank {self._source} sent {nbytes} bytes with tag {receive.tag}, and recv was given a tensor of "
-            f"{receive.memory.nbytes}"
-        )
+            return receive
+        if message is not receive.memory:
+            _tensors.content(receive.memory).array()[:] = _tensors.content(message).array()
+        receive.deliver(self._source, None)
+        return receive
 
     def _connect(self) -> Connection | None:
         """Return the connection, once the other rank has something to send."""
