@@ -25,7 +25,7 @@ class Follower(Protocol):
     """An object that keeps state for a job's Context and lives on in the next one, such as an optimizer."""
 
     def job_ended(self) -> None:
-        """The Context has been closed; no collective of it is under way. Must not raise."""
+        """Note that the Context was closed; none of its collectives is under way. Must not raise."""
         ...
 
 
@@ -169,7 +169,7 @@ class Context:
         )
 
     def end_step(self) -> None:
-        """A training step has ended, such as an ``optimizer.step()``: count it."""
+        """Count a training step that has ended, such as an ``optimizer.step()``."""
         if self.engine.counters is not None:
             self.engine.counters.step()
 

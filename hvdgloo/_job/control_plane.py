@@ -25,7 +25,7 @@ _FEWEST_HOSTS = 3
 
 
 def tree_position_of(rank: int, topology: Topology) -> TreePosition | None:
-    """A rank's place in the tree; None if every rank is connected with rank 0.
+    """Return a rank's place in the tree; None if every rank is connected with rank 0.
 
     It depends on nothing but what all ranks are told alike, or they would wait for each other in different places.
     """

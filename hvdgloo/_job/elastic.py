@@ -160,7 +160,7 @@ class Membership:
         return self.context
 
     def enter(self) -> Placement:
-        """This worker is at ``elastic.run``: its place in an epoch, waited for if it was alone so far.
+        """Enter ``elastic.run``: return the place in an epoch, after a wait for it if this worker was alone so far.
 
         In the same epoch a second time, it cannot be known who has the state of this run: rank 0 is the root, then.
 
@@ -196,7 +196,7 @@ class Membership:
         return placement
 
     def synced(self) -> None:
-        """This worker has the state of its epoch.
+        """Record that this worker has the state of its epoch.
 
         Raises:
             RendezvousError: the server cannot be reached.
@@ -341,7 +341,7 @@ class Membership:
             raise ConnectError(str(error), missing=unfit) from error
 
     def _unfit(self, placement: Placement) -> list[int]:
-        """The new members whose addresses the old ones cannot use; all new ones if they cannot use each other's."""
+        """Return the new members whose addresses the old ones cannot use; all if new ones cannot use each other's."""
         new, unfit = sorted(placement.new), []
         old = [rank for rank in range(placement.topology.size) if rank not in placement.new]
         for rank in new:
@@ -413,7 +413,7 @@ class Membership:
     # News.
 
     def _listen(self) -> None:
-        """The thread: hear news as long as this worker belongs to the job."""
+        """Hear news, on a thread of its own, as long as this worker belongs to the job."""
         number = -1
         while not self._closed.is_set():
             try:
@@ -444,7 +444,7 @@ class Membership:
             context.engine.abort(PeerLostError(f"the epoch is over: {news.reason}"))
 
     def _after_fork_in_child(self) -> None:
-        """A forked child that kept a connection open would hide this worker's end from the server."""
+        """Close the connection in a forked child: one that stayed open would hide this worker's end from the server."""
         close_keeping_numbers(self._participant.client.descriptors)
 
 

@@ -76,7 +76,7 @@ def _debugging() -> bool:
 
 
 def uncaught() -> str:
-    """The error that ends this interpreter, in one line; empty if none does. For use after the main program."""
+    """Return the error that ends this interpreter, in one line; empty if none does. For use after the main program."""
     error = getattr(sys, "last_value", None)
     if not isinstance(error, Exception):
         return ""
@@ -107,8 +107,8 @@ def brief(error: JobShutdownError | PeerLostError, trace: TracebackType | None) 
 
 
 def from_outside(error: BaseException, trace: TracebackType | None) -> str:
-    """A traceback of the program's own frames; of errors that led to this one, too. If the error is hvdgloo's, or was
-    raised again by ``run()``, it ends where the program called hvdgloo.
+    """Return a traceback of the program's own frames, with the errors that led to this one. If the error is hvdgloo's,
+    or was raised again by ``run()``, the traceback ends where the program called hvdgloo.
     """
     shown = traceback.TracebackException(type(error), error, trace)
     hint = HINT if not _debugging() and _cut(shown, error) else ""

@@ -23,7 +23,7 @@ from hvdgloo.topology import Topology
 
 
 def connected(config: Config, counters: Counters | None = None) -> Participant | None:
-    """The way into the job that ``config`` describes; None for a job of a single process, if it describes none.
+    """Return the way into the job that ``config`` describes; None for a job of a single process, if it describes none.
 
     Args:
         counters: as for ``join``.
@@ -123,7 +123,7 @@ def _connect(participant: Participant, ranks: Sequence[int] | None, process_sets
 
 
 def _world(registration: Registration, ranks: Sequence[int] | None) -> tuple[int, Topology, str]:
-    """This process's rank among those that form a world, their topology, and a text that distinguishes worlds."""
+    """Return this process's rank in a world, the world's topology, and a text that distinguishes worlds."""
     size = registration.topology.size
     _check_ranks(ranks, registration.rank, size)
     chosen = range(size) if ranks is None else sorted(ranks)

@@ -102,7 +102,7 @@ class _Rank:
 
 
 def shown_settings(config: Config) -> dict[str, Any]:
-    """The settings that a job runs with, named and scaled as in a file for ``--config-file``."""
+    """Return the settings that a job runs with, named and scaled as in a file for ``--config-file``."""
     shown: dict[str, Any] = {}
     for field, setting in settings().items():
         if setting.yaml and setting.yaml.partition(".")[0] in _SHOWN and not setting.secret:

@@ -215,7 +215,7 @@ def warn_of_mpi(size: int) -> None:
 
 
 def _program() -> str:
-    """This process's program, as it is named behind ``hvdgloo-run``. Its arguments are left out: they may be secret."""
+    """Return this process's program, as it is named behind ``hvdgloo-run``, without arguments: they may be secret."""
     import shlex
 
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
@@ -225,7 +225,7 @@ def _program() -> str:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    """A variable's value; 0 if there is none."""
+    """Return a variable's value; 0 if there is none."""
     try:
         return int(environ.get(name, ""))
     except ValueError:

@@ -194,12 +194,12 @@ def is_initialized() -> bool:
 
 
 def membership() -> Membership | None:
-    """The process's membership in an elastic job; None in a job of fixed size, and before ``init()``."""
+    """Return the process's membership in an elastic job; None in a job of fixed size, and before ``init()``."""
     return _membership
 
 
 def current() -> Context:
-    """The process's Context.
+    """Return the process's Context.
 
     Raises:
         NotInitializedError: (a ValueError) ``init()`` has not been called.

@@ -24,7 +24,7 @@ ranks that call at the same time answer each other within that."""
 
 
 def plan_settings(config: Config) -> dict[str, Any]:
-    """The settings that all ranks must take from rank 0."""
+    """Return the settings that all ranks must take from rank 0."""
     return {
         "fusion_threshold": config.fusion_threshold,
         "separate_groups": config.disable_group_fusion,
@@ -38,7 +38,7 @@ def plan_settings(config: Config) -> dict[str, Any]:
 def engine_settings(
     config: Config, decided: Mapping[str, Any] | None = None, local_size: int | None = None
 ) -> EngineSettings:
-    """The engine's part of the settings, with rank 0's values for those that must be the same everywhere.
+    """Return the engine's settings, with rank 0's values where they must be the same everywhere.
 
     Args:
         local_size: ranks on this host. Either each has a core of its own on which to poll for answers, or none does.

@@ -46,7 +46,7 @@ class OwnListener(socket.socket):
             raise
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As ``socket.accept``.
+        """Accept as ``socket.accept`` does.
 
         Raises:
             BlockingIOError: no connection waits that may be accepted.

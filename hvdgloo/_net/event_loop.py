@@ -23,7 +23,7 @@ class WakeUp:
         self._lock = threading.RLock()
 
     def fileno(self) -> int:
-        """The end that becomes readable."""
+        """Return the end that becomes readable."""
         return self._reading
 
     @property
@@ -46,7 +46,7 @@ class WakeUp:
                     pass  # full: it is awake already
 
     def clear(self) -> None:
-        """To be called by the woken thread, before it looks for the reason."""
+        """Forget the wake-up. The woken thread calls this before it looks for the reason."""
         try:
             os.read(self._reading, 4096)
         except BlockingIOError:

@@ -73,7 +73,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def loopback() -> str:
-    """The address at which this host reaches itself: ::1 where it has no IPv4."""
+    """Return the address at which this host reaches itself: ::1 where it has no IPv4."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((LOOPBACK, 0))
@@ -133,7 +133,7 @@ def listen(addresses: Sequence[str], port_range: PortRange | None) -> list[socke
 
 
 def describe(port_range: PortRange | None) -> str:
-    """``any port``, ``port 29400``, ``any of the ports 29400-29403``."""
+    """Return ``any port``, ``port 29400``, or ``any of the ports 29400-29403``."""
     if port_range is None:
         return "any port"
     first, last = port_range
@@ -141,7 +141,7 @@ def describe(port_range: PortRange | None) -> str:
 
 
 def hold_free_port(port_range: PortRange | None = None) -> PortHold:
-    """A TCP port that is free at all addresses, for a program that binds it much later.
+    """Return a TCP port that is free at all addresses, for a program that binds it much later.
 
     Without a range it is chosen outside the range that the system uses for outgoing connections and ``bind(0)``, so
     nothing takes it by chance meanwhile.

@@ -79,7 +79,7 @@ class Tls:
         return self._listener[1]
 
     def accepted(self, sock: socket.socket) -> TlsConnection:
-        """The listening side of an accepted, non-blocking connection; ``shake_hands`` comes next.
+        """Return the listening side of an accepted, non-blocking connection; ``shake_hands`` comes next.
 
         Raises:
             ConfigError: the files cannot be used.
@@ -91,7 +91,7 @@ class Tls:
     def connected(
         self, sock: socket.socket, deadline: float, check: Callable[[], None] | None = None
     ) -> tuple[TlsConnection, bytes]:
-        """The other side's connection, encrypted, and the SHA-256 of the certificate that the listener has shown.
+        """Return the encrypted connection to a listener, and the SHA-256 of the certificate that it has shown.
 
         Args:
             deadline: on the monotonic clock.
@@ -266,7 +266,7 @@ def _no_password() -> str:
 
 
 def _make_certificate() -> tuple[bytes, bytes]:
-    """A new certificate with its key in PEM, and its SHA-256."""
+    """Return a new certificate with its key in PEM, and its SHA-256."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -292,7 +292,7 @@ def _make_certificate() -> tuple[bytes, bytes]:
 
 @contextmanager
 def _in_a_file(data: bytes) -> Iterator[str]:
-    """The path of a file with these bytes, in memory where the system has such files: OpenSSL reads from paths only."""
+    """Make a file with these bytes, in memory where possible, and return its path: OpenSSL reads from paths only."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("hvdgloo-tls", os.MFD_CLOEXEC)
         try:

@@ -38,7 +38,7 @@ def mark(error: HvdglooError) -> str:
 
 
 def recall(text: object) -> HvdglooError | None:
-    """The error whose mark is in a text; None if there is none."""
+    """Return the error whose mark is in a text; None if there is none."""
     found = _MARK.search(text) if isinstance(text, str) else None
     if found is None:
         return None

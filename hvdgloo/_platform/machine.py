@@ -148,7 +148,7 @@ class MemoryWatch:
             self._log = -1
 
     def _killed(self) -> set[int]:
-        """The processes that the kernel's log names, from where it was read last."""
+        """Return the processes that the kernel's log names, from where it was read last."""
         text = b""
         while self._log >= 0:
             try:
@@ -207,7 +207,7 @@ def _counter(path: str, name: str) -> int | None:
 
 
 def throttled_periods() -> tuple[int, int]:
-    """In how many periods of its CPU quota this process's control group was held back, and in how many altogether.
+    """Return the periods of its CPU quota in which this process's control group was held back, and all periods.
 
     0 and 0 where there is no quota.
     """

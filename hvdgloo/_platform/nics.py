@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 
 
 def nic_of(address: str) -> str:
-    """The name of the interface that has an address of this host; empty if none has it.
+    """Return the name of the interface that has an address of this host; empty if none has it.
 
     Args:
         address: an IP address, without a scope.

@@ -20,7 +20,7 @@ def is_of_program(filename: str) -> bool:
 
 
 def without_between(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
-    """A stack, outermost frame first, without hvdgloo's frames that have called the program: a training function, say.
+    """Return a stack, outermost frame first, without hvdgloo's frames that called the program.
 
     What follows the program's last frame is kept.
     """
@@ -30,7 +30,7 @@ def without_between(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
 
 
 def without_own(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
-    """A stack, outermost frame first, up to where the program called hvdgloo.
+    """Return a stack, outermost frame first, up to where the program called hvdgloo.
 
     A stack without any of the program's frames, such as one of hvdgloo's threads, is kept: there is nothing else.
     """

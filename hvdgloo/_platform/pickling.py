@@ -40,7 +40,7 @@ Pickler = naming_files(cloudpickle.Pickler)
 
 
 def dumps(value: Any, *, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
-    """A value's pickle; ``pickle.loads`` reads it.
+    """Return a value's pickle; ``pickle.loads`` reads it.
 
     Args:
         buffer_callback: called with each large buffer that is left out (PEP 574).

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def take_within(items: queue.SimpleQueue[T], seconds: float) -> T:
-    """``items.get(timeout=seconds)``, which up to Python 3.12 may wait for ever, until the next item is put.
+    """Do ``items.get(timeout=seconds)``, which up to Python 3.12 may wait until the next item is put.
 
     There, ``put`` leaves a lock open for a ``get`` that waits. Where the item was taken without waiting, the next
     ``get`` gets past the open lock, finds nothing, and waits for what is left of its time: if that is less than none,

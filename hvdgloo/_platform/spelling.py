@@ -23,7 +23,7 @@ def _spelled(found: re.Match[str]) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """A text as it can be shown within a line: what is not printable is escaped as in Python."""
+    """Return a text as it can be shown within a line: what is not printable is escaped as in Python."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in encodable(text))
 
 
@@ -41,7 +41,7 @@ def followed_by(text: object, clause: str) -> str:
 
 
 def suggestions(word: str, known: Iterable[str], limit: int = 2) -> list[str]:
-    """The known words that ``word`` is probably meant to be, most probable first.
+    """Return the known words that ``word`` is probably meant to be, most probable first.
 
     Words are compared by the number of typing slips: a letter too many, missing or wrong, or two letters swapped.
     Dashes and underscores do not count as letters; a known word that merely begins like this one comes after those.

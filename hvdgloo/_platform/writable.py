@@ -46,6 +46,6 @@ def why_not_replaceable(path: str) -> str:
 
 
 def unwritable(names: Iterable[str], cwd: str) -> tuple[str, ...]:
-    """The files of these that cannot be written, each with the reason; relative ones are in ``cwd``."""
+    """Return the files that cannot be written, each with the reason; relative ones are in ``cwd``."""
     reasons = {name: why_not_writable(os.path.join(cwd, name)) for name in names}
     return tuple(f"{name} cannot be written: {reason}" for name, reason in reasons.items() if reason)

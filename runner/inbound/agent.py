@@ -48,7 +48,7 @@ def _run() -> int:
 
 
 def _read_line() -> bytes:
-    """The line, after which nothing comes."""
+    """Read the line, after which nothing comes."""
     line = b""
     while not line.endswith(b"\n"):
         piece = os.read(_LIFELINE, 64 * 1024)

@@ -132,7 +132,7 @@ class Bootstrap:
     environ: Mapping[str, str]
 
     def encode(self) -> bytes:
-        """In one line."""
+        """Return it as one line of JSON."""
         return to_json(self) + b"\n"
 
     def __repr__(self) -> str:
@@ -140,5 +140,5 @@ class Bootstrap:
 
 
 def read_bootstrap(line: bytes) -> Bootstrap:
-    """The inverse of ``encode``."""
+    """Return the inverse of ``encode``."""
     return from_json(line, Bootstrap)

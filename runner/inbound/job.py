@@ -151,8 +151,8 @@ def run_elastic_function(
     env: Mapping[str, str] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """As ``run_function``, for a listener at which tasks may come and go (``count=None``): an agent that comes is
-    another slot, and one that is lost takes only its own worker with it. Agents of one machine form one host.
+    """Do as ``run_function`` does, for a listener at which tasks may come and go (``count=None``): each agent is
+    another slot, and a lost one takes only its own worker with it. Agents of one machine form one host.
 
     Args:
         np: the agents that a start waits for.

@@ -57,7 +57,7 @@ class SealedChannel(FrameChannel):
 
 
 def withheld(frame: Frame) -> Frame:
-    """A frame without the secret and without keys that follow from it."""
+    """Return a frame without the secret and without keys that follow from it."""
     if isinstance(frame, (Start, Spawn)):
         return msgspec.structs.replace(frame, env={k: v for k, v in frame.env.items() if k != SECRET})
     if isinstance(frame, Survey):
@@ -68,7 +68,7 @@ def withheld(frame: Frame) -> Frame:
 
 
 def restored(frame: Frame, secret: bytes) -> Frame:
-    """The frame as it was before ``withheld``."""
+    """Return the frame as it was before ``withheld``."""
     if isinstance(frame, Spawn):
         return msgspec.structs.replace(frame, env={**frame.env, SECRET: secret.hex()})
     if isinstance(frame, Survey):

@@ -68,7 +68,7 @@ class InboundStream:
         self._end()
 
     def wait(self, timeout: float) -> int:
-        """The connection is all that there is here; its other end is up to the agent's task."""
+        """End the connection, which is all that there is here; its other end is up to the agent's task."""
         self._end()
         return 0
 

@@ -173,7 +173,7 @@ class BroughtAgent:
             ) from error
 
     def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Return its exit status; None while it runs."""
         return self._process.poll()
 
     def wait(self, timeout: float | None = None) -> int:
@@ -201,7 +201,7 @@ class BroughtAgent:
 
 
 def _connect(invitation: Invitation, hello: TaskHello, deadline: float) -> Link:
-    """A connection to the launcher, which has accepted this task.
+    """Connect to the launcher, and have it accept this task.
 
     Raises:
         LaunchError: none of its addresses leads to it, or it refuses this task.

@@ -108,7 +108,7 @@ def _tried_by(hosts: int) -> tuple[tuple[int, ...], ...]:
 
 
 def choose(reports: Reports) -> Placement | None:
-    """The choice, as far as answers are there; None if they allow none."""
+    """Return the choice, as far as answers are there; None if they allow none."""
     for version in _VERSIONS:
         usable = _usable(reports, version)
         if all(usable):
@@ -130,7 +130,7 @@ def _all_reached(reports: Reports) -> Reports:
 
 
 def tried(reports: Reports) -> list[tuple[int, int, Address]]:
-    """Every probe of the plan: who tries whom, at which address."""
+    """Yield every probe of the plan: which host tries which other, at which address."""
     return [
         (source, target, address)
         for source, targets in enumerate(plan(len(reports.names)))
@@ -141,7 +141,7 @@ def tried(reports: Reports) -> list[tuple[int, int, Address]]:
 
 
 def _usable(reports: Reports, version: int) -> list[list[Address]]:
-    """For each host, the addresses reached by every host that tried them, best first."""
+    """Return, for each host, the addresses reached by every host that tried them, best first."""
     order = _Order(reports)
     return [
         [
@@ -195,7 +195,7 @@ def _place(reports: Reports, version: int, usable: Sequence[Sequence[Address]]) 
 
 
 def _in_one_network(usable: Sequence[Sequence[Address]]) -> list[Address] | None:
-    """An address of each host, in the first of the first host's networks that all are in."""
+    """Return an address of each host, in the first of the first host's networks that all are in."""
     for wanted in usable[0]:
         found = [next((a for a in addresses if a.network == wanted.network), None) for addresses in usable]
         if None not in found:
@@ -207,7 +207,7 @@ def _in_one_network(usable: Sequence[Sequence[Address]]) -> list[Address] | None
 
 
 def explain(reports: Reports) -> HostsUnreachableError:
-    """The error that says why there is no choice: which host does not reach which, with the result for each address."""
+    """Return the error that explains why there is no choice: which host does not reach which, with each result."""
     usable = {version: _usable(reports, version) for version in _VERSIONS}
     hosts = range(len(reports.names))
     lacking = {version: {host for host in hosts if not usable[version][host]} for version in _VERSIONS}
@@ -234,7 +234,7 @@ def explain(reports: Reports) -> HostsUnreachableError:
 
 
 def _failing_pairs(reports: Reports, targets: set[int]) -> list[tuple[int, int]]:
-    """For each unusable host, those that do not reach it at some address; first those that reach it at none."""
+    """Return, for each unusable host, the hosts that miss it at some address; first those that reach it at none."""
     found = [
         (source, target)
         for source, others in enumerate(plan(len(reports.names)))
@@ -277,7 +277,7 @@ def _say(reports: Reports, source: int, target: int, address: Address) -> str:
 
 
 def describe(answer: Answer, names: Sequence[str]) -> str:
-    """An answer in words that follow the address."""
+    """Describe an answer in words that follow the address."""
     name = "the launcher" if answer.host == LAUNCHER else names[answer.host] if 0 <= answer.host < len(names) else "?"
     return {
         ProbeResult.REACHED: "was reached",

@@ -59,7 +59,7 @@ class Address:
 
 
 def own_addresses() -> tuple[Address, ...]:
-    """This host's addresses, in the system's own order of interfaces."""
+    """Return this host's addresses, in the system's own order of interfaces."""
     import psutil  # a few milliseconds that a job on one host can save
 
     try:
@@ -132,7 +132,7 @@ class NicSettings:
     by_host: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def rules(self, host: str) -> InterfaceFilter:
-        """The rules for one host."""
+        """Return the rules for one host."""
         return InterfaceFilter(dict(self.by_host).get(host, self.general))
 
     def __bool__(self) -> bool:
@@ -176,7 +176,7 @@ def _checked(rule: str, item: str) -> str:
 
 
 def candidates(addresses: Iterable[Address], rules: InterfaceFilter) -> tuple[Address, ...]:
-    """The addresses at which other hosts may be able to reach this one, and which the user allows.
+    """Return the addresses at which other hosts may be able to reach this one, and which the user allows.
 
     Each one once: several interfaces may have the same address (anycast, a bond's halves), and it leads to one host.
     """

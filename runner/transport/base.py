@@ -24,7 +24,7 @@ class AgentStream(Protocol):
         """Frames over these streams. To be called once."""
 
     def poll(self) -> int | None:
-        """The command's exit status; None while it runs."""
+        """Return the command's exit status; None while it runs."""
 
     def starved(self) -> bool:
         """Tell whether its agent is silent only because it waits for a core or for memory, as far as is known here."""

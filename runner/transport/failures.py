@@ -120,7 +120,7 @@ def python_failure(ending: Ending, python: str) -> Diagnosis | None:
 
 
 def preflight_failure(found: Lacking, cwd: str) -> Diagnosis | None:
-    """The reason why a host cannot be used, if something is missing there."""
+    """Return the reason why a host cannot be used, if something is missing there."""
     remedy = "hvdgloo-run copies no files: provide it there at the same path (a shared file system, rsync, the image)"
     if found.machine:
         return Diagnosis(Cause.OTHER, found.machine)
@@ -144,7 +144,7 @@ def other_version(found: str, python: str) -> str:
 
 
 def other_failure(ending: Ending, command: str) -> Diagnosis:
-    """For failures that were not foreseen: the command's own last words."""
+    """Diagnose a failure that was not foreseen: quote the command's own last output."""
     how = "was ended" if ending.status is None else _describe_exit(ending.status)
     words = "; ".join(line.strip() for line in ending.lines[-3:] if line.strip())
     return Diagnosis(Cause.OTHER, f"{command} {how}" + (f": {words}" if words else " and said nothing"))

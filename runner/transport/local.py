@@ -86,7 +86,7 @@ class LocalStream(PipedProcess):
 
 
 def _be_the_agent() -> NoReturn:
-    """In the forked child, which already has its streams, folder and session: be and do what a fresh process would."""
+    """Do, in the forked child, which has its streams, directory and session, what a fresh process would do."""
     status = 1
     try:
         # The parent also waits for the end of one of these.
@@ -112,7 +112,7 @@ def _be_the_agent() -> NoReturn:
 
 
 def _descriptors() -> Iterable[int]:
-    """Those that may be open: all that are possible where there is no /proc, which the agent says in its own words."""
+    """Yield the descriptors that may be open: all possible ones without /proc, which the agent reports itself."""
     try:
         return [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:

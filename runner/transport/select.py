@@ -40,7 +40,7 @@ class PerHostSpawner:
 
 
 def choose_spawner(hosts: Sequence[HostEntry], reach: Reach, *, fork: bool = False) -> Spawner:
-    """The Spawner that starts agents on these hosts.
+    """Return the Spawner that starts agents on these hosts.
 
     Args:
         fork: this process is a launcher and nothing else, and may be forked.
@@ -115,7 +115,7 @@ class AnyHostSpawner:
 
 
 def hosts_here(hosts: Sequence[HostEntry], reach: Reach, lookup_timeout: float = 3.0) -> list[HostEntry]:
-    """The hosts that are this machine: localhost, its own name, or one of its addresses.
+    """Return the hosts that are this machine: localhost, its own name, or one of its addresses.
 
     Args:
         lookup_timeout: seconds to look up names; a name that takes longer counts as another machine's.
@@ -140,7 +140,7 @@ _LOOKUPS = 256
 
 
 def _leading_here(names: Collection[str], timeout: float) -> set[str]:
-    """Names that resolve to an address of this machine."""
+    """Return the names that resolve to an address of this machine."""
     found: set[str] = set()
     left = deque(names)
     deadline = time.monotonic() + timeout

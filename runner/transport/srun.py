@@ -45,7 +45,7 @@ class SrunSpawner:
 
 
 def srun_argv(host: HostEntry, reach: Reach, job_id: str) -> tuple[str, ...]:
-    """The command line for one node."""
+    """Return the command line for one node."""
     return (
         "srun",
         f"--jobid={job_id}",
@@ -62,7 +62,7 @@ def srun_argv(host: HostEntry, reach: Reach, job_id: str) -> tuple[str, ...]:
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which srun is started.
+    """Return the environment in which srun is started.
 
     ``SLURM_OVERLAP`` is ``--overlap`` (share the node with the job's other steps), which releases before 20.11 refuse
     as an option, but which is their default.

@@ -48,13 +48,13 @@ class SshSpawner:
 
 
 def ssh_argv(host: HostEntry, reach: Reach) -> tuple[str, ...]:
-    """The command line. ssh uses the first value that it finds for an option, so the user's arguments come first."""
+    """Return the command line. ssh uses an option's first value, so the user's arguments come first."""
     # One word for ssh, which passes it to the login shell there.
     return (*ssh_options(host, reach), "--", host.name, "exec " + shlex.join(agent_argv(reach.python)))
 
 
 def ssh_options(host: HostEntry, reach: Reach) -> tuple[str, ...]:
-    """The command line without host and command."""
+    """Return the command line without host and command."""
     argv = ["ssh", *reach.ssh_args]
     if reach.ssh_port is not None:
         argv += ["-p", str(reach.ssh_port)]
@@ -206,6 +206,6 @@ def diagnose(host: HostEntry, ending: Ending, reach: Reach) -> Diagnosis:
 
 
 def _matching(rule: _Rule, ending: Ending) -> str:
-    """The last line that contains the rule's words, without the leading name of ssh."""
+    """Return the last line that contains the rule's words, without the leading name of ssh."""
     line = next((line for line in reversed(ending.lines) if re.search(rule.pattern, line)), "")
     return line.strip().removeprefix("ssh: ")

@@ -55,7 +55,7 @@ class TemplateSpawner:
 
 
 def parse_template(text: str) -> tuple[str, ...]:
-    """The words of a template, split by a shell's rules.
+    """Return the words of a template, split by a shell's rules.
 
     Raises:
         ConfigError: there are no words, or something unknown in braces.
@@ -80,7 +80,7 @@ def parse_template(text: str) -> tuple[str, ...]:
 
 
 def fill_in(template: Sequence[str], host: HostEntry, reach: Reach) -> tuple[str, ...]:
-    """The command line for one host.
+    """Return the command line for one host.
 
     Raises:
         ConfigError: a field is not given for this host.
@@ -136,7 +136,7 @@ def diagnose(ending: Ending, reach: Reach) -> Diagnosis:
 
 
 def _container_without_python(ending: Ending, python: str) -> Diagnosis | None:
-    """``exec: "/opt/python": stat /opt/python: no such file or directory``, with any status."""
+    """Diagnose ``exec: "/opt/python": stat /opt/python: no such file or directory``, with any status."""
     line = next((line for line in ending.lines if python in line), "")
     if not re.search(r"no such file or directory|executable file not found", line, re.IGNORECASE):
         return None

@@ -448,7 +448,7 @@ class TestSettings:
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, start_new_session=True,
         )  # fmt: skip
         assert "ConfigError: HVDGLOO_TLS_CERT, HVDGLOO_TLS_KEY: " in done.stderr
-        assert "cannot be used: the private key is encrypted, and nobody can be asked" in done.stderr
+        assert "cannot be used: the private key is encrypted, and there is no way to ask" in done.stderr
 
     def test_a_key_leaves_no_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Even where files in memory are unknown."""
