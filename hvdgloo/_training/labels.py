@@ -77,7 +77,11 @@ def agreed_labels(
     if key not in names.agreed:
         with names.turn:
             if key not in names.agreed:
-                chosen = _compared(frontend, names, begin, variables, paths, process_set, list(kinds or ()))
+                try:
+                    chosen = _compared(frontend, names, begin, variables, paths, process_set, list(kinds or ()))
+                except Exception:
+                    names.asked.pop(begin, None)
+                    raise
                 held = interrupts.hold()
                 try:
                     names.agreed[key] = labels(begin, chosen)
@@ -111,11 +115,7 @@ def _compared(
             names.asked[begin] = frontend.start_array(highest, np.array([number, -number], np.int64), f"names.{begin}")
         finally:
             interrupts.release(held)
-    try:
-        extremes = names.asked[begin]()
-    except Exception:
-        del names.asked[begin]
-        raise
+    extremes = names.asked[begin]()
     if extremes[0] == -extremes[1]:
         return paths
     everyones = frontend.allgather_object((paths, kinds), f"names.{begin}", process_set)
