@@ -78,7 +78,7 @@ class Planes:
         self._config, self._decided = config, decided
         self._topology, self._rank = topology, rank
         self._store, self._prefix, self._address = store, prefix, address
-        if "torch" in sys.modules and decided["gpu_operations"] != "gloo":
+        if sys.modules.get("torch") is not None and decided["gpu_operations"] != "gloo":
             from hvdgloo._backends import gpu
 
             gpu.before_threads()
