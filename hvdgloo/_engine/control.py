@@ -149,7 +149,7 @@ class Control:
             self._sockets.register(connection, selectors.EVENT_READ, peer)
         # What the thread that has the turn may do: wait briefly for other ranks; take longer, since it is lent.
         self._may_wait, self._lent = True, False
-        executor.tell(on_room=self.room, on_failure=self.data_plane_failed)
+        executor.set_callbacks(on_room=self.room, on_failure=self.data_plane_failed)
         self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}control-{rank}", daemon=True)
 
     @property
@@ -254,8 +254,8 @@ class Control:
         self._ordered_end = error
         self.wake()
 
-    def forget_whom_to_tell(self) -> None:
-        """The thread has ended, and keeps nothing alive that it called back."""
+    def clear_callbacks(self) -> None:
+        """Keep nothing alive that was called back, once the thread has ended."""
         self._on_end = lambda error: None
 
     def close(self) -> None:

@@ -404,15 +404,15 @@ class Engine:
             if self._coordinator is not None and self._coordinator.undecided and not reason:
                 logger.warning("%s", self._coordinator.undecided)
             if ended and is_silent:
-                self._come_apart()
+                self._break_cycles()
 
-    def _come_apart(self) -> None:
+    def _break_cycles(self) -> None:
         """Break the reference cycles between the two threads, which have ended: the planes and their memory would live
         until the next garbage collection, which in an elastic job may be many epochs later."""
         self._open_backend = self._open_device = None
         self._groups.clear()  # the Context, which others may still refer to, keeps no memory
-        self._control.forget_whom_to_tell()
-        self._executor.forget_whom_to_tell()
+        self._control.clear_callbacks()
+        self._executor.clear_callbacks()
 
     def _validate(self, request: Request) -> None:
         members = self.members_of(request.process_set, request.name)

@@ -153,7 +153,7 @@ class Executor:
         """True if the backend has not let go of some operation."""
         return self._is_stuck
 
-    def tell(self, *, on_room: Callable[[], None], on_failure: Callable[[BaseException], None]) -> None:
+    def set_callbacks(self, *, on_room: Callable[[], None], on_failure: Callable[[BaseException], None]) -> None:
         """Set the callbacks; to be called before ``start``.
 
         Args:
@@ -162,8 +162,8 @@ class Executor:
         """
         self._on_room, self._on_failure = on_room, on_failure
 
-    def forget_whom_to_tell(self) -> None:
-        """The thread has ended, and keeps nothing alive that it called back."""
+    def clear_callbacks(self) -> None:
+        """Keep nothing alive that was called back, once the thread has ended."""
         self._on_room = self._on_failure = self._open_group = _nothing
 
     def start(self) -> None:

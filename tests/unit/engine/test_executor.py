@@ -139,7 +139,7 @@ class Bench:
             operation_timeout=operation_timeout,
             **options,
         )
-        self.executor.tell(on_room=self._on_room, on_failure=self._on_failure)
+        self.executor.set_callbacks(on_room=self._on_room, on_failure=self._on_failure)
 
     def open_group(self, number: int, ranks: tuple[int, ...]) -> Group | None:
         return Group(self.backend, ranks, ranks.index(RANK)) if RANK in ranks else None
