@@ -38,6 +38,10 @@ _IN_SOURCE = {  # where quotes, prefixes and comment signs can stand between two
 }
 
 
+_NOT_CHECKED = {"CHANGELOG.md", "changelog.md", "api.md", "api-tensorflow.md", "api-mxnet.md", "configuration.md"}
+"""Pages of the past, and pages that are generated from docstrings and declarations."""
+
+
 def faults(module: Module) -> list[str]:
     """List the places in a module that break a rule, each with what to write instead."""
     found = [
@@ -88,6 +92,15 @@ def done() -> list[str]:
     return DONE.read_text(encoding="utf-8").split()
 
 
+def faults_of_page(place: str, text: str) -> list[str]:
+    """List the words in a page that are to be avoided, each with what to write instead; wrapped lines count as one."""
+    return [
+        f"{place}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}: write {remedy}"
+        for words, remedy in _WORDS.items()
+        for match in words.finditer(text)
+    ]
+
+
 def _is_in(module: Module, name: str) -> bool:
     return module.name == name or module.name.startswith(f"{name}.")
 
@@ -97,6 +110,19 @@ def test_prose_that_was_mended_stays_so() -> None:
         fault for module in everything() if any(_is_in(module, name) for name in done()) for fault in faults(module)
     ]
     assert found == [], "\n" + "\n".join(found)
+
+
+def test_pages_avoid_the_words_too() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tests/README.md"]
+    written = [page for page in pages if page.name not in _NOT_CHECKED]
+    assert len(written) > 20
+    found = [fault for page in written for fault in faults_of_page(page.name, page.read_text(encoding="utf-8"))]
+    assert found == [], "\n" + "\n".join(found)
+
+
+def test_a_word_in_a_page_is_refused() -> None:
+    [fault] = faults_of_page("page.md", "# Title\n\nNames are those\nof Horovod.\n")
+    assert fault.startswith("page.md:3: ")
 
 
 def test_every_package_that_is_called_done_exists() -> None:
