@@ -26,7 +26,7 @@ from tests.support.frameworks import need
 from tests.support.pages import ROOT, generated
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-"""What users read."""
+"""Pages for users."""
 
 FOR_CONTRIBUTORS = [
     ROOT / name

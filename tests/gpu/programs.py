@@ -421,7 +421,7 @@ PARTS = {
     "streams": STREAMS + CAPTURE + CAPTURE_BESIDE + "STEPS = 120\n" + STRESS,
     "join": LOADER + JOIN,
 }
-"""What jobs of these tests run: a few long programs, since most of a short one's time is its start. With PLANES."""
+"""Programs of these tests' jobs: a few long programs, since most of a short one's time is its start. With PLANES."""
 
 THROUGHPUT = """
 import json

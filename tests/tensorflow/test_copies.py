@@ -1,4 +1,4 @@
-"""How often a tensor is copied on its way to the engine: not at all on the CPU, and once from anywhere else."""
+"""Copies of a tensor on its way to the engine: not at all on the CPU, and once from anywhere else."""
 
 from __future__ import annotations
 

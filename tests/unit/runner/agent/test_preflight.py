@@ -1,4 +1,4 @@
-"""What a host must have before its workers start. Pain 19."""
+"""Requirements of a host that are checked before its workers start. Pain 19."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a host that has failed is left alone."""
+"""Cooldown of a host that has failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers find in their environment."""
+"""The workers' environment."""
 
 from __future__ import annotations
 

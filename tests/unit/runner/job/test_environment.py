@@ -1,4 +1,4 @@
-"""Which variables travel to other hosts, and what the working directory is called there. Pain 19."""
+"""Variables that travel to other hosts, and the name of the working directory there. Pain 19."""
 
 from __future__ import annotations
 

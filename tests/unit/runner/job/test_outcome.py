@@ -1,4 +1,4 @@
-"""How a job ended: exit codes, and who is to blame, in words."""
+"""The outcome of a job: exit codes, and the cause in words."""
 
 from __future__ import annotations
 
