@@ -326,14 +326,14 @@ def _problem(training: Training, status: int | None) -> str:
         return f"it has not ended within {LIMIT:g} s: {training.error[-2000:]}"
     over = [worker for worker in training.said if worker.what == "over"]
     if status != 0:
-        # Who is killed after the first has come to its end cannot be replaced. That holds also for who has come to its
-        # own end, and is killed before its process has ended.
+        # A worker that is killed after the first one finished cannot be replaced. That also holds for one that finished,
+        # and is killed before its process has ended.
         all_over = bool(over) and len(over) == over[0].size
         sentence = _sentence(training)
         expected = bool(sentence) and (not all_over or "SIGKILL" in sentence)
         return "" if expected else f"status {status}: {training.error[-2000:]}"
     if not over or len(over) != over[0].size or {worker.step for worker in over} != {STEPS}:
-        return f"these have come to the end: {over}"
+        return f"these have finished: {over}"
     return ""
 
 

@@ -8,8 +8,8 @@ listening sockets and shared-memory segments must be gone from all hosts within 
 is silence (a network that was cut, an agent that hangs). A connection that is lost before its agent was there is
 retried, so a job may survive an accident during start-up: it then has another one.
 
-Two accidents together leave nobody who could do anything, and do not occur: agent and watchdog of a host are killed (or
-hang), and the launcher too is killed or cannot reach that host any more.
+Two accidents together leave no process that could do anything, and do not occur: agent and watchdog of a host are
+killed (or hang), and the launcher too is killed or cannot reach that host any more.
 
     python benchmarks/chaos_launch.py [--trials 100] [--seed 1] [--hosts 3]
 

@@ -321,7 +321,7 @@ def kill(members: dict[int, str], victims: Sequence[int], pause: float) -> float
 def gap_after(watched: Watched, size: int, victims: Sequence[int], pause: float, timeout: float) -> dict[str, float]:
     """Kill, wait until all ranks are there again, and look back."""
     members = watched.wait_for(size, after=0.0, timeout=timeout)
-    time.sleep(0.5)  # the measured steps are those of a job that has settled
+    time.sleep(0.5)  # only steps of a settled job are measured
     began = kill(members, victims, pause)
     survivors = [pid for rank, pid in members.items() if rank not in victims]
     watched.wait_for(size, after=began + 0.2, timeout=timeout)

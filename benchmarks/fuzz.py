@@ -1,4 +1,4 @@
-"""Inputs that nobody meant, for everything that reads what others have written, for as long as you like.
+"""Malformed inputs for everything that reads what others have written, for as long as you like.
 
     python benchmarks/fuzz.py [--seconds 60] [--target NAME ...] [--seed N] [--only NUMBER]
 

@@ -4,7 +4,7 @@
 
 Every rank is a thread of this process with a real group of one rank for each host, over loopback, without the engine.
 The two ways alternate; results are checked. Processor time is this process's, divided by the ranks: what a rank costs
-its host, except that on a real host its threads do not compete with those of all others for one interpreter. Wall time
+its host, except that on a real host its threads do not compete with all others' for one interpreter. Wall time
 means little where so many ranks share the cores. Sockets are counted after the allreduces, the listener included, and
 again after an alltoall in groups of at most ``--mesh`` ranks; threads, without the benchmark's own; bytes are what
 the rendezvous store sent to a rank on average until it was connected.

@@ -162,7 +162,7 @@ class Gate:
     def __init__(self, folder: str) -> None:
         self.path = os.path.join(folder, "gate")
         os.mkfifo(self.path)
-        # Both ends are held, so nobody waits for the other.
+        # Both ends are held, so neither waits for the other.
         self._descriptor = os.open(self.path, os.O_RDWR)
 
     def open(self) -> None:

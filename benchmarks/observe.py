@@ -2,11 +2,11 @@
 
     python benchmarks/observe.py [--np 2] [--seconds 30] [--steps 4] [--network mlp] [--json FILE]
 
-One job trains, and has somebody who takes its samples, as an agent does for a page. In blocks of a few steps, all ranks
-count by turns or do not (as with HVDGLOO_OBSERVE=0). The time of a block is the slowest rank's. Printed are medians of
-a step, of the ratios of neighbouring blocks' times and processor times, with the interval in which the median lies with
-a probability of 95 %; and what a rank's samples cost, of which there is one per second. "small" is no network but
-allreduces of 4 bytes, one after another.
+One job trains, and has a reader that takes its samples, as an agent does for a page. In blocks of a few steps, all
+ranks count by turns or do not (as with HVDGLOO_OBSERVE=0). The time of a block is the slowest rank's. Printed are
+medians of a step, of the ratios of neighbouring blocks' times and processor times, with the interval in which the
+median lies with a probability of 95 %; and what a rank's samples cost, of which there is one per second. "small" is no
+network but allreduces of 4 bytes, one after another.
 
     python benchmarks/observe.py --idle [--seconds 20]
 

@@ -3,9 +3,9 @@
     python benchmarks/page.py [--cases 4x1,64x10,1024x1,1024x100] [--seconds 10]
 
 A simulated job of so many ranks says something of each rank every second; so many readers follow it live, in a process
-of their own. "page" is the processor time of the server, in milliseconds for each second of the job; "observatory" that
-of what it reads from, simulation included. Then: what a reader gets for each second, and the time to answer a request
-for the whole job (the least of ten).
+of their own. "page" is the processor time of the server, in milliseconds for each second of the job; "observatory" the
+same for the source that it reads from, simulation included. Then: what a reader gets for each second, and the time to
+answer a request for the whole job (the least of ten).
 """
 
 from __future__ import annotations

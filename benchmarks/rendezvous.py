@@ -1,7 +1,7 @@
 """The cost of a job's rendezvous for its server: N simulated workers do all that a worker does, with authentication on.
 
 Each worker has a connection of its own, registers, publishes one value of the size that Gloo publishes when it connects
-lazily (154 bytes), gets those of its neighbours in a ring and a hypercube of all ranks, says that it has connected, and
+lazily (154 bytes), gets its neighbours' in a ring and a hypercube of all ranks, says that it has connected, and
 waits for rank 0, which asks whether all have. Every request is signed as a client signs it, and every answer's
 signature is verified.
 

@@ -1,7 +1,7 @@
 """The pieces of ``scaling.py`` that are measured: what an agreement, a step between or within hosts, and a byte cost.
 
 Small jobs measure them, whose ranks are processes of this machine, or of hosts that are network namespaces of it
-(``Place``). Processor time is that of the ranks' processes, with what the kernel does for them. It depends on what else
+(``Place``). Processor time is the ranks' processes' own, with what the kernel does for them. It depends on what else
 the processors do: an exchange takes 0.12 ms of a rank's where two ranks have a processor each, and 0.6 where eight
 share two and find each other's data in the caches. So there are as many ranks as in what is to be predicted
 (``Crowd``): each with a processor of its own for a cluster, many for this machine.
@@ -125,7 +125,7 @@ def every_rank(call: Callable[[], object], rounds: int, pause: float = 0.0) -> d
     """Call something so many times on all ranks at once.
 
     Args:
-        pause: seconds from the beginning of one call to that of the next; 0 to call again at once.
+        pause: seconds from the beginning of one call to the next one's; 0 to call again at once.
 
     Returns:
         ``elapsed``: the slowest rank's, the median; ``used``: of a rank's processors, the mean of the ranks, of each of

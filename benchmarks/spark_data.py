@@ -39,7 +39,7 @@ def _seconds(call: Callable[[], Any], rounds: int) -> float:
 def measure_write(spark: Any, rounds: int) -> dict[str, float]:
     from pyspark.ml.functions import array_to_vector
     from pyspark.sql import Row
-    from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+    from pyspark.sql import functions as F  # noqa: N812 - as is the custom
 
     from hvdgloo.spark.common.store import Store
     from hvdgloo.spark.common.util import clear_training_cache, prepare_data

@@ -5,7 +5,7 @@
 Two networks of Keras on made-up data, in a tf.function, one thread within operators and two across them per rank. All
 ways train copies of the same network in the same processes; a round is one step of each in turn, after a barrier. The
 strategy's collectives are its gRPC ring. The time of a step is the slowest rank's; medians are printed, and how many
-times as fast as the strategy hvdgloo is. "alone" does not communicate: nobody can be faster.
+times as fast as the strategy hvdgloo is. "alone" does not communicate: nothing can be faster.
 """
 
 from __future__ import annotations

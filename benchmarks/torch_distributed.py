@@ -3,7 +3,7 @@
     python benchmarks/torch_distributed.py [--np 2] [--rounds 21] [--only small,large,training] [--json FILE]
 
 Starts its own processes on this host, with one thread each. In each round every case is measured once for each backend,
-in an order that changes from round to round. A time is that of the slowest rank; small operations are repeated within a
+in an order that changes from round to round. A time is the slowest rank's; small operations are repeated within a
 measurement. Printed are the least and the median of the rounds, and their ratios: below 1 hvdgloo is faster.
 """
 

@@ -4,7 +4,7 @@
 
 Three networks on made-up data, one thread per rank. All ways train copies of the same network in the same processes; a
 round is one step of each in turn, after a barrier. The time of a step is the slowest rank's; medians are printed, and
-how many times as fast as DistributedDataParallel hvdgloo is. "alone" does not communicate: nobody can be faster.
+how many times as fast as DistributedDataParallel hvdgloo is. "alone" does not communicate: nothing can be faster.
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ def be_rank(rank: int, slots: Sequence[int], fanin: int, endpoint: str, seconds:
 
 
 def agree(ranks: int, hosts: int, fanin: int, seconds: float) -> None:
-    """Print how far so many processes have come."""
+    """Print the progress of so many processes."""
     slots = [ranks // hosts + (host < ranks % hosts) for host in range(hosts)]
     context = multiprocessing.get_context("fork")
 

@@ -127,7 +127,7 @@ def trained(name: str, seconds: float) -> dict[str, Any]:
 
 
 def gridded(choice: Sequence[Any] | None, seconds: float) -> dict[str, Any]:
-    """One rank's figures: what is chosen, or for a choice those of the full grid."""
+    """One rank's figures: what is chosen, or for a choice the full grid's."""
     import numpy as np
 
     import hvdgloo.numpy as hvd
