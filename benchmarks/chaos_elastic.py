@@ -326,7 +326,7 @@ def _problem(training: Training, status: int | None) -> str:
         return f"it has not ended within {LIMIT:g} s: {training.error[-2000:]}"
     over = [worker for worker in training.said if worker.what == "over"]
     if status != 0:
-        # A worker that is killed after the first one finished cannot be replaced. That also holds for one that finished,
+        # A worker that is killed after the first one finished cannot be replaced; neither can one that finished,
         # and is killed before its process has ended.
         all_over = bool(over) and len(over) == over[0].size
         sentence = _sentence(training)
