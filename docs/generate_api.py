@@ -62,7 +62,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 MORE = (
-    ("hvdgloo.torch._distributed", "DistributedTorchOptimizer", "What `DistributedOptimizer` returns"),
+    ("hvdgloo.torch._distributed_optimizer", "DistributedTorchOptimizer", "What `DistributedOptimizer` returns"),
     ("hvdgloo.torch._powersgd", "PowerSGD", "`hvd.Compression.powersgd`"),
     ("hvdgloo.types", "Metrics", "What `hvd.metrics()` returns"),
     ("hvdgloo.types", "PlaneMetrics", ""),

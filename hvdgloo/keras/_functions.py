@@ -18,9 +18,9 @@ from hvdgloo._collectives.arrays import broadcast_arrays
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._training.labels import path_of
 from hvdgloo.errors import EagerExecutionError, InvalidArgumentError
-from hvdgloo.keras import _distributed as distributed
+from hvdgloo.keras import _distributed_optimizer as distributed
 from hvdgloo.keras._compression import Compression
-from hvdgloo.keras._distributed import KerasOptions
+from hvdgloo.keras._distributed_optimizer import KerasOptions
 from hvdgloo.numpy._adapter import Array
 from hvdgloo.numpy._compression import Compression as NumpyCompression
 from hvdgloo.numpy._frontend import FRONTEND

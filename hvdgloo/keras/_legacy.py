@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from hvdgloo._training.reducer import check_passes
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.keras._distributed import FINITE, KerasOptions, check_op, saved_as
+from hvdgloo.keras._distributed_optimizer import FINITE, KerasOptions, check_op, saved_as
 
 _NO_PASSES = (
     "backward_passes_per_step= cannot be combined with a LossScaleOptimizer of tf_keras; accumulate gradients in the "

@@ -21,13 +21,13 @@ from hvdgloo._training.options import make_reducer, named_groups
 from hvdgloo._training.reducer import GradientReducer
 from hvdgloo._training.weights import check_late, checksum, samples_of
 from hvdgloo.errors import HvdglooError
-from hvdgloo.keras._distributed import FINITE, REMEDY, DistributedKerasOptimizer, KerasOptions, label_of
+from hvdgloo.keras._distributed_optimizer import FINITE, REMEDY, DistributedKerasOptimizer, KerasOptions, label_of
 from hvdgloo.numpy._frontend import FRONTEND
 from hvdgloo.types import DType, ReduceOp, TensorSpec
 
 
 class JaxSync:
-    """See ``hvdgloo.keras._distributed.Sync``."""
+    """See ``hvdgloo.keras._distributed_optimizer.Sync``."""
 
     def __init__(self, options: KerasOptions) -> None:
         self._options = options

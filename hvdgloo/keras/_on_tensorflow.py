@@ -7,14 +7,14 @@ from typing import Any
 
 import keras
 
-from hvdgloo.keras._distributed import FINITE, KerasOptions
+from hvdgloo.keras._distributed_optimizer import FINITE, KerasOptions
 from hvdgloo.tensorflow import _xla as xla
 from hvdgloo.tensorflow._frontend import FRONTEND, in_graph
 from hvdgloo.tensorflow._gradients import GradientSync
 
 
 class TensorFlowSync:
-    """See ``hvdgloo.keras._distributed.Sync``."""
+    """See ``hvdgloo.keras._distributed_optimizer.Sync``."""
 
     def __init__(self, options: KerasOptions) -> None:
         self._sync = GradientSync(FRONTEND, options)

@@ -30,7 +30,7 @@ from hvdgloo._platform import interrupts
 from hvdgloo._training.labels import agreed_labels
 from hvdgloo._training.options import make_reducer, named_groups
 from hvdgloo._training.weights import check_late
-from hvdgloo.keras._distributed import REMEDY, KerasOptions, label_of
+from hvdgloo.keras._distributed_optimizer import REMEDY, KerasOptions, label_of
 from hvdgloo.torch._compilation import uncompiled, uncompiled_methods
 from hvdgloo.torch._frontend import FRONTEND
 from hvdgloo.torch._weights import checksum_of
@@ -64,7 +64,7 @@ class _Step:
 
 
 class TorchSync:
-    """See ``hvdgloo.keras._distributed.Sync``."""
+    """See ``hvdgloo.keras._distributed_optimizer.Sync``."""
 
     def __init__(self, options: KerasOptions) -> None:
         self._options = options

@@ -1,4 +1,4 @@
-"""``DistributedOptimizer`` of Keras's front-end; how it works is in ``hvdgloo.keras._distributed``."""
+"""``DistributedOptimizer`` of Keras's front-end; how it works is in ``hvdgloo.keras._distributed_optimizer``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._training.options import Groups, layers_in, whichever
-from hvdgloo.keras import _distributed as distributed
+from hvdgloo.keras import _distributed_optimizer as distributed
 from hvdgloo.keras import _legacy as legacy
-from hvdgloo.keras._distributed import KerasOptions
+from hvdgloo.keras._distributed_optimizer import KerasOptions
 from hvdgloo.types import ReduceOp
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer"]

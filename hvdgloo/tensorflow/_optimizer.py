@@ -11,8 +11,8 @@ import tensorflow as tf
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._training.options import GradientOptions, Groups, layers_in, whichever
+from hvdgloo.tensorflow import _distributed_optimizer as v1
 from hvdgloo.tensorflow import _tape as tape
-from hvdgloo.tensorflow import _v1 as v1
 from hvdgloo.tensorflow._adapter import Tensor
 from hvdgloo.tensorflow._frontend import FRONTEND, public
 from hvdgloo.tensorflow._gradients import GradientSync

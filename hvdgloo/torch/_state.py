@@ -14,7 +14,7 @@ import torch
 from hvdgloo._collectives import objects
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.torch._distributed import plain_class
+from hvdgloo.torch._distributed_optimizer import plain_class
 from hvdgloo.torch._parameters import refuse_unsendable
 from hvdgloo.types import TensorSpec
 

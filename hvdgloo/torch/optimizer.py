@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``, where Horovod's programs look for it; how it works is in ``hvdgloo.torch._distributed``."""
+"""``DistributedOptimizer``, where Horovod's programs look for it; see ``hvdgloo.torch._distributed_optimizer``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hvdgloo._collectives.compression import Compressor
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._training.options import Groups, whichever
-from hvdgloo.torch import _distributed as distributed
+from hvdgloo.torch import _distributed_optimizer as distributed
 from hvdgloo.torch._frontend import FRONTEND
 from hvdgloo.torch._parameters import NamedParameters, ReductionOptions
 from hvdgloo.torch.compression import Compression
@@ -56,7 +56,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
 
     Returns:
         an instance of a class made from the optimizer's own, of the same name, with the methods of
-        ``hvdgloo.torch._distributed.DistributedTorchOptimizer``.
+        ``hvdgloo.torch._distributed_optimizer.DistributedTorchOptimizer``.
         Its state dict is the plain optimizer's, and either loads the other's. A parameter without a gradient
         counts as zeros. A deep copy is another distributed optimizer, a pickle the plain one.
 

@@ -29,7 +29,7 @@ from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import BackendError, HorovodInternalError, MismatchError  # noqa: E402
 from hvdgloo.rendezvous import MemoryStore  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch._distributed import wrap  # noqa: E402
+from hvdgloo.torch._distributed_optimizer import wrap  # noqa: E402
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402

@@ -16,9 +16,9 @@ from hvdgloo._backends import gpu  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.torch import _buckets as buckets  # noqa: E402
-from hvdgloo.torch import _distributed  # noqa: E402
+from hvdgloo.torch import _distributed_optimizer  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch._distributed import ReductionOptions, wrap  # noqa: E402
+from hvdgloo.torch._distributed_optimizer import ReductionOptions, wrap  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from tests.support.gpus import Schedule, Simulated, on_gpu, simulated  # noqa: E402
 from tests.support.gpus.worlds import world  # noqa: E402
@@ -268,7 +268,7 @@ def test_a_gradient_becomes_its_part_of_the_bucket(late: Simulated, monkeypatch:
     as in any other format."""
     # Python cannot count the uses of simulated memory. The other count is kept for the process's other tests.
     monkeypatch.setattr(buckets, "_uses", lambda gradient: (1,))
-    for module in (buckets, _distributed):
+    for module in (buckets, _distributed_optimizer):
         monkeypatch.setattr(module, "uses_of_a_private_gradient", lambda: (1,))
 
     def body(context: Context) -> None:

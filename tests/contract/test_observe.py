@@ -316,7 +316,7 @@ def test_totals_go_on_in_the_next_engine() -> None:
 def test_the_optimizers_steps_are_counted_in_torch(ranks: Callable[..., World]) -> None:
     torch = pytest.importorskip("torch")
     from hvdgloo.torch._adapter import TorchAdapter
-    from hvdgloo.torch._distributed import wrap
+    from hvdgloo.torch._distributed_optimizer import wrap
     from hvdgloo.torch._parameters import ReductionOptions
 
     def rank_body(context: Context) -> Metrics:

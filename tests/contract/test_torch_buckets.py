@@ -20,7 +20,7 @@ from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import MismatchError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._buckets import plan  # noqa: E402
-from hvdgloo.torch._distributed import DistributedTorchOptimizer, wrap  # noqa: E402
+from hvdgloo.torch._distributed_optimizer import DistributedTorchOptimizer, wrap  # noqa: E402
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402

@@ -21,7 +21,7 @@ from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._collectives.names import ASYNCHRONOUS, COLLECTIVES, IN_PLACE, OBJECTS, PROCESS_SETS  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch._distributed import DistributedTorchOptimizer, wrap  # noqa: E402
+from hvdgloo.torch._distributed_optimizer import DistributedTorchOptimizer, wrap  # noqa: E402
 from hvdgloo.torch._frontend import TorchFrontend  # noqa: E402
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch.elastic import ElasticSampler, TorchState  # noqa: E402

@@ -17,7 +17,7 @@ from torch import Tensor, nn  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.torch import SyncBatchNorm  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch._distributed import wrap  # noqa: E402
+from hvdgloo.torch._distributed_optimizer import wrap  # noqa: E402
 from hvdgloo.torch._frontend import TorchFrontend  # noqa: E402
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch._state import broadcast_optimizer_state, broadcast_parameters  # noqa: E402

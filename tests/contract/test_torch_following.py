@@ -22,7 +22,7 @@ from hvdgloo._collectives.process_sets import ProcessSet  # noqa: E402
 from hvdgloo._training.options import Groups  # noqa: E402
 from hvdgloo.errors import BackendError, HorovodInternalError, InvalidArgumentError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch._distributed import DistributedTorchOptimizer, wrap  # noqa: E402
+from hvdgloo.torch._distributed_optimizer import DistributedTorchOptimizer, wrap  # noqa: E402
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch._state import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402

@@ -14,7 +14,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import GradientsInFlightError  # noqa: E402
-from hvdgloo.torch._distributed import DistributedTorchOptimizer  # noqa: E402
+from hvdgloo.torch._distributed_optimizer import DistributedTorchOptimizer  # noqa: E402
 from hvdgloo.torch._powersgd import PowerSGD  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
 from tests.contract.test_torch_optimizer import distribute  # noqa: E402

@@ -16,7 +16,7 @@ from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import InvalidArgumentError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
-from hvdgloo.torch._distributed import wrap  # noqa: E402
+from hvdgloo.torch._distributed_optimizer import wrap  # noqa: E402
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch._state import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 from tests.support.world import World  # noqa: E402

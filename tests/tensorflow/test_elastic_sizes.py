@@ -18,9 +18,9 @@ from hvdgloo._collectives.process_sets import global_process_set as _everyone
 from hvdgloo._job.context import Context
 from hvdgloo._training.options import GradientOptions
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError
+from hvdgloo.tensorflow import _distributed_optimizer as v1
 from hvdgloo.tensorflow import _sparse as sparse
 from hvdgloo.tensorflow import _tape as tapes
-from hvdgloo.tensorflow import _v1 as v1
 from hvdgloo.tensorflow import sync_batch_norm
 from hvdgloo.tensorflow._adapter import TensorFlowAdapter
 from hvdgloo.tensorflow._frontend import TensorFlowFrontend

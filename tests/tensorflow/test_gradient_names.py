@@ -14,7 +14,7 @@ from hvdgloo._training.options import GradientOptions
 from hvdgloo.errors import HorovodInternalError, MismatchError, StallError
 from hvdgloo.keras import _on_tensorflow as on_tensorflow
 from hvdgloo.keras import _optimizer as hvd_keras
-from hvdgloo.keras._distributed import KerasOptions
+from hvdgloo.keras._distributed_optimizer import KerasOptions
 from hvdgloo.tensorflow._gradients import GradientSync
 from tests.support.ways import frontend_of
 from tests.support.world import World

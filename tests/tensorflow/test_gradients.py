@@ -22,8 +22,8 @@ from hvdgloo.errors import HorovodInternalError, InvalidArgumentError
 from hvdgloo.keras import _functions as keras_functions
 from hvdgloo.keras import _optimizer as hvd_keras
 from hvdgloo.numpy._adapter import NumpyAdapter
+from hvdgloo.tensorflow import _distributed_optimizer as v1
 from hvdgloo.tensorflow import _tape as tapes
-from hvdgloo.tensorflow import _v1 as v1
 from hvdgloo.tensorflow import util
 from hvdgloo.tensorflow._frontend import TensorFlowFrontend
 from hvdgloo.tensorflow._gradients import GradientSync, _Batch

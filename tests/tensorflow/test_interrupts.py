@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 from hvdgloo._training.options import GradientOptions
+from hvdgloo.tensorflow import _distributed_optimizer as v1
 from hvdgloo.tensorflow import _tape as tape
-from hvdgloo.tensorflow import _v1 as v1
 from hvdgloo.tensorflow._gradients import GradientSync, _interrupted
 from hvdgloo.types import ReduceOp
 from tests.support.interrupting import at_each_line, interrupted_at

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.keras import _on_torch as on_torch  # noqa: E402
-from hvdgloo.keras._distributed import KerasOptions  # noqa: E402
+from hvdgloo.keras._distributed_optimizer import KerasOptions  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._frontend import TorchFrontend  # noqa: E402
 from tests.support.gpus import GpuTensor, Schedule, Simulated, on_gpu, simulated  # noqa: E402

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.keras import _legacy as legacy
-from hvdgloo.keras._distributed import KerasOptions
+from hvdgloo.keras._distributed_optimizer import KerasOptions
 from hvdgloo.tensorflow._gradients import GradientSync
 from hvdgloo.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from hvdgloo.types import ReduceOp

@@ -13,8 +13,8 @@ import tensorflow as tf
 from hvdgloo._job.context import Context
 from hvdgloo._training import weights
 from hvdgloo._training.options import GradientOptions
+from hvdgloo.tensorflow import _distributed_optimizer as v1
 from hvdgloo.tensorflow import _tape as tape
-from hvdgloo.tensorflow import _v1 as v1
 from hvdgloo.tensorflow._gradients import GradientSync
 from hvdgloo.tensorflow._weights import checksum_of
 from hvdgloo.types import ReduceOp

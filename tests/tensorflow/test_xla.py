@@ -17,7 +17,7 @@ from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.keras import _legacy as legacy
 from hvdgloo.keras import _on_tensorflow as on_tensorflow
 from hvdgloo.keras import _optimizer as hvd_keras
-from hvdgloo.keras._distributed import KerasOptions
+from hvdgloo.keras._distributed_optimizer import KerasOptions
 from hvdgloo.tensorflow import _tape as tapes
 from hvdgloo.tensorflow import _xla as xla
 from hvdgloo.tensorflow._frontend import TensorFlowFrontend

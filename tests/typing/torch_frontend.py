@@ -6,7 +6,7 @@ import torch
 from typing_extensions import assert_type
 
 import hvdgloo.torch as hvd
-from hvdgloo.torch._distributed import DistributedTorchOptimizer
+from hvdgloo.torch._distributed_optimizer import DistributedTorchOptimizer
 
 
 def train(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:

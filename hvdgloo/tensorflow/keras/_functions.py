@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo.keras import _functions as functions
 from hvdgloo.keras import _legacy as legacy
-from hvdgloo.keras._distributed import KerasOptions
+from hvdgloo.keras._distributed_optimizer import KerasOptions
 from hvdgloo.tensorflow._frontend import public
 from hvdgloo.types import ReduceOp
 

@@ -15,7 +15,7 @@ from hvdgloo.elastic._values import copied, digest
 from hvdgloo.elastic.state import ObjectState
 from hvdgloo.torch import _state as broadcasting
 from hvdgloo.torch._compilation import uncompiled_methods
-from hvdgloo.torch._distributed import DistributedTorchOptimizer, plain_class
+from hvdgloo.torch._distributed_optimizer import DistributedTorchOptimizer, plain_class
 from hvdgloo.torch._frontend import FRONTEND
 from hvdgloo.torch.elastic import _steps
 from hvdgloo.torch.elastic._behind import Behind
