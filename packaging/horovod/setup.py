@@ -11,12 +11,14 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 INSTALLING = {"bdist_wheel", "dist_info", "editable_wheel", "install", "develop"}
-"""What is run where the result is installed; building a source distribution is not part of it."""
+"""Commands that run where the result is installed, unlike the one that builds a source distribution."""
 
 
 def horovod() -> Path | None:
-    """Where Horovod is installed, or None. pip builds in an environment of its own, which hides what is installed from
-    ``import``, but not the folder it is in."""
+    """Return the directory in which Horovod is installed, or None.
+
+    pip builds in an environment of its own, which hides installed packages from ``import``, but not their directories.
+    """
     for name in ("platlib", "purelib"):
         folder = Path(sysconfig.get_path(name), "horovod")
         if (folder / "__init__.py").is_file():
@@ -31,5 +33,5 @@ if found is not None and not INSTALLING.isdisjoint(sys.argv):
         "run `pip uninstall horovod` first, or use an environment without it."
     )
 
-# setuptools takes a folder of stubs for a namespace.
+# setuptools regards a directory of stubs as a namespace package.
 setup(packages=find_namespace_packages(include=["horovod-stubs", "horovod-stubs.*"]))
