@@ -70,7 +70,9 @@ def test_what_treats_elements_one_by_one_may_compress_a_bucket(compressor: objec
     assert is_elementwise(compressor)
 
 
-@pytest.mark.parametrize("compressor", [ByNorm, ByNorm(), Rescaled, None, object()], ids=str)
+@pytest.mark.parametrize(
+    "compressor", [ByNorm, ByNorm(), Rescaled, None, object()], ids=["class", "object", "derived", "none", "other"]
+)
 def test_what_derives_from_it_and_compresses_otherwise_must_say_so_again(compressor: object) -> None:
     assert not is_elementwise(compressor)
 
