@@ -49,6 +49,14 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    # The launcher's commands have Ctrl-C end the process at once. A test that calls one must not leave that to the
+    # next test in this process.
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     if " at 0x" in item.nodeid:  # which no two of pytest's processes would call alike
         raise pytest.UsageError(f"{item.nodeid}: give the test's parameters names (ids=)")
