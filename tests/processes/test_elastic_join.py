@@ -138,7 +138,7 @@ def test_a_forked_child_does_not_hide_its_parent_s_death(tmp_path: Path) -> None
     program = PROGRAM.replace(
         "    step = 0\n",
         """
-    descriptors = job._access.client.descriptors
+    descriptors = job._participant.client.descriptors
     if not os.fork():
         name = f"{os.environ['JOB_FOLDER']}/child.{os.getppid()}"
         with open(name + ".part", "w") as file:

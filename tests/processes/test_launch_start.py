@@ -216,7 +216,7 @@ def test_without_hosts_and_gpus_one_process_is_started_and_that_is_said(launcher
     done = launcher.run(launcher.script(DUMP), "-np", "2", env={"CUDA_VISIBLE_DEVICES": ""})
     assert sorted(dumps(done)) == [0]
     assert "starting 1 process (there is no GPU)" in done.stderr or "one for each" in done.stderr
-    assert "-np comes after the program" in done.stderr
+    assert "-np follows the program" in done.stderr
     assert "write hvdgloo-run -np 2 worker.py\n" in done.stderr
 
 
