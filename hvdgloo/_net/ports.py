@@ -156,7 +156,7 @@ def hold_free_port(port_range: PortRange | None = None) -> PortHold:
         except _HeldError:
             held.append(port)
             continue
-        if _is_free(port):
+        if _is_free(port, listens=port_range is not None):
             return hold
         hold.close()
     for port in _held_by_others(held):
@@ -247,8 +247,13 @@ def _ephemeral_ports() -> PortRange:
         return 49152, 65535
 
 
-def _is_free(port: int) -> bool:
-    """Tell whether a listener could be opened at any address; connections in TIME_WAIT do not matter."""
+def _is_free(port: int, *, listens: bool = True) -> bool:
+    """Tell whether a listener could be opened at any address.
+
+    Args:
+        listens: True to open one, so that connections in TIME_WAIT do not matter. False for a port outside of the
+            user's range, where nothing may listen even for a moment; such a connection then makes it look taken.
+    """
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             probe = socket.socket(family)
@@ -256,11 +261,13 @@ def _is_free(port: int) -> bool:
             continue  # no IPv6 here
         with probe:
             try:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                if listens:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((address, port))
-                probe.listen(1)
+                if listens:
+                    probe.listen(1)
             except OSError as error:
                 if family == socket.AF_INET6 and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     continue  # IPv6 is switched off
