@@ -1,0 +1,138 @@
+"""Calls of a process group: how they are carried out, whatever the collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+
+from hvdgloo._backends import base
+from hvdgloo._backends.base import Backend
+from hvdgloo._backends.shm.calls import Call
+from hvdgloo._backends.shm.small import Patience
+from hvdgloo._platform import interrupts
+from hvdgloo.torch.distributed import _tensors
+from hvdgloo.torch.distributed._queue import Operation, OperationQueue
+from hvdgloo.torch.distributed._tensors import Finish
+from hvdgloo.types import ReduceOp
+
+Options = Any
+"""One of torch's classes of options, or None."""
+
+
+class Finished(Work):
+    """Result of a synchronous operation, which ended before it returned."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+FINISHED = Finished()
+
+
+class Defaults:
+    """The options of a call that gives none: pybind has overloads such as ``allreduce(tensor, op)``."""
+
+    def __init__(self, op: Any = dist.ReduceOp.SUM, root: int = 0, timeout: timedelta | None = None) -> None:
+        self.reduceOp, self.rootRank, self.timeout = op, root, timeout
+        self.asyncOp = True
+
+
+class GroupCalls:
+    """Common parts of a group's collectives.
+
+    Args:
+        queue: of the group.
+        rank, size: within the group.
+        seconds: after which a call fails that gives no timeout of its own.
+    """
+
+    def __init__(self, queue: OperationQueue, rank: int, size: int, seconds: float) -> None:
+        self._queue, self._own_rank, self._own_size, self._seconds = queue, rank, size, seconds
+        self._sequence = 0
+        self._coalescing = False
+        self._last: Work = FINISHED
+
+    def _timeout_of(self, opts: Options) -> float:
+        given = getattr(opts, "timeout", None)
+        return self._seconds if given is None or given < timedelta(0) else given.total_seconds()
+
+    def _add(
+        self, call: Call, start: Callable[[Backend], base.Work], finish: Finish | None, result: Any, opts: Options
+    ) -> Work:
+        self._sequence += 1
+        asynchronous = getattr(opts, "asyncOp", True)
+        operation = Operation(self._queue, call, start, finish, result, self._timeout_of(opts))
+        if self._coalescing:
+            self._last = operation
+        return self._queue.add(operation, waits=not asynchronous)
+
+    def _at_once(self, call: Call, nbytes: int, opts: Options, do: Callable[[Any, Patience], None]) -> bool:
+        """Carry out a small call of a caller that waits for it, if nothing else of the group is under way.
+
+        Args:
+            nbytes: that each rank gives.
+            do: is handed the ``SmallCollectives`` and a function that waits.
+
+        Returns:
+            False if the call has to take the usual way.
+        """
+        queue = self._queue
+        connection = queue.connection
+        if connection is None or connection.small is None or getattr(opts, "asyncOp", True):
+            return False
+        if not connection.small.fits(nbytes) or not queue.carrying_out.acquire(blocking=False):
+            return False
+        held = interrupts.hold()
+        try:
+            if queue.waiting or queue.failure is not None:
+                return False
+            self._sequence += 1
+            assert connection.calls is not None
+            connection.calls.begin(call)
+            do(connection.small, queue.wait_small(call, self._timeout_of(opts)))
+            if connection.calls.mismatch():
+                connection.check_peers()
+        except Exception as failure:
+            raise queue.fail(call, failure) from failure
+        except BaseException as interrupt:
+            queue.fail(call, RuntimeError(f"interrupted by {type(interrupt).__name__}"))
+            raise
+        finally:
+            queue.carrying_out.release()
+            interrupts.release(held)
+        return True
+
+    def barrier(self, opts: Options = None, timeout: timedelta | None = None) -> Work:
+        call = Call("barrier")
+        if self._at_once(call, 0, opts, lambda small, wait: small.barrier(wait)):
+            return FINISHED
+        here = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        buffer = _tensors.numbers(here)
+        return self._add(call, lambda backend: backend.allreduce(buffer, ReduceOp.MAX), None, [here], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks have called it; the error names those that have not."""
+        self.barrier(Defaults(timeout=timeout)).wait()
+
+    # Calls within torch.distributed._coalescing_manager begin one by one.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = True
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        self._coalescing, last, self._last = False, self._last, FINISHED
+        return last  # the others have ended before it
