@@ -64,7 +64,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    # Modules and the tests themselves stay. Nobody has to go through them in search of garbage again and again: not
+    # Modules and the tests themselves stay. The garbage collector need not go through them again and again: not
     # while they become more and more, which takes a quarter of the time, and not later, half a second each time.
     gc.disable()
     try:
@@ -125,7 +125,7 @@ def world(
 
     In a module that sets ``USED_AGAIN``, a world without settings of its own is the next test's, if all is well in it:
     to connect the ranks takes most of the time of such a test, and a job goes on after one collective, too. With
-    ``fresh=True`` nobody has used it.
+    ``fresh=True`` no test has used it.
     """
     used_again = getattr(request.module, "USED_AGAIN", False)
     worlds: list[World] = []

@@ -1,7 +1,7 @@
 """The project's own source as data: modules, what they import, what they call. Nothing is imported or run.
 
 The symlinks ``hvdgloo/rendezvous`` and ``hvdgloo/runner`` are not followed; their targets at the top level are read
-under the names by which everybody imports them.
+under the names by which they are imported.
 """
 
 from __future__ import annotations

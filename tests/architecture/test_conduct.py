@@ -322,7 +322,7 @@ def test_pickles_are_read_where_their_seal_was_checked_and_nowhere_else() -> Non
 
 
 def test_signatures_are_made_and_compared_in_few_places() -> None:
-    """Pain 30: whoever audits them need not look anywhere else."""
+    """Pain 30: an auditor need not look anywhere else."""
     assert {module.name for module in library().values() if any(i.target == "hmac" for i in imports(module))} == set(
         SIGNS
     )
@@ -478,7 +478,7 @@ def compared(said: set[str], modules: Iterable[Module]) -> dict[str, set[str]]:
 
 
 def _literals(module: Module) -> list[str]:
-    """All strings of a module but for docstrings and other strings that nobody uses."""
+    """All strings of a module but for docstrings and other strings that are not used."""
     unused = {id(node.value) for node in nodes(module.tree) if isinstance(node, ast.Expr)}
     return [
         node.value
@@ -488,7 +488,7 @@ def _literals(module: Module) -> list[str]:
 
 
 def test_each_message_is_compared_word_for_word_in_one_place() -> None:
-    """Whoever improves a message changes one test; others look for the facts in it."""
+    """Rewording a message changes one test; other tests look for the facts in it."""
     tests = [module for module in everything() if module.name.startswith("tests.")]
     found = compared(sentences(library().values()), tests)
     assert len(found) > 50
@@ -496,7 +496,7 @@ def test_each_message_is_compared_word_for_word_in_one_place() -> None:
 
 
 def test_a_message_that_two_modules_compare_is_found() -> None:
-    text = "nobody has ever seen anything like it"
+    text = "no rank has ever seen anything like it"
     said = sentences([parse("hvdgloo.x", f"raise ValueError(f'{{x}}: {text}\\n{{y}}')")])
     assert said == {f": {text}"}
     one = parse("tests.one", f"assert 'oh: {text}' in x")

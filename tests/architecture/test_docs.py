@@ -244,7 +244,7 @@ def test_the_picture_of_the_architecture_is_up_to_date() -> None:
 
 
 def test_horovods_extras_are_there() -> None:
-    """``horovod[tensorflow,keras,pytorch,mxnet]`` in somebody's requirements: only the first word has to change."""
+    """``horovod[tensorflow,keras,pytorch,mxnet]`` in a user's requirements: only the first word has to change."""
     setup, stand_in = configparser.ConfigParser(), configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     stand_in.read(ROOT / "packaging/horovod/setup.cfg", encoding="utf-8")
@@ -258,7 +258,7 @@ def test_horovods_extras_are_there() -> None:
 
 @pytest.mark.parametrize("name", [*FRAMEWORKS, "Python", "numpy", "flask", "cheroot", "cloudpickle"])
 def test_this_environment_is_in_the_matrix(name: str) -> None:
-    """Pains 3 and 4: whoever runs the tests hears of versions that the matrix lacks; that alone is no failure."""
+    """Pains 3 and 4: a run of the tests reports versions that the matrix lacks; that alone is no failure."""
     if name in ("pygloo", "pyspark", "pyarrow", "fsspec", "ray"):
         pytest.importorskip(name, reason="its tests have an environment of their own")
     if name in ("torch", "tensorflow", "keras", "mxnet"):

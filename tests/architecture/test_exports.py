@@ -281,7 +281,7 @@ def is_private(name: str) -> bool:
 
 
 PUBLIC_MODULES = {
-    # Values that embedders pass, and errors that everybody catches.
+    # Values that embedders pass, and errors that every caller may catch.
     "hvdgloo.config",
     "hvdgloo.errors",
     "hvdgloo.topology",

@@ -13,10 +13,10 @@ import pytest
 from tests.architecture.source import Import, Module, everything, imports, library, parse
 
 VALUES = ("hvdgloo.errors", "hvdgloo.types", "hvdgloo.topology", "hvdgloo.version")
-"""Modules that import nothing of ours; everybody may import them."""
+"""Modules that import nothing of ours; every module may import them."""
 
 GRAPH: dict[str, set[str]] = {
-    # Everybody's ground.
+    # What all the others stand on.
     "hvdgloo._platform": set(),
     "hvdgloo.config": {"_platform"},
     "hvdgloo._net": {"_platform"},

@@ -36,7 +36,7 @@ def template(node: ast.expr) -> str | None:
 
 
 def _documentation(tree: ast.Module) -> Iterator[int]:
-    """Docstrings, also of attributes: a message that stands only there is printed by nobody."""
+    """Docstrings, also of attributes: a message that stands only there is never printed."""
     for node in nodes(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield id(node.value)

@@ -15,7 +15,7 @@ OF_ALL_FRONT_ENDS = {"test_front_end_modules.py", "test_horovod_surface.py", "te
 
 def subjects() -> set[str]:
     """Return what can have unit tests, as paths below tests/unit: the modules and packages of the library, without
-    ``hvdgloo`` and leading underscores, and those of benchmarks and tests/support."""
+    ``hvdgloo`` and leading underscores, and the modules of benchmarks and tests/support."""
     names = (module.name.removeprefix("tests.").split(".") for module in everything())
     return {
         "/".join(part.lstrip("_") for part in parts if part != "hvdgloo")

@@ -1,4 +1,4 @@
-"""Try libraries that nobody here wrote: ``python -m tests.clients [NAME ...]``, or ``make clients``.
+"""Try libraries that were written elsewhere: ``python -m tests.clients [NAME ...]``, or ``make clients``.
 
 Each has an environment of its own under ``.venv-clients``, which sees the torch of this one (and the TensorFlow of
 ``.venv-tf``). If it was written for Horovod, its program is run by two workers in both ways in which ``import horovod``

@@ -1,4 +1,4 @@
-"""The libraries that ``make clients`` tries: written for Horovod or for torch.distributed, and by nobody here."""
+"""The libraries that ``make clients`` tries: written elsewhere, for Horovod or for torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Limits for tensors of a GPU: a host must neither read their memory, nor replace it by memory of its own.
 
 These tensors are of a class that is neither the CPU's nor CUDA's: the engine gets at them only through a plane that
-stages them, and whoever looks at their memory himself gets an error.
+stages them, and anything else that looks at their memory gets an error.
 """
 
 from __future__ import annotations

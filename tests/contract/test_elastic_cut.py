@@ -76,7 +76,7 @@ def cutting() -> Iterator[Scissors]:
 
 
 class Meeting:
-    """A barrier at which workers that are threads see that all of them have come equally far."""
+    """A barrier at which workers that are threads see that all of them are equally far."""
 
     def __init__(self) -> None:
         self._epochs: dict[Worker, int] = {}

@@ -63,7 +63,7 @@ def test_a_second_death_while_the_next_epoch_is_formed(
         started = time.monotonic()
         for task in tasks:
             task.result(WAIT)
-        # Whoever had said that it is connected trains, and notices.
+        # A worker that had said that it is connected trains, and notices.
         contexts = everywhere(workers, Worker.settle)
         assert time.monotonic() - started < 5
         assert [(context.rank, context.size) for context in contexts] == [(0, 2), (1, 2)]

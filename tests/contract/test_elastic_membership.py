@@ -123,7 +123,7 @@ def test_a_second_run_in_an_epoch_takes_its_state_from_rank_0() -> None:
 
 
 def test_who_cannot_connect_ends_the_waits_of_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The epoch is void, and connecting stops at once: nobody waits for the one that has given up."""
+    """The epoch is void, and connecting stops at once: no worker waits for the one that has given up."""
     with ElasticJob(3, connect_timeout=60.0) as job:
         workers = job.start(3)
         epoch = workers[0].context.topology.epoch
@@ -158,7 +158,7 @@ def test_an_epoch_that_the_server_ends_is_over_for_members_who_cannot_notice() -
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_nobody_is_blamed_for_the_end_of_an_epoch_that_the_server_ends(first: int) -> None:
-    """Members hear of it one after the other; whoever hears of it through a connection that ends accuses nobody."""
+    """Members hear of it one after the other; one that hears of it through a connection that ends accuses no other."""
     with ElasticJob(3) as job:
         workers = job.start(3)
         context, news = workers[first].context, workers[first].job._news
@@ -238,7 +238,7 @@ def test_who_cannot_listen_any_more_tries_again_and_then_gives_up(monkeypatch: p
 
 
 def test_a_newcomer_whose_address_cannot_be_used_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those who train, and not another one that has come with it."""
+    """The members that train do not, nor does another newcomer that arrived with it."""
 
     def check(topology: Topology, reached_from: str) -> None:
         if any(worker.address == "127.0.0.2" for worker in topology.workers):

@@ -331,7 +331,7 @@ def test_checking_for_updates_is_one_collective_of_16_bytes(monkeypatch: pytest.
 
 
 def test_a_worker_that_dies_while_others_get_the_state() -> None:
-    """Its own half of the state is nobody's."""
+    """No other worker is left with its own half of the state."""
     with ElasticJob(3) as job:
         deaths = threading.Event()
 

@@ -435,7 +435,7 @@ def test_a_wrong_call_is_a_value_error_here_alone(
             with pytest.raises(InvalidArgumentError, match=text) as caught:
                 call(frontend, framework.float64([1.0]))
             assert isinstance(caught.value, ValueError)
-        # The other rank waits for nobody, and both go on.
+        # The other rank does not wait for it, and both go on.
         assert framework.array(frontend.allreduce(framework.float64([1.0]), op=ReduceOp.SUM, name="after")) == [2.0]
 
     world(2).run(rank_body)

@@ -337,7 +337,7 @@ def check_sums(backends: Sequence[Backend | BaseException]) -> None:
 
 
 def test_who_takes_a_rank_s_place_is_noticed_and_all_try_once_more(attacked: Callable[[int], Attacked]) -> None:
-    """Gloo believes whoever comes first; the numbers by which it knows its peers are their ranks."""
+    """Gloo believes the first process that connects; the numbers by which it knows its peers are their ranks."""
     pytest.importorskip("torch")
     store = attacked(1)
     backends = connect(store)
@@ -406,7 +406,7 @@ def test_proofs_are_others_for_each_group_of_the_same_name(monkeypatch: pytest.M
     assert len(sent) == len(set(sent)) == 3
 
 
-@pytest.mark.parametrize("few", [16, 1], ids=["everybody", "neighbours"])
+@pytest.mark.parametrize("few", [16, 1], ids=["all", "neighbours"])
 def test_ranks_prove_to_each_other_that_they_know_the_secret(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
     pytest.importorskip("torch")
     monkeypatch.setattr("hvdgloo._backends.gloo.FEW_RANKS", few)

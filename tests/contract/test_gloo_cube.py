@@ -216,7 +216,7 @@ def few_descriptors(monkeypatch: pytest.MonkeyPatch, hard: int) -> list[int]:
 def test_the_first_alltoall_raises_the_limit_on_open_files_or_says_so(
     connected: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch, hard: int, raised: int
 ) -> None:
-    """Gloo accepts connections in a thread of its own, where nobody would hear that there is no descriptor left."""
+    """Gloo accepts connections in a thread of its own, where an error for want of a descriptor would go unnoticed."""
     ranks = connected(8)
     limits = few_descriptors(monkeypatch, hard)
     if hard > 20:
@@ -308,7 +308,7 @@ def test_a_lost_neighbour_ends_an_operation_in_the_middle_and_all_after_it(
     arrays = [np.ones(count, dtype.numpy_dtype) for _ in range(8)]
     works = [ranks.backends[place].allreduce(Buffer.of_array(arrays[place]), ReduceOp.SUM) for place in range(1, 8)]
     assert not works[0].completes_within(0.05)
-    ranks.backends[0].abort()  # its connections end, as those of a killed process do
+    ranks.backends[0].abort()  # its connections end, as a killed process's do
     with pytest.raises(BackendError, match=f"Gloo allreduce of {count * dtype.itemsize} bytes"):
         finish(works[0])
     later = ranks.backends[1].allreduce(Buffer.of_array(arrays[1]), ReduceOp.SUM)
@@ -339,7 +339,7 @@ def test_an_abort_ends_the_first_alltoall_for_which_a_rank_does_not_come(connect
         if place
     ]
     assert not works[0].completes_within(0.5)
-    # An abort ends no connection that does not exist yet: nobody has begun one.
+    # An abort ends no connection that does not exist yet: none has been begun.
     assert ranks.sockets == before
     for backend in ranks.backends:
         backend.abort()

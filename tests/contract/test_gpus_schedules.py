@@ -147,7 +147,7 @@ def test_any_program_in_any_order(steps: list[Step], schedule: Schedule, complet
 @SOME
 @given(steps=STEPS, schedule=SCHEDULES, early=st.integers(0, 2), after=st.integers(0, 6))
 def test_a_rank_joins_at_any_point(steps: list[Step], schedule: Schedule, early: int, after: int) -> None:
-    """The others' sums lack its part from then on; what it contributes is not on its GPU, and in nobody's way."""
+    """The others' sums lack its part from then on; what it contributes is not on its GPU, and in no rank's way."""
     steps = [step for step in steps if step.kind in ("allreduce", "in place") and not step.in_set]
 
     def body(context: Context) -> None:

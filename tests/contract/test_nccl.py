@@ -456,7 +456,7 @@ def test_a_joined_rank_s_control_thread_touches_no_gpu(gpus: Simulated, monkeypa
 
 
 class _Options:
-    """torch's, of which the nested one is that of a communicator."""
+    """torch's options; the nested ones are a communicator's."""
 
     _timeout = None
 
@@ -510,7 +510,7 @@ HOSTILE = {
 end."""
 
 
-@pytest.mark.parametrize("is_set", [True, False], ids=["set by the user", "set by nobody"])
+@pytest.mark.parametrize("is_set", [True, False], ids=["set by the user", "unset"])
 def test_no_environment_lets_torch_end_the_process_through_our_group(
     monkeypatch: pytest.MonkeyPatch, is_set: bool
 ) -> None:
@@ -691,7 +691,7 @@ class _Outcome:
 
 
 class _Work:
-    """As torch's: a result that its watchdog notes, and an exception that is there once somebody has looked."""
+    """As torch's: a result that its watchdog notes, and an exception that is there once the result was looked at."""
 
     def __init__(self, result: int | None, error: Exception | None) -> None:
         self._result, self._error, self._looked = result, error, False

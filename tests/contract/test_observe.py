@@ -130,7 +130,7 @@ def test_it_is_known_who_made_the_others_wait_and_how_long(control: str, slots: 
         totals = counters.lateness.totals()
     finally:
         made.close()
-    assert totals.rounds == rounds - 1  # the first step began nobody knows when
+    assert totals.rounds == rounds - 1  # it is not known when the first step began
     by_rank = {rank.rank: rank for rank in totals.ranks}
     assert max(by_rank, key=lambda rank: by_rank[rank].seconds) == who
     assert by_rank[who].seconds >= 0.5 * delay * by_rank[who].count

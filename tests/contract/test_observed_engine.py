@@ -88,5 +88,5 @@ def test_totals_are_those_of_all_steps(seen: view.Snapshot) -> None:
     assert seen.ranks.operations == [2 * STEPS] * SIZE
     assert seen.ranks.bytes == [2 * STEPS * 1024] * SIZE
     assert sum(plane.bytes for plane in seen.planes) == 2 * STEPS * 1024 * SIZE
-    assert STEPS - 2 <= sum(seen.waits) <= STEPS  # nobody knows where the first step began
+    assert STEPS - 2 <= sum(seen.waits) <= STEPS  # it is not known when the first step began
     assert seen.settings

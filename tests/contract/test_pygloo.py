@@ -164,7 +164,7 @@ def test_gloo_is_on_the_chosen_address(connect: Connect) -> None:
     for backend in backends:
         connections = psutil.Process(backend.helper_pid).net_connections("tcp")
         assert len(connections) >= 2
-        # One end of each is where somebody has listened; the system chooses the other one's.
+        # One end of each is the address of a listener; the system chooses the other one's.
         assert all("127.0.0.2" in (found.laddr.ip, found.raddr.ip) for found in connections), connections
 
 

@@ -260,7 +260,7 @@ def test_thousands_of_tensors_at_once(ranks: Callable[..., Ranks]) -> None:
 def test_no_more_rounds_are_kept_prepared_than_the_limit(
     make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many small tensors have come, and then a large one takes their places."""
+    """Many small tensors came first, and then a large one takes their places."""
     monkeypatch.setattr(segment_collectives, "_MOST_ROUNDS", 8)
     group = make_ranks(2, kind="shm-segment")
     slot = 64 * KIB // segment_collectives.SLOTS
@@ -355,7 +355,7 @@ def test_a_late_rank_keeps_nobody_longer_than_the_timeout(ranks: Callable[..., R
 
 
 def test_only_a_rank_that_sleeps_is_woken(make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A post of a value that nobody sleeps for is no system call; one that somebody sleeps for ends the sleep."""
+    """A post of a value that no rank sleeps for is no system call; one that a rank sleeps for ends the sleep."""
     if not system.has_strong_order():
         pytest.skip("there is no waking by futex on this processor")
     ranks = make_ranks(2, kind="shm-segment")
@@ -427,7 +427,7 @@ def test_what_was_read_from_a_rank_that_gave_up_is_not_believed(
 
     def slow_reader(*arguments: Any) -> int:
         group.backends[0].abort()
-        source[:] = -1  # whoever owned it uses it for something else
+        source[:] = -1  # its owner uses it for something else
         return real(*arguments)
 
     monkeypatch.setattr(system, "read_memory", slow_reader)
@@ -444,7 +444,7 @@ def test_results_of_a_rank_that_gave_up_are_not_believed_either(
     group = make_ranks(2, kind="shm")
     arrays = [data(0, 1000), data(1, 1000)]
     works = [group.backends[rank].allreduce(Buffer.of_array(arrays[rank]), ReduceOp.SUM) for rank in (0, 1)]
-    # Both have reduced their slice, and rank 0 has taken that of rank 1, after these:
+    # Both have reduced their slice, and rank 0 has taken rank 1's slice, after these:
     assert not works[1].completes_within(0)
     assert not works[0].completes_within(0.05)
     real = system.read_memory

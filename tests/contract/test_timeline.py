@@ -264,7 +264,7 @@ def test_a_write_that_fails_leaves_what_was_whole(tmp_path: Path, monkeypatch: p
     assert incomplete(str(tmp_path / "trace")) == "No space left on device"
     timeline.phase("x", "ALLREDUCE", timeline.now(), timeline.now())
     timeline.cycle(timeline.now())
-    assert timeline._queue.empty()  # nobody would take it out
+    assert timeline._queue.empty()  # nothing would take it out
     timeline.close()
 
 

@@ -76,7 +76,7 @@ def values(model: nn.Module) -> list[np.ndarray]:
 
 def together(model: nn.Module) -> list[list[str]]:
     """Names of the gradients that follow each other in memory without a gap (but for the one up to the next cache
-    line), as those of one bucket do and tensors that were allocated one by one do not."""
+    line), as the gradients of one bucket do and tensors that were allocated one by one do not."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     found: list[list[str]] = []
     end = None

@@ -1,4 +1,4 @@
-"""torch.compile around and below hvdgloo: calls are graph breaks, and numbers are those of the uncompiled program."""
+"""torch.compile around and below hvdgloo: calls are graph breaks, and numbers are the uncompiled program's."""
 
 from __future__ import annotations
 

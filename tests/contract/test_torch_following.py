@@ -69,7 +69,7 @@ def sync(life: Life) -> None:
 
 
 def step(life: Life) -> None:
-    """In the idiom that clears gradients last, which leaves those of a failed step where they are."""
+    """In the idiom that clears gradients last, which leaves a failed step's gradients where they are."""
     loss_of(life.kept["model"], part_of(life.context)).backward()
     life.kept["optimizer"].step()
     life.kept["optimizer"].zero_grad()
@@ -122,7 +122,7 @@ def test_on_planes_of_the_system(plane: str) -> None:
 
 
 def test_a_newcomer_that_makes_its_optimizer_in_the_epoch_itself() -> None:
-    """As with --join now: in its Context nobody has stepped so far, whoever made what in it."""
+    """As with --join now: in its Context no optimizer has stepped so far, no matter what was made in it."""
 
     def late(life: Life) -> list[np.ndarray]:
         if life.name == "b":
@@ -321,7 +321,7 @@ def test_batches_are_normalised_over_those_who_are_there() -> None:
 def test_nothing_of_a_failed_step_goes_into_the_next_epoch(where: str, buckets: int) -> None:
     """Handles, half-reduced gradients and counts: what follows is as if the failed step had never begun."""
     passes = 2
-    trained = threading.Barrier(3)  # whoever dies earlier may fail the step that was to succeed
+    trained = threading.Barrier(3)  # a worker that dies earlier may fail the step that was to succeed
 
     def half(life: Life, which: int) -> None:
         part = part_of(life.context)

@@ -1,4 +1,4 @@
-"""Ctrl-C in an optimizer's step: whoever catches it and goes on trains as if it had not come."""
+"""Ctrl-C in an optimizer's step: a program that catches it and goes on trains as if it had not come."""
 
 from __future__ import annotations
 

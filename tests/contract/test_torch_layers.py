@@ -183,7 +183,7 @@ class TestSyncBatchNorm:
         def rank_body(context: Context) -> None:
             layer = SyncBatchNorm(2).eval()
             layer.frontend = frontend_of(context)
-            if context.rank == 0:  # nobody else calls it
+            if context.rank == 0:  # no other rank calls it
                 torch.testing.assert_close(layer(torch.ones(3, 2)), torch.ones(3, 2), rtol=1e-4, atol=1e-4)
 
         world(2).run(rank_body)
@@ -309,7 +309,7 @@ class TestAsyncLoader:
         loader = AsyncNumbers(5, async_loader_queue_size=2)
         batches = iter(loader)
         assert next(batches) == 0
-        assert loader.some.wait(10)  # nobody asked for the third yet
+        assert loader.some.wait(10)  # the third was not asked for yet
         assert list(batches) == [10, 20, 30, 40]
         assert list(loader) == [0, 10, 20, 30, 40]
         assert threading.active_count() == 1 or "hvdgloo-data-loader" not in {t.name for t in threading.enumerate()}

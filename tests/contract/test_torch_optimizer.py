@@ -560,7 +560,7 @@ def test_closures_may_return_a_number_or_nothing(world: MakeWorld) -> None:
 
 
 def test_a_parameter_without_gradient_counts_as_zeros(world: MakeWorld) -> None:
-    """A branch that only one rank takes: the others send zeros, so nobody waits."""
+    """A branch that only one rank takes: the others send zeros, so no rank waits."""
 
     def rank_body(context: Context) -> None:
         used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
@@ -676,7 +676,7 @@ def test_two_optimizers_with_gradients_in_flight_at_once(world: MakeWorld, named
 
 
 def test_a_later_optimizer_takes_the_parameters_over(world: MakeWorld) -> None:
-    """An optimizer made anew on the same model, while the old one is still referred to somewhere."""
+    """Another optimizer is made on the same model, while the old one is still referred to somewhere."""
 
     def rank_body(context: Context) -> list[np.ndarray]:
         model = make_model()
@@ -1027,9 +1027,9 @@ def test_a_sparse_gradient_that_only_some_ranks_have(world: MakeWorld) -> None:
     assert not np.allclose(first[0], Words().words.weight.detach().numpy())
 
 
-@pytest.mark.parametrize("first", ["nobody", "dense here", "added later"])
+@pytest.mark.parametrize("first", ["no rank", "dense here", "added later"])
 def test_sparse_gradients_that_come_later(world: MakeWorld, first: str) -> None:
-    """In the first step nobody has one, or one rank has a dense one: all must agree anew, or for ever."""
+    """In the first step no rank has one, or one rank has a dense one: all must agree again, or for ever."""
 
     def rank_body(context: Context) -> list[np.ndarray]:
         model = Words()

@@ -95,7 +95,7 @@ def test_other_models_and_lone_processes_are_not_refused() -> None:
 
     with World(2, "local") as world:
         world.run(rank_body)
-    with World(1, "local") as world:  # there is nobody to reduce with
+    with World(1, "local") as world:  # there is no other rank to reduce with
         world.run(lambda context: distribute(context, wrapped))
 
 

@@ -200,7 +200,7 @@ def test_two_optimizers_that_take_turns() -> None:
 
 
 def test_a_critic_whose_gradients_are_computed_once_too_often() -> None:
-    """The usual loop: two passes for the critic, and a third that the generator's own causes and nobody wants."""
+    """The usual loop: two passes for the critic, and a third that the generator's own causes and that is not wanted."""
 
     def step(wrap: Any, part: slice) -> list[np.ndarray]:
         generator, critic = make_model(), nn.Linear(3, 1).double()
@@ -245,7 +245,7 @@ def test_clipping_between_synchronize_and_step() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_autocast_with_a_scaler(dtype: torch.dtype, fused: bool) -> None:
-    """Gradients of low precision are near those of one process; a rank with infinite ones makes all skip that step."""
+    """Gradients of low precision are near one process's; a rank with infinite ones makes all skip that step."""
 
     def train(wrap: Callable[[Any], Any], part: slice, overflows: bool) -> tuple[list[np.ndarray], float]:
         model = make_model().float()
@@ -276,7 +276,7 @@ def test_autocast_with_a_scaler(dtype: torch.dtype, fused: bool) -> None:
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_parameter_without_a_gradient_on_some_ranks(to_none: bool) -> None:
-    """Its gradient counts as zeros, and nobody waits."""
+    """Its gradient counts as zeros, and no rank waits."""
 
     def rank_body(context: Context) -> list[np.ndarray]:
         model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1)}).double()

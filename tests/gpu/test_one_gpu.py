@@ -134,7 +134,7 @@ try:
 except hvd.HorovodInternalError as error:
     assert "device type" in str(error), error
 else:
-    raise AssertionError("nobody noticed")
+    raise AssertionError("no rank noticed")
 assert hvd.allreduce(torch.ones(2, device=device), op=hvd.Sum).tolist() == [2.0, 2.0]
 """
     run(2, code, SHARED, tmp_path)

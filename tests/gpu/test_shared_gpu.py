@@ -1,8 +1,8 @@
 """With one GPU: several ranks on it over real NCCL, to which each of them is on a host of its own.
 
 NCCL refuses two ranks that have one host and one GPU. ``NCCL_HOSTID`` stands for the host, so with one for each rank
-they connect, over sockets, and take turns on the GPU. NVIDIA does not support that, and nobody trains so; but it is
-NCCL, with several ranks. It cannot show NVLink, P2P, InfiniBand or speed.
+they connect, over sockets, and take turns on the GPU. NVIDIA does not support that, and it is no way to train; but it
+is NCCL, with several ranks. It cannot show NVLink, P2P, InfiniBand or speed.
 """
 
 from __future__ import annotations

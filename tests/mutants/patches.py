@@ -35,7 +35,7 @@ class Mutant:
         story: what is broken, and what a user would suffer.
         part: where, in a few words.
         caught_by: pytest's ids of the tests, the cheapest that fail of it.
-        environment: in which these tests run; empty for that of this interpreter.
+        environment: in which these tests run; empty for this interpreter's.
         hunks: by the file's path in the checkout.
     """
 

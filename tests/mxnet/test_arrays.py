@@ -192,7 +192,7 @@ def test_an_array_whose_computation_failed_raises_that(ranks: Ranks) -> None:
 
 
 def test_gradients_are_added_where_they_are_to_be(ranks: Ranks) -> None:
-    """Also those of a group of which only some need any: ``mx.autograd.Function`` loses both."""
+    """Also the gradients of a group of which only some need any: ``mx.autograd.Function`` loses both."""
 
     def rank_body(context: Context) -> None:
         frontend = frontend_of(context)

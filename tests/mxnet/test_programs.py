@@ -255,7 +255,7 @@ for kvstore in (None, mx.kv.create("local")):
     for name, array in module(True, slice(me, None, 2), kvstore).items():
         np.testing.assert_allclose(array, expected[name], atol=1e-5)
 
-# A rank that is lost is our error: in a trainer, and for whoever asks later.
+# A rank that is lost is our error: in a trainer, and for any later call.
 for p in left.collect_params().values():
     p.zero_grad()
 trainer = hvd.DistributedTrainer(left.collect_params(), "sgd")

@@ -1,4 +1,4 @@
-"""Ranks that start from different weights are told so, and nobody else."""
+"""Ranks that start from different weights are told so, and no others."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_the_wheel_has_every_module_and_data_file_and_nothing_else(built: Built)
 
 def test_the_sdist_has_every_file_of_the_project(built: Built) -> None:
     made = {name for name in built.sdist_files if name == "PKG-INFO" or name.startswith("hvdgloo.egg-info/")}
-    assert built.sdist_files - made == checked_in() - LINKS - {".gitattributes", ".gitignore"}
+    assert built.sdist_files - made == checked_in() - LINKS - {".gitignore"}
 
 
 def test_nothing_is_warned_of_while_building(built: Built) -> None:

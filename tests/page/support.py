@@ -232,7 +232,7 @@ class Shown:
         self.wait_until_drawn()
 
     def wait_until_drawn(self) -> None:
-        """Wait until the page has drawn what the job is now. The page tells; nobody asks again and again."""
+        """Wait until the page has drawn what the job is now. The page tells; it is not asked again and again."""
         self.browser.driver.execute_async_script(
             """
             const [wanted, done] = arguments;

@@ -53,9 +53,9 @@ def test_what_is_not_known_yet_is_not_shown_as_nothing(show: Show, browser: Chro
     assert browser.texts("#split-legend li b") == ["\u2013"] * 3
     assert browser.text("#host-list tbody tr") == "h1up" + "\u2013" * 11
     assert browser.texts("#plots .nothing") == ["nothing yet"] * 5
-    assert browser.text("#plane-list .nobody") == "None is open yet."
+    assert browser.text("#plane-list .none-yet") == "None is open yet."
     assert browser.shown("#plane-list table") == 0
-    assert browser.text("#waits .nobody") == "Nothing yet."
+    assert browser.text("#waits .none-yet") == "Nothing yet."
 
 
 def test_curves_begin_with_the_first_rate_that_is_known(show: Show, browser: Chromium) -> None:
@@ -306,7 +306,7 @@ def test_ranks_are_filtered_by_host_by_number_and_by_state(show: Show, browser: 
     shown = show(minute(ranks=8, hosts=4))
     visible = ".host:not([hidden]) .cell:not([hidden]) .number"
     browser.find("#rank-filter").send_keys("H3")
-    until(lambda: browser.texts(visible) == ["4", "5"], "those of h3")
+    until(lambda: browser.texts(visible) == ["4", "5"], "h3's ranks")
     browser.find("#rank-filter").clear()
     browser.find("#rank-filter").send_keys("rank 7")
     until(lambda: browser.texts(visible) == ["7"], "rank 7")

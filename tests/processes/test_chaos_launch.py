@@ -1,4 +1,4 @@
-"""A handful of benchmarks/chaos_launch.py's trials: pain 24 (orphans), at moments that nobody chose."""
+"""A handful of benchmarks/chaos_launch.py's trials: pain 24 (orphans), at random moments."""
 
 from __future__ import annotations
 

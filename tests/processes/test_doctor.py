@@ -181,7 +181,7 @@ class TestHosts:
         assert list(rows(done.stdout)) == ["host", "h2", "h3"]
 
     def test_ctrl_c_ends_it_at_once(self, bed: Bed) -> None:
-        # Nobody has this address, so ssh waits for an answer in vain.
+        # No host has this address, so ssh waits for an answer that does not come.
         process = bed["h1"].popen([*RUN, "doctor", "-H", "h2:1,10.77.1.250:1", "--verbose"])
         assert process.stderr is not None
         wait_for(lambda: bed["h2"].processes(), what="the agent on h2")
@@ -200,7 +200,7 @@ def interpreter(folder: Path, packages: dict[str, str], customize: str = "") -> 
     site.mkdir(parents=True)
     for name, version in packages.items():
         (site / name).mkdir()
-        (site / name / "__init__.py").write_text("raise SystemExit('nobody was to import this')")
+        (site / name / "__init__.py").write_text("raise SystemExit('this was not to be imported')")
         (site / f"{name}-{version}.dist-info").mkdir()
         (site / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
     (site / "sitecustomize.py").write_text(customize)

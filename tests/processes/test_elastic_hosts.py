@@ -109,7 +109,7 @@ def test_hosts_come_and_go_and_come_back(job: Job) -> None:
     job.lists("localhost:1")
     job.start("-np", "1", "--min-np", "1")
     (first,) = job.on(1, "localhost")
-    # One by one: which of two is there first nobody knows.
+    # One by one: which of two is there first cannot be known.
     job.lists("localhost:1", "h2:1")
     assert job.on(1, "localhost", "h2")[0] == first
     job.lists("localhost:1", "h2:1", "h3:1")
@@ -185,7 +185,7 @@ from hvdgloo._job.process import current
 
 def say(what, step):
     engine = current().engine
-    # At the end those of others who have left are gone.
+    # At the end the links to workers that left are gone.
     for link in list(engine._control._connections.values()):
         assert (type(link._socket).__mro__[1].__name__ == "SSLSocket") == ("TLS" in os.environ), link
     assert engine._in_tree == ("HVDGLOO_CONTROL_TREE_RANKS" in os.environ and len(engine.topology.hosts) > 2)

@@ -327,6 +327,6 @@ def test_another_pod_of_the_same_name_has_a_clean_record(job: Job) -> None:
         assert alone.pid == there["a"].pid
     job.finish()
     assert job.end() == 0
-    # The agent that was killed last was that of another pod than the one before it.
+    # The agent that was killed last was another pod's than the one before it.
     times = [int(seconds) for seconds in re.findall(r"host b is left out for (\d+) s", job.error)]
     assert [seconds >= 4 for seconds in times] == [False, True, False], job.error

@@ -76,7 +76,7 @@ def test_later_the_job_goes_on_with_the_hosts_that_it_has(launcher: Launcher) ->
     say("hosts can be discovered again")
     (launcher.folder / "over").touch()
     assert process.wait(30) == 0
-    assert output.read_text().count("start") == 2, "nobody was started again"
+    assert output.read_text().count("start") == 2, "no worker was started again"
     lines = errors.read_text().splitlines()
     assert [line for line in lines if not line.startswith("hvdgloo-run: ")] == []
     for once in ("it exited with status 3", "unreachable", "localhost:many", "No such file", "discovered again"):

@@ -69,7 +69,7 @@ print(hvd.size(), changes, resets)
 
 
 def pid_of(job: Job, folder: Path, size: int, rank: int, after: int = 0, timeout: float = 40) -> int:
-    """Wait until a rank of a job of some size has come further than a batch; its process's id."""
+    """Wait until a rank of a job of some size is further than a batch; its process's id."""
     deadline = time.monotonic() + timeout
     while True:
         for path in folder.glob(f"size-{size}.rank-{rank}.batch-*"):
@@ -83,7 +83,7 @@ def pid_of(job: Job, folder: Path, size: int, rank: int, after: int = 0, timeout
 
 
 def batch_of(folder: Path) -> int:
-    """The last batch of which anybody has said something."""
+    """The last batch that any worker has reported."""
     return max(int(path.name.removesuffix(".part").rpartition("-")[2]) for path in folder.glob("size-*"))
 
 

@@ -76,13 +76,13 @@ def run(python: str, program: str) -> None:
 
 
 def test_a_group_is_destroyed_while_somebody_else_has_its_connections() -> None:
-    """A forked child has duplicates, and so has, for a moment, whoever looks at descriptors. If an event comes for a
-    connection that Gloo has closed, it ends the process."""
+    """A forked child has duplicates, and so has, for a moment, a process that looks at descriptors. If an event comes
+    for a connection that Gloo has closed, it ends the process."""
     pytest.importorskip("torch")
     run(warm.python(), DESTROYED)
 
 
 def test_a_program_ends_while_its_groups_are_destroyed() -> None:
-    """As that of a rank which has lost another one: Python ends threads that come back from a destructor then."""
+    """As a rank does which has lost another one: Python ends threads that come back from a destructor then."""
     pytest.importorskip("torch")
     run(sys.executable, ENDED)

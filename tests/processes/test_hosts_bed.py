@@ -94,7 +94,7 @@ def test_special_hosts(make_bed: Callable[..., Bed]) -> None:
 
 @pytest.mark.parametrize("how", ["closed", "killed"])
 def test_nothing_of_a_bed_is_left(make_bed: Callable[..., Bed], tmp_path: Path, how: str) -> None:
-    """Whoever made it may be killed: its hosts end with it."""
+    """The process that made it may be killed: its hosts end with it."""
     program = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[2])!r})

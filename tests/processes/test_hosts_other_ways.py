@@ -93,7 +93,7 @@ class TestATemplate:
 
 
 class TestRecipes:
-    """Those of docs/launching.md, as they stand there, on the bed: pains 16 and 17."""
+    """The recipes of docs/launching.md, as they stand there, on the bed: pains 16 and 17."""
 
     FALSE = """#!/bin/sh
     # Pods and containers are hosts, and the container "trainer" is the host that it is on.

@@ -196,7 +196,7 @@ def test_pain_24_a_host_that_is_cut_off_ends_its_workers_and_so_do_the_others(
 
 @pytest.mark.extended
 def test_pain_24_launcher_and_network_lost_together(make_bed: Callable[..., Bed], tmp_path: Path) -> None:
-    """Then nobody tells the ssh client: it must notice by itself."""
+    """Then nothing tells the ssh client: it must notice by itself."""
     bed = make_bed(["h1", "h2"])
     job = HostsJob(bed, tmp_path / "job")
     process = job.start_fertile("--grace-period", "1")
@@ -265,7 +265,7 @@ def test_a_busy_machine_and_a_flood_of_output_are_no_silence(job: HostsJob) -> N
     assert_clean(job.bed, SOON, time.monotonic())
 
 
-# Like a shell with job control: Ctrl-Z stops only processes that somebody in the session waits for.
+# Like a shell with job control: Ctrl-Z stops only processes that another one in the session waits for.
 WAITS = """
 import os, sys
 pid = os.fork()
@@ -342,7 +342,7 @@ def test_pain_24_another_job_on_the_same_hosts_is_not_touched(job: HostsJob, tmp
 def test_pain_24_a_user_s_shared_connections_are_neither_left_behind_nor_ended(
     make_bed: Callable[..., Bed], tmp_path: Path
 ) -> None:
-    """``ControlMaster auto`` in ssh_config would make the job's first ssh the master of everybody's connections."""
+    """``ControlMaster auto`` in ssh_config would make the job's first ssh the master of all the user's connections."""
     bed = make_bed(["h1", "h2"])
     config = bed["h1"].path(f"{bed['h1'].home}/.ssh/config")
     config.write_text(config.read_text() + "    ControlMaster auto\n    ControlPath ~/.ssh/%h\n    ControlPersist 60\n")

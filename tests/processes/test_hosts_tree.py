@@ -61,10 +61,10 @@ try:
     rows = hvd.allgather(np.full((rank, 3), float(rank)))
     assert rows.sum() == 3 * (1 + 4 + 9)
     hvd.shutdown()
-    hvd.init()  # the tree is made anew, and rank 0 listens elsewhere
+    hvd.init()  # the tree is made again, and rank 0 listens elsewhere
     assert hvd.allreduce(np.array([rank + 1.0]), op=hvd.Sum, name="again")[0] == 10
     connections = sorted(current().engine._control._connections)
-    hvd.barrier()  # nobody leaves before all have looked
+    hvd.barrier()  # no rank leaves before all have looked
     write(f"ended{rank}", connections)
     hvd.shutdown()
 except PeerLostError as error:

@@ -337,7 +337,7 @@ def test_a_driver_whose_interpreter_is_held_is_not_lost(processes: Any, tmp_path
 def test_tasks_may_come_while_a_driver_s_interpreter_is_held() -> None:
     with TaskListener(1, addresses=["127.0.0.1"], start_timeout=30) as listener:
         task = process(listener.invitation, 0, connect_timeout=0.5)
-        hold_interpreter(4.0)  # in which the task has come
+        hold_interpreter(4.0)  # in which the task arrives
         assert len(listener.gather()) == 1
     with task:
         assert task.wait(PATIENCE) == 0

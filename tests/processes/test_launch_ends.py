@@ -30,7 +30,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 STAY = """
 import os, signal, sys, time
-with open(f"ready{os.environ['RANK']}", "w") as file:  # a handler's SystemExit is lost where nobody closes the file
+with open(f"ready{os.environ['RANK']}", "w") as file:  # a handler's SystemExit is lost where the file is not closed
     file.write(str(os.getpid()))
 time.sleep(120)
 """

@@ -249,7 +249,7 @@ signal.pause()
 @pytest.mark.parametrize("victims", ["[(agent, 9)]", "[(agent, 19), (watchdog, 9), (agent, 9)]"], ids=["agent", "host"])
 def test_agents_that_share_process_ids_leave_each_other_s_workers_alone(tmp_path: Path, victims: str) -> None:
     """Containers may (hostPID), and so do hosts that lead to one machine. A sweep ended the workers of both at once,
-    and the job's failure was that of a rank of the healthy host."""
+    and the job's failure was blamed on a rank of the healthy host."""
     scripts = {"a": f"echo $$ > {tmp_path}/watchdog; {AGENT}"}
     report, *_ = job(LOSES_ITS_AGENT.replace("VICTIMS", victims), tmp_path, scripts)
     assert report.outcome.first is not None
@@ -324,7 +324,7 @@ rank, waits, written = os.environ["RANK"], False, 0
 line = b"y" * 999 + b"\\n"
 os.set_blocking(1, False)
 while written < TOTAL:
-    if not waits and not select.select([], [1], [], 1)[1]:  # nobody has read for a second
+    if not waits and not select.select([], [1], [], 1)[1]:  # nothing was read for a second
         with open(f"{rank}.new", "w") as file:
             file.write(str(written))
         os.rename(f"{rank}.new", f"full{rank}")

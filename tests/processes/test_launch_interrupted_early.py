@@ -1,7 +1,7 @@
 """Ctrl-C while a command still imports what it needs: no traceback, exit status 130, and nothing is left.
 
 Moments are those at which it imports a module: between any two of them little happens. How many there are is
-found out by a run that nobody interrupts.
+found out by a run that is not interrupted.
 """
 
 from __future__ import annotations

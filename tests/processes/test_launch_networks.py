@@ -154,7 +154,7 @@ def test_a_first_nic_that_swallows_packets_costs_no_time(make_bed: Callable[...,
     two = (Nic("eth0"), Nic("eth1", network="b"))
     bed = make_bed([HostSpec("h1", nics=two), HostSpec("h2", nics=two), "h3"])
     for host, other in (("h1", "h2"), ("h2", "h1")):
-        # To a hardware address that nobody has.
+        # To a hardware address that no host has.
         bed[host].run(
             ["ip", "neigh", "replace", bed[other].addresses[1], "lladdr", "02:00:00:00:00:99", "dev", "eth1"],
             check=True,

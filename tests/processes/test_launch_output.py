@@ -193,7 +193,7 @@ def test_pain_25_a_blocked_terminal_stops_neither_workers_nor_heartbeats(launche
         open(f"done{os.environ['RANK']}", "w").write("1")
         """
     )
-    # A pipe that nobody reads; and heartbeats that would fail within a second.
+    # A pipe that no process reads; and heartbeats that would fail within a second.
     process = launcher.start("-np", "2", "--heartbeat-timeout", "1", script)
     launcher.file("done0")
     launcher.file("done1")
@@ -311,7 +311,7 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_anything_starts(l
 
 @pytest.mark.parametrize("what", ["stdout", "stderr", "both"])
 def test_output_that_cannot_be_written_is_a_failure_of_the_launcher(launcher: Launcher, what: str) -> None:
-    """A full disk: the training goes on to its end, but nobody is told by status 0 that all of its log is there."""
+    """A full disk: the training goes on to its end, but status 0 must not say that all of its log is there."""
     script = launcher.script(
         """
         import pathlib, sys
@@ -378,7 +378,7 @@ def test_ranks_that_raise_the_same_error_are_shown_once_and_counted(launcher: La
         load()
         """
     )
-    # Those that are stopped say nothing, so nobody is.
+    # Workers that are stopped print nothing, so none is.
     done = launcher.run("-np", "4", "--grace-period", "20", "sh", "-c", f"trap '' TERM; {sys.executable} {script}")
     assert done.returncode == 1
     said = done.stderr.splitlines()

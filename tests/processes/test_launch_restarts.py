@@ -82,7 +82,7 @@ def test_not_after_ctrl_c(launcher: Launcher) -> None:
 
 
 def test_not_if_ctrl_c_comes_while_a_failed_start_ends(launcher: Launcher) -> None:
-    """One worker has failed and another takes its time to end: whoever interrupts that wants no further start."""
+    """One worker has failed and another takes its time to end: a user who interrupts that wants no further start."""
     script = """
     import os, signal, sys, time
     if os.environ["RANK"] == "1":
@@ -132,7 +132,7 @@ def test_in_the_file(launcher: Launcher) -> None:
 
 
 def test_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The results are those of the last start."""
+    """The results are the last start's."""
 
     def work(folder: str) -> tuple[str, str]:
         import os

@@ -347,7 +347,7 @@ def test_the_line_is_not_for_everybody(private: Path, tmp_path: Path, flag: str)
     command = ("-m", "hvdgloo.runner", "-np", "2", flag, warm.python(*warm.NUMPY), "worker.py")
     with terminal(*command, env=clean_environment(), cwd=tmp_path, columns=120) as screen:
         screen.wait_for("rank 0 trains", PATIENCE)
-        # Nobody looks at the job, so its workers have nowhere to report to.
+        # The job is not observed, so its workers have nowhere to report to.
         assert not list(private.glob("*/agent"))
         (tmp_path / "end").touch()
         assert screen.end(PATIENCE) == 0

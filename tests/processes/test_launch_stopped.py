@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.launching import Launcher, launcher_in, wait_for
 
-# Like a shell with job control: Ctrl-Z stops only processes that somebody in the session waits for.
+# Like a shell with job control: Ctrl-Z stops only processes that another one in the session waits for.
 SHELL = """
 import os, sys
 pid = os.fork()

@@ -1,6 +1,6 @@
 """Four questions, four timeouts, each by flag or by variable, each on real processes: pain 11.
 
-How long may others take to come (start), to be connected once they are there (connect), to answer while somebody waits
+How long may others take to come (start), to be connected once they are there (connect), to answer while a rank waits
 for them (operation), and to submit what others have submitted (stall)? In each test the one in question takes effect at
 its time, while others that are shorter, or longer, do not matter.
 """

@@ -215,7 +215,7 @@ def test_the_recipe_for_slurm(bed: Bed, image: Path) -> None:
 
 
 def serve(host: Host, folder: Path, *arguments: str) -> HostProcess:
-    """The rendezvous on a host, with a secret that is there before anybody reads it."""
+    """The rendezvous on a host, with a secret that is there before any worker reads it."""
     secret = folder / "job.secret"
     secret.write_text("ab" * 32)
     secret.chmod(0o600)

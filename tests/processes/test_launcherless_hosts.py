@@ -108,7 +108,7 @@ def server(bed: Bed, tmp_path: Path) -> Server:
 def test_ranks_by_index_over_three_hosts_with_several_slots(bed: Bed, server: Server) -> None:
     """Pain 9: each host is reached at the address from which it reached the server, whatever its name resolves to.
 
-    h3's name is known to nobody, not even to itself.
+    h3's name is known to no host, not even to itself.
     """
     need_installed("torch")
     nameless = ("unshare", "--uts", "sh", "-c", 'hostname pod-x7f; exec "$@"', "sh")
@@ -281,7 +281,7 @@ def test_the_recipe_for_docker_compose(make_bed: Callable[..., Bed], image: Path
 
 @pytest.mark.extended
 def test_the_recipe_for_a_stateful_set(make_bed: Callable[..., Bed], image: Path) -> None:
-    """Pain 22: a pod is killed; all end, and all come back, to a rendezvous that has come back too."""
+    """Pain 22: a pod is killed; all end, and all come back, to a rendezvous that is back, too."""
     (image / "train.py").write_text(TRAIN_ON)
     (text,) = blocks(PAGE, "A Kubernetes StatefulSet", "yaml")
     pods = kubernetes(text, SECRETS)

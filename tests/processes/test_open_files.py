@@ -30,7 +30,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Those of the sentence in a text: how many files are needed, how many are open, and what limit would do."""
+    """The numbers in a text's sentence: how many files are needed, how many are open, and what limit would do."""
     found = re.search(SENTENCE, text)
     assert found is not None, text
     return tuple(map(int, found.groups()))
@@ -90,7 +90,7 @@ def test_rank_0_of_many(wrapper: tuple[str, ...]) -> None:
         assert [other.result().rank for other in others] == list(range(1, RANKS))
     assert done.returncode == 1
     assert "Too many open files" not in done.stderr
-    if wrapper is SOFT:  # which is raised: it waits for others, in vain
+    if wrapper is SOFT:  # which is raised: it waits for others, which do not come
         assert "rank 0 waited 1 s" in done.stderr
         return
     assert "_net/" not in done.stderr, "the traceback ends at the caller's line"

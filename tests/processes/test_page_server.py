@@ -509,7 +509,7 @@ def test_nothing_is_made_before_somebody_asks(job: SimulatedJob, tmp_path: Path)
 
 def test_nothing_is_made_if_nobody_asks(tmp_path: Path) -> None:
     def make() -> Observatory:
-        raise AssertionError("nobody has asked")
+        raise AssertionError("it was not asked for")
 
     server = PageServer(Page(make), secret=SECRET, addresses=(), unix=str(tmp_path / "s")).start_on_demand()
     server.stop()

@@ -1,4 +1,4 @@
-"""The programs of the pages, run as the pages say. Whoever tries them first shall not be the first who does."""
+"""The programs of the pages, run as the pages say. No reader shall be the first to try them."""
 
 from __future__ import annotations
 

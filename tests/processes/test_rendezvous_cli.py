@@ -286,7 +286,7 @@ def test_an_elastic_job_that_fails_ends_with_1_with_once(start: Callable[..., Co
 
 def test_all_addresses(start: Callable[..., Command]) -> None:
     command = start("--np", "1", "--bind", "0.0.0.0:0")
-    assert "0.0.0.0" not in command.endpoint  # nobody can connect to that
+    assert "0.0.0.0" not in command.endpoint  # no client can connect to that
     assert "127.0.0.1:" in command.text
     with command.client() as client:
         assert client.status()["epochs"][0]["expected"] == 1
@@ -300,7 +300,7 @@ def test_its_output_may_go_nowhere() -> None:
         process.stdout.close()
         secret = read_secret_file(variables["HVDGLOO_SECRET_FILE"])
         with RendezvousClient(variables["HVDGLOO_RENDEZVOUS"], secret) as client:
-            client.register(0, info(), timeout=10)  # a line is printed, and nobody is there to read it
+            client.register(0, info(), timeout=10)  # a line is printed, and there is no reader
             assert client.status()["epochs"][0]["state"] == "complete"
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 0

@@ -169,7 +169,7 @@ class TestErrors:
     def test_a_recorded_answer_fits_no_other_request(
         self, server: RendezvousServer, connect: Callable[[str], RendezvousClient]
     ) -> None:
-        """Somebody in between answers with what the server once said: to another client, or another request."""
+        """An attacker in between answers with what the server once said: to another client, or another request."""
         raw = RawClient(server.endpoint, "")
         with raw.connect() as sock:
             sock.sendall(raw.head("GET", "/v1/hello"))
@@ -248,7 +248,7 @@ class TestRepetition:
             store.set("k", b"v", timeout=5)
             assert store.get("k", timeout=5) == b"v"
         assert [data.split(b" ", 1)[0] for data in seen] == [b"GET", b"GET", b"PUT", b"PUT", b"GET"]
-        assert seen[2] != seen[3]  # a repetition is signed anew, or it would be taken for a replay
+        assert seen[2] != seen[3]  # a repetition is signed again, or it would be taken for a replay
 
     def test_delete_is_not(self, server: RendezvousServer, connect: Callable[[str], RendezvousClient]) -> None:
         connect(server.endpoint).store("s").set("k", b"v")

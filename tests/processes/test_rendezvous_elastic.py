@@ -347,7 +347,7 @@ def test_the_workers_of_an_elastic_job_are_not_fixed() -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this kernel has no such option")
 def test_only_where_no_launcher_sees_them_connections_end_that_owe_an_acknowledgement() -> None:
-    """A fixed number of workers, and those that a launcher has started, have nobody to go on without."""
+    """A fixed number of workers, and workers that a launcher has started, cannot go on without the lost one."""
 
     def user_timeout(**workers: Any) -> int:
         with RendezvousServer(secret=SECRET, **workers) as server, RendezvousClient(server.endpoint, SECRET) as client:
@@ -406,7 +406,7 @@ def test_what_members_of_old_epochs_have_stored_goes_and_what_users_have_stays()
     epochs = ElasticEpochs(RULES)
     with RendezvousServer(secret=SECRET, elastic=epochs) as server, RendezvousClient(server.endpoint, SECRET) as client:
         old = [f"{name}{ElasticClient.scope(0)}" for name in ("control", "gloo")]
-        users = ["results@0", "control@0", "somebody@example.0", ElasticClient.scope(0)[1:]]
+        users = ["results@0", "control@0", "user@example.0", ElasticClient.scope(0)[1:]]
         for scope in (*old, *users):
             client.store(scope).set("k", b"v")
         epochs.on_formed(2)

@@ -131,7 +131,7 @@ class TestSignatures:
             assert session.put(f"{base}/v1/kv/s/k", data=b"v").status_code == 401
             assert session.post(f"{base}/v1/status").status_code == 401
             assert session.post(f"{base}{WORKERS}", data=WORKER).status_code == 401
-            page = session.get(f"{base}/", headers={"Authorization": ""}, auth=("anybody", token))
+            page = session.get(f"{base}/", headers={"Authorization": ""}, auth=("any user", token))
             assert page.status_code == 404
             assert "--page serves one" in page.json()["reason"]
             challenge = session.get(f"{base}/", headers={"Authorization": ""})
@@ -145,9 +145,9 @@ class TestSignatures:
                 return requests.get(f"http://{server.endpoint}/", allow_redirects=False, timeout=20, **how)
 
             assert get().status_code == 401
-            assert get(auth=("anybody", "wrong")).status_code == 401
+            assert get(auth=("any user", "wrong")).status_code == 401
             for token in "ab":
-                answer = get(auth=("anybody", server.token))
+                answer = get(auth=("any user", server.token))
                 assert (answer.status_code, answer.headers["Location"]) == (303, f"http://h:1/?token={token}")
                 assert answer.headers["Cache-Control"] == "no-store"
 
@@ -513,7 +513,7 @@ class TestOthersAreUnharmed:
                     break
                 sock.sendall(b"x")
             else:
-                pytest.fail("each piece was given the whole time anew")
+                pytest.fail("each piece was given the whole time again")
             refused(read_answer(sock), 408, "no whole request head")
 
     @pytest.mark.extended

@@ -255,7 +255,7 @@ def test_two_jobs_at_once() -> None:
         ({"hosts": "localhost:2", "hostfile": "f"}, ConfigError, "not both"),
         ({"hosts": "no-such-host.invalid:2"}, LaunchError, "its name cannot be looked up"),
         ({"network_interfaces": "no such"}, ConfigError, "no such"),
-        ({"agent_command": "kubectl exec {nobody}"}, ConfigError, "--agent-command"),
+        ({"agent_command": "kubectl exec {pod}"}, ConfigError, "--agent-command"),
         ({"executable": "/no/such/python"}, JobFailedError, "could not be started"),
     ],
 )

@@ -45,7 +45,7 @@ def test_the_results_are_those_of_the_last_workers_in_the_order_of_their_ranks(
 ) -> None:
     results = hvdgloo.run.run(work, (str(tmp_path),), np=3, min_num_proc=1, executable=warm.python(*warm.NUMPY))
     assert [(rank, size, variable) for rank, size, variable, _ in results] == [(0, 3, "0"), (1, 3, "1"), (2, 3, "2")]
-    # The one that had rank 1 was killed; whoever had rank 2 has moved up, and the newcomer is the last.
+    # The one that had rank 1 was killed; the one that had rank 2 has moved up, and the newcomer is the last.
     assert [worker.split("/")[1] for *_, worker in results] == ["0", "2", "1"]
     said = capsys.readouterr().err
     assert re.search(r"(?m)^hvdgloo-run: rank 1 .* was killed by signal 9 .* went on", said), "that is worth a line"

@@ -74,7 +74,7 @@ MEETING = """
     placement = Placement((Address("lo", "127.0.0.1", 8),), Server.LAUNCHER, "127.0.0.1")
     with open_rendezvous(None, spec, hosts, placement, head_start=600.0) as rendezvous:
         rendezvous.serve()
-        if sys.argv[1] == "somebody":
+        if sys.argv[1] == "a client":
             with RendezvousClient("%s:%d" % rendezvous.endpoint, spec.secret) as client:
                 client.store("scope").set("key", b"value")
                 assert client.store("scope").get("key") == b"value"
@@ -83,13 +83,13 @@ MEETING = """
 
 
 def test_the_server_is_imported_when_somebody_connects(tmp_path: Path) -> None:
-    modules = run(MEETING, "somebody", folder=tmp_path)
+    modules = run(MEETING, "a client", folder=tmp_path)
     assert "cheroot" in modules
     assert not modules & (WEB - {"cheroot"}), "what workers ask for is answered without them"
 
 
 def test_a_server_that_nobody_needs_is_never_imported_and_ends_at_once(tmp_path: Path) -> None:
-    assert not run(MEETING, "nobody", folder=tmp_path) & (WEB | MAIL_AND_TLS)
+    assert not run(MEETING, "no client", folder=tmp_path) & (WEB | MAIL_AND_TLS)
 
 
 def test_the_page_and_the_metrics_bring_their_packages_when_they_are_asked_for(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_what_a_worker_leaves_in_its_group_is_signalled_until_it_has_ended() -> 
 def test_processes_belong_to_their_effective_user(
     start: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To /proc, whoever has started them."""
+    """To /proc, no matter which user has started them."""
     process = start(WAITS, **{reaper.AGENT_VARIABLE: "of-this-test"})
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     assert reaper.processes_of("of-this-test") == {process.pid}

@@ -50,7 +50,7 @@ PUBLISHER = """if True:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The private folder of a user who runs no job. Its name is short, as those of sockets must be."""
+    """The private folder of a user who runs no job. Its name is short, as the names of sockets must be."""
     with tempfile.TemporaryDirectory(prefix="top") as runtime:
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         own = Path(runtime, "hvdgloo")
@@ -109,7 +109,7 @@ def test_as_json(published: Published) -> None:
 
 
 def test_who_looks_first_waits_for_the_ranks_to_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are asked when somebody looks, and answer within a second."""
+    """Ranks are asked when the job is observed, and answer within a second."""
     job = SimulatedJob(ranks=2, slow=None)
     waits: list[float] = []
 
@@ -284,7 +284,7 @@ OF_TERMINAL = "\x1b]0;gotcha\x07\x1b[2J\x9b2J\r\n"
 
 @contextmanager
 def hostile(status: int, body: bytes, *, endless: bool = False) -> Iterator[str]:
-    """A link to what says it is a job's page: it lets everybody in, and then gives this answer to everything."""
+    """A link to what says it is a job's page: it lets every reader in, and then gives this answer to everything."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -133,18 +133,18 @@ last = size - 1
 for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int16):
     for count in (1, 1001, 70_000):
         same = lambda a, b: torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        own, everybody = given(rank, count, dtype), inputs(count, dtype)
+        own, all_given = given(rank, count, dtype), inputs(count, dtype)
         tensor = own.clone()
         dist.broadcast(tensor, last)
-        assert same(tensor, everybody[last])
+        assert same(tensor, all_given[last])
         whole = torch.empty(size * count, dtype=dtype)
         dist.all_gather_into_tensor(whole, own)
-        assert same(whole, torch.cat(everybody))
+        assert same(whole, torch.cat(all_given))
         parts = [torch.empty(count, dtype=dtype) for _ in range(size)]
         dist.all_gather(parts, own)
-        assert all(same(part, tensor) for part, tensor in zip(parts, everybody))
+        assert all(same(part, tensor) for part, tensor in zip(parts, all_given))
         dist.gather(own, parts if rank == last else None, last)
-        assert rank != last or all(same(part, tensor) for part, tensor in zip(parts, everybody))
+        assert rank != last or all(same(part, tensor) for part, tensor in zip(parts, all_given))
         block = torch.empty(count, dtype=dtype)
         dist.scatter(block, inputs(count, dtype, 7) if rank == last else None, last)
         assert same(block, inputs(count, dtype, 7)[rank])
@@ -369,7 +369,7 @@ for name, call in (
         "root": ("broadcast(16 bytes, root 0)", "broadcast(16 bytes, root 1)"),
         "large": ("all_reduce(SUM, 3000000 x float32)", "all_reduce(SUM, 3000001 x float32)"),
     }.items():
-        # Whoever sees the difference first tells both calls; the other may only learn that the first gave up.
+        # The rank that sees the difference first names both calls; the other may only learn that the first gave up.
         assert any(all(call in text for call in pair) for text in said[name]), (name, said[name])
         assert "no error" not in said[name], (name, said[name])
 

@@ -22,7 +22,7 @@ import os
 import numpy as np
 import hvdgloo.numpy as hvd
 hvd.init()
-pattern = np.frombuffer(b"tensors that nobody else should see " * 1000, np.uint8)
+pattern = np.frombuffer(b"tensors that no observer should see " * 1000, np.uint8)
 total = hvd.allreduce(pattern, op=hvd.Max, name="pattern")
 assert total.tobytes() == pattern.tobytes()
 os.write(1, f"FOUND {os.environ['HVDGLOO_ADDRESS']}\\n".encode())
@@ -93,4 +93,4 @@ def test_tensors_are_seen_in_the_tunnel_alone(bed: Bed, tmp_path: Path) -> None:
     assert sorted(line.split()[-1] for line in done.stdout.splitlines()) == ["10.200.0.1", "10.200.0.2"]
     seen = record.read_bytes()
     assert len(seen) > 36_000
-    assert b"tensors that nobody" not in seen
+    assert b"tensors that no observer" not in seen

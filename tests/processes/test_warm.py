@@ -72,7 +72,7 @@ def test_it_inherits_descriptors() -> None:
     for reader, writer in pipes:
         os.close(writer)
         assert os.read(reader, 9) == str(writer).encode()
-        assert os.read(reader, 1) == b"", "nobody has it open any more"
+        assert os.read(reader, 1) == b"", "no process has it open any more"
         os.close(reader)
 
 
@@ -91,7 +91,7 @@ def test_signals_reach_it_and_it_ends_with_who_stands_in() -> None:
         process.terminate()
         assert process.stdout.readline() == "told\n"
         process.kill()
-        assert process.stdout.read() == ""  # nobody holds the pipe open any more
+        assert process.stdout.read() == ""  # no process holds the pipe open any more
 
 
 def test_a_process_of_the_test_s_own() -> None:
@@ -110,7 +110,7 @@ def test_a_process_of_the_test_s_own() -> None:
 
 
 def test_others_see_its_environment_too() -> None:
-    """Whoever looks for the processes of a job, or of a test, reads it in /proc."""
+    """The search for the processes of a job, or of a test, reads it in /proc."""
     code = "import os\nprint(open(f'/proc/{os.getpid()}/environ').read().rstrip('\\0').split('\\0'))"
     fork = "import os\nif os.fork():\n    os.wait()\nelse:\n    "
     for program in (code, fork + code.replace("\n", "\n    ")):

@@ -37,7 +37,7 @@ hvd.init(process_sets=[even, odd])
 mine = odd if hvd.rank() == 1 else even
 total = hvd.allreduce(np.full(100_000, float(hvd.rank())), op=hvd.Sum, process_set=mine)
 print(even.process_set_id, odd.process_set_id, mine.size(), mine.rank(), total[-1])
-hvd.barrier()  # whoever shuts down ends what others have not got an order for
+hvd.barrier()  # a rank that shuts down ends what others have not got an order for
 hvd.shutdown()
 assert even.process_set_id is None
 hvd.init(process_sets=[even])

@@ -98,7 +98,7 @@ def hang(started: str) -> None:
 
 
 def wait_for_file(started: str, enough: str) -> int:
-    """Make a file once all ranks are here, and return the rank once somebody else has made the other."""
+    """Make a file once all ranks are here, and return the rank once the other file was made elsewhere."""
     total(1.0)
     with open(f"{started}.{hvd.rank()}", "w"):
         pass
@@ -119,7 +119,7 @@ def outlive() -> tuple[int, list[int]]:
     """Train until those who were the first two are no longer the ones who train.
 
     Returns:
-        this process's id, and those of the first two.
+        this process's id, and the first two's.
     """
     hvd.init()
     folder = os.environ["FOLDER"]

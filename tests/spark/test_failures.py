@@ -321,7 +321,7 @@ def _wait(driver: subprocess.Popen[bytes], condition: Callable[[], Any], said: P
 
 
 def test_the_session_is_stopped(sessions: Any, marks: Path) -> None:
-    """At last: it would be nobody's session any more."""
+    """At last: no other test can use the session any more."""
     session = sessions.get("local-cluster[2,1,1024]")
     job = Job(marks)
     job.begun()

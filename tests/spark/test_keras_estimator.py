@@ -297,7 +297,7 @@ def test_rows_that_build_a_model_are_transformed_as_they_are_for_ranks(df: Any, 
 
 
 def test_a_file_names_no_other_library_than_keras() -> None:
-    """A folder that nobody trusts does not choose a module that is imported."""
+    """A folder that is not trusted does not choose a module that is imported."""
     with pytest.raises(ConfigError, match="belongs to 'antigravity', but a KerasEstimator needs keras or tf_ker"):
         _codecs.OF_MODELS["model"].decode({"json": b'{"library": "antigravity"}', "keras": b""}, {}, trusted=False)
     assert "antigravity" not in sys.modules

@@ -1,4 +1,4 @@
-"""DataFrames in stores: written once by Spark alone, divided once, and looked at before anybody trains."""
+"""DataFrames in stores: written once by Spark alone, divided once, and looked at before any rank trains."""
 
 from __future__ import annotations
 
@@ -506,7 +506,7 @@ def test_programs_that_share_a_store_take_different_data_sets(
         assert first == (0, list(range(30)))
         assert second == (1, list(range(100, 130)))
     assert not [name for name in os.listdir(store.prefix_path.removeprefix("file://")) if "in-use" in name]
-    # Nobody uses it any more, so another one may have it; whose it was notices that.
+    # It is not used any more, so another one may have it; its former owner notices that.
     with fit(200, other) as third:
         assert third == (0, list(range(200, 230)))
         with use(frames[0], one) as again:

@@ -55,7 +55,7 @@ def test_as_many_processes_as_spark_runs_tasks(spark: Any) -> None:
 
 
 def test_partitions_that_spark_has_no_slots_for_are_no_processes(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``spark.default.parallelism`` is a number of partitions; nobody has asked for so many processes."""
+    """``spark.default.parallelism`` is a number of partitions; so many processes were not asked for."""
     monkeypatch.setattr(Session, "default_parallelism", property(lambda self: 7))
     assert default_num_proc() == 2
     assert SparkBackend().num_processes() == 2

@@ -536,7 +536,7 @@ def _other() -> torch.optim.Optimizer:
 
 
 def _unwritten(df: Any) -> Any:
-    """Rows that cannot be computed: whoever tries to write them fails otherwise."""
+    """Rows that cannot be computed: an attempt to write them fails with another error."""
     return df.withColumn("y", F.expr("raise_error('the rows were computed')").cast("double"))
 
 

@@ -142,7 +142,7 @@ def test_an_optimizer_of_torch_s_needs_no_pickle(spark: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["lr_scheduler", "Optimizer", "Any", "__loader__", "NotThere"])
 def test_a_file_names_no_other_optimizer_than_torch_s(spark: Any, name: str) -> None:
-    """Nothing else of torch's is called because a folder that nobody trusts says so."""
+    """Nothing else of torch's is called because a folder that is not trusted says so."""
     net = torch.nn.Linear(2, 1)
     codec = OptimizerCodec()
     files = codec.encode(torch.optim.SGD(net.parameters(), lr=0.1), TorchModel(model=net))

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 LONG_S = 300.0
-"""Nobody waits for so long: whoever got its end instead of the failure's cause would exceed its deadline."""
+"""No test waits for so long: one that got its end instead of the failure's cause would exceed its deadline."""
 
 
 def train(marks: Path, fate: str = "") -> int:

@@ -186,7 +186,7 @@ class Bed:
 
     @property
     def members(self) -> list[Actor]:
-        """Those of the newest epoch whose processes run."""
+        """The members of the newest epoch whose processes run."""
         if not self.assignments:
             return []
         actors = [self.actors[member.worker] for member in self.assignments[-1].members]
@@ -238,7 +238,7 @@ class Bed:
                 self.serial, self.update = serial, update
             case Voided(epoch, reason):
                 assert reason
-                # What is decided at once may be the next assignment, too: its only member has come back.
+                # What is decided at once may be the next assignment, too: its only member is back.
                 assert self.voided < epoch <= self.job.assignment.epoch
                 self.voided = epoch
             case Tell(text):
@@ -260,7 +260,7 @@ class Bed:
         return actor
 
     def _may_be_stopped(self, actor: Actor) -> None:
-        """Nobody is killed who is not accused, late, or on a host that is out."""
+        """No worker is killed that is not accused, late, or on a host that is out."""
         host_out = actor.slot >= self.listed.get(actor.host, 0) or self.job._pool.hosts.slots(actor.host, self.now) == 0
         host_out = host_out or actor.was_out  # it was told to leave, had its time, and its slot may be listed again
         late = self.now >= self.limit or actor.accused or actor.epoch == self.voided
@@ -283,17 +283,17 @@ class Bed:
         serials = [actor.serial for actor in members]
         self._check_order(assignment, members)
         if any(actor.synced for actor in self.actors.values()):
-            assert max(serials) > NO_STATE, "nobody has the state"
+            assert max(serials) > NO_STATE, "no member has the state"
             assert serials[assignment.root] == max(serials)
             assert serials.index(max(serials)) == assignment.root
         assert not assignment.everyone or len(set(serials)) == 1
         if old:
             assert members[0].rank is not None, "rank 0 is a newcomer"
-        # What is accounted for: nobody who is alive and could come back is left behind.
+        # What is accounted for: no worker that is alive and could come back is left behind.
         if self.assignments:
             for member in self.assignments[-1].members:
                 actor = self.actors[member.worker]
-                late = actor.accused and not self.rules.launched  # nobody can end it
+                late = actor.accused and not self.rules.launched  # it cannot be ended
                 out = actor.seen or actor.stopped or actor.dismissed or actor.was_out or late
                 assert member.worker in assignment.ranks or out or actor.asked is not None, f"{actor} is forgotten"
         for rank, actor in enumerate(members):
@@ -326,7 +326,7 @@ class Bed:
         self._note_hosts()
         assert (self.ended is not None) == job.final
         if job.final:
-            assert not any(actor.asked for actor in self.actors.values() if not actor.seen), "somebody waits for ever"
+            assert not any(actor.asked for actor in self.actors.values() if not actor.seen), "a worker waits for ever"
         elif job.phase is not Phase.RUNNING and any(actor.asked for actor in self.alive()):
             assert job.deadline < float("inf"), f"{job.phase} has no deadline"
         if job.phase in (Phase.CONNECTING, Phase.RUNNING) and self.assignments:

@@ -44,7 +44,7 @@ def follow_three_sizes(job: Job, program: str, rate: str, of_one: float, python:
     """Run an elastic program of a page's with two workers, then three, then one, and look at its learning rate.
 
     Args:
-        program: ends once there is a file named ``over``; its function ``train`` begins anew with each change.
+        program: ends once there is a file named ``over``; its function ``train`` begins again with each change.
         rate: the expression for its learning rate.
         of_one: the rate that is right for one worker.
     """

@@ -41,7 +41,7 @@ say("over", train(state))
 
 @dataclass(frozen=True)
 class Said:
-    """A line of the program: it has entered an epoch, or has come to its end.
+    """A line of the program: it has entered an epoch, or reached its end.
 
     Attributes:
         label: the rank before the line, by the launcher.

@@ -1,4 +1,4 @@
-"""Inputs that nobody meant, for everything that reads what others have written.
+"""Malformed inputs for everything that reads what others have written.
 
 ``TARGETS`` are the readers. Each input follows from the target's name, a seed and a number, so one that does harm can
 be reproduced from these three; ``Harmful`` says how. The suite tries some of each kind

@@ -63,7 +63,7 @@ class Tasks:
 
 @contextmanager
 def gathered(*options: dict[str, Any], **settings: Any) -> Iterator[tuple[TaskListener, Tasks]]:
-    """As many tasks, all of which have come."""
+    """As many tasks, all of which are connected."""
     with TaskListener(len(options), addresses=["127.0.0.1"], **settings) as listener:
         tasks = Tasks(listener.invitation, options)
         listener.gather()

@@ -37,7 +37,7 @@ class Story:
     """A translation of pip's lines for a waiting reader.
 
     Attributes:
-        megabytes: how much has come over the network.
+        megabytes: how much arrived over the network.
         doing: what takes its time just now.
     """
 

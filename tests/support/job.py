@@ -48,7 +48,7 @@ class Job:
     Args:
         code: a program; ``import hvdgloo.numpy as hvd`` and the like are its own affair.
         folder: for the workers' output; they find its path in ``JOB_FOLDER``.
-        fresh: in interpreters of their own, where those of ``tests.support.warm`` would do otherwise: for tests of an
+        fresh: in interpreters of their own, where a fork of ``tests.support.warm`` would do otherwise: for tests of an
             interpreter's start and end, and of what is not to be imported.
         python: an interpreter, such as ``warm.python`` gives, instead of that for torch or numpy.
         elastic: the workers get their ranks from it, and ``add`` starts more.

@@ -720,7 +720,7 @@ def copies_are_distributed() -> None:
             same = [all((other == of[0]).all() for other in of) for of in zip(*everyone, strict=True)]
             assert same == shared, same
     lists = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), groups=[dense().trainable_variables])
-    made = type(lists).from_config(lists.get_config())  # whose groups are not those of another model
+    made = type(lists).from_config(lists.get_config())  # whose groups are not another model's
     trained_as_one(lambda: keras.optimizers.SGD(0.05), lambda _: copy.deepcopy(made))
 
 
@@ -1179,7 +1179,7 @@ def main() -> None:
         else:
             outcome[name] = "ok"
         file.write_text(json.dumps(outcome))
-        # The others go on only if all have come so far: a rank that failed halfway would take part in other cases.
+        # The others go on only if all are this far: a rank that failed halfway would take part in other cases.
         if len(set(hvd.allgather_object(outcome[name] == "ok", name=f"after.{name}"))) > 1:
             break
     if chosen:

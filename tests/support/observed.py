@@ -210,7 +210,7 @@ class SimulatedJob:
         """A second of steps, and who was last in each."""
         length = self.step + self.lag
         count = max(1, round(1.0 / length))
-        timed = count if self._seconds else count - 1  # nobody knows when the first one began
+        timed = count if self._seconds else count - 1  # it is not known when the first one began
         self._seconds += timed * length
         for _ in range(count):
             self._rounds += 1

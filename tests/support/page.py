@@ -106,7 +106,7 @@ def script(server: PageServer, token: str) -> Caller:
 
 
 def browser(server: PageServer) -> Caller:
-    """A browser in which a fresh link was opened; its requests are those of the page itself."""
+    """A browser in which a fresh link was opened; its requests are like the page's own."""
     link = urlsplit(server.link())
     stranger = Caller(server)
     opened = stranger.get(f"/?{link.query}")

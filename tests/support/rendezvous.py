@@ -134,7 +134,7 @@ def read_answer(sock: socket.socket) -> tuple[int, Any]:
 
 @contextmanager
 def unreachable_port() -> Iterator[int]:
-    """A port of 127.0.0.1 on which nobody listens, and which nobody else gets meanwhile."""
+    """A port of 127.0.0.1 on which no process listens, and which no other process gets meanwhile."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         yield sock.getsockname()[1]

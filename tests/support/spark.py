@@ -54,7 +54,7 @@ _SETTINGS = {
 }
 
 DEFAULT_JVM = {"spark.driver.extraJavaOptions": "", "spark.executor.extraJavaOptions": ""}
-"""Settings for sessions in which something is measured: the JVM compiles as it does for everybody."""
+"""Settings for sessions in which something is measured: the JVM compiles as it does by default."""
 
 
 def missing() -> str:

@@ -1,4 +1,4 @@
-"""An archive of the classes that Spark's JVMs load, from which those of tests start in two thirds of the time.
+"""An archive of the classes that Spark's JVMs load, from which the tests' JVMs start in two thirds of the time.
 
 ``python -m tests.support.spark_archive`` makes it in this environment, in half a minute. It is of one Java; another one
 does without it, as all do where there is none. See the java manual on ``-XX:ArchiveClassesAtExit``.

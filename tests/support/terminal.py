@@ -56,7 +56,7 @@ class Terminal:
         os.close(slave)
 
     def resize(self, columns: int, rows: int) -> None:
-        """As if somebody had dragged the window's corner: the program gets SIGWINCH."""
+        """As if a user had dragged the window's corner: the program gets SIGWINCH."""
         self.pump()
         self._set_size(columns, rows)
         self._screen.resize(rows, columns)
@@ -66,7 +66,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def pump(self, patience: float = 0.0) -> bool:
-        """Read what has come; False once nobody is there any more."""
+        """Read what has arrived; False once the other end is closed."""
         while select.select([self._master], [], [], patience)[0]:
             try:
                 data = os.read(self._master, 65536)

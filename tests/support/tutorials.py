@@ -40,7 +40,7 @@ def steps(text: str) -> Iterator[File | Command]:
         language, shown = block.groups()
         if language == "python":
             named = re.search(r"`([\w.]+)`:\n\n$", text[: block.start()])
-            assert named, f"a program without the name of its file, so nobody can run it:\n{shown}"
+            assert named, f"a program without the name of its file, so it cannot be run:\n{shown}"
             yield File(named[1], shown)
         elif shown.startswith("$ "):
             for command in re.finditer(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", shown, re.MULTILINE):

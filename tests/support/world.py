@@ -144,7 +144,7 @@ class World:
 
     @property
     def contexts(self) -> list[Context]:
-        """Each rank's, for what is not done by all at once. Whoever takes them may leave anything behind."""
+        """Each rank's, for what is not done by all at once. A test that takes them may leave anything behind."""
         self._spoilt = True
         return self._contexts
 

@@ -1,4 +1,4 @@
-"""The callbacks' arguments, in today's order and in that of Horovod 0.19."""
+"""The callbacks' arguments, in today's order and in Horovod 0.19's."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def in_session(build: Callable[[Any], Any]) -> Callable[[float], Any]:
     ids=["function", "groups", "fp16", "session", "eager"],
 )
 def test_a_tape_reduces_with_as_many_as_there_are(way: str, options: GradientOptions) -> None:
-    """Dense and sparse gradients, and those of local variables, which are divided by the size."""
+    """Dense and sparse gradients, and gradients of local variables, which are divided by the size."""
     shapes = [2], [3, 1], [1]
 
     def program(worker: Worker) -> Callable[[float], Any]:

@@ -145,7 +145,7 @@ def test_newcomers_get_the_newest_model_with_its_optimizer(ranks: Ranks, kind: s
 
 
 def test_where_all_hold_the_same_nothing_travels(ranks: Ranks) -> None:
-    """Unless somebody has changed a variable since, in a reset callback for example."""
+    """Unless a variable was changed since, in a reset callback for example."""
     state = hvd_keras.elastic.KerasState(compiled())
     same = state._fingerprint()
     state.optimizer.learning_rate = 0.5
@@ -341,7 +341,7 @@ def test_the_order_of_callbacks_makes_no_difference(context: Context, order: Seq
 
 @pytest.mark.parametrize("order", [ORDERS[0], ORDERS[-1]], ids=["commit first", "commit last"])
 def test_after_a_failure_training_goes_on_from_the_last_commit(context: Context, order: Sequence[int]) -> None:
-    """Commits are those of batch 1 and batch 3; the failure comes in batch 2 of the second epoch."""
+    """The commits are in batch 1 and batch 3; the failure comes in batch 2 of the second epoch."""
     training = Training(context, order, every=2)
     committed: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""The gradients that meet: those of the same variables, whatever else ranks have built and whatever comes first."""
+"""The gradients that meet belong to the same variables, whatever else ranks have built and whatever comes first."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_training_is_equal_to_one_process_on_the_whole_batch(ranks: Ranks, way: 
 
 @way
 def test_gradients_that_are_one_and_the_same_tensor(ranks: Ranks, way: str) -> None:
-    """Those of ``a + b`` for a and b are: nothing that was given may be written, and results are two."""
+    """The gradients of ``a + b`` for a and b are: nothing that was given may be written, and results are two."""
 
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
@@ -652,7 +652,7 @@ def test_adasum_of_a_tapes_gradients(ranks: Ranks, way: str) -> None:
 
 @pytest.mark.parametrize(("passes", "use_resource"), [(1, True), (2, True), (1, False)])
 def test_adasum_combines_what_a_sessions_optimizers_did(ranks: Ranks, passes: int, use_resource: bool) -> None:
-    """Of momentum's second step the change is not that of its gradient; a local variable goes its own way."""
+    """Of momentum's second step the change is not its gradient's; a local variable goes its own way."""
     momentum, rate, passed = 0.5, 0.1, [np.zeros(3), np.zeros(3)]
     expected = np.full(3, 10.0)
     for _ in range(2):
@@ -806,7 +806,7 @@ def test_gradients_may_become_ready_in_several_threads(ranks: Ranks) -> None:
 @pytest.mark.parametrize("names", [["dense", "sparse"], ["sparse", "dense"]], ids=lambda names: names[0])
 @pytest.mark.parametrize("sent", [1, 2, 3])
 def test_what_a_broken_off_step_has_sent_is_dropped(ranks: Ranks, names: list[str], sent: int) -> None:
-    """As where an operator of the backward pass raised an error: nobody has waited for what was sent before it."""
+    """As where an operator of the backward pass raised an error: what was sent before it was not waited for."""
 
     def rank_body(context: Context) -> None:
         everything = [*names, "grouped", "with it"]

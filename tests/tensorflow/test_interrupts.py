@@ -1,4 +1,4 @@
-"""Ctrl-C in an eager reduction of gradients: whoever catches it and repeats the step trains as if it had not come."""
+"""Ctrl-C in an eager reduction of gradients: a program that repeats the step trains as if it had not come."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_reduction_that_is_repeated_after_ctrl_c_is_made_once(
 
 @pytest.mark.parametrize("stride", [211, *extended(23)])
 def test_a_step_that_is_not_repeated_is_brought_to_its_end(ranks: Ranks, stride: int) -> None:
-    """As that of one of two models, when the program goes on with the other one."""
+    """As with one of two models, when the program goes on with the other one."""
     two = ranks(2, stall_warning_time=1.0, stall_shutdown_time=2.0)
     frontends = [frontend_of(context) for context in two.contexts]
     models = [[[tf.Variable([1.0, 2.0], name=name)] for name in ("one", "two")] for _ in frontends]

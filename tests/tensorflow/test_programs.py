@@ -176,7 +176,7 @@ if rank == 1:
 for loop in loops:
     loop.join()
 
-# And it is our error for whoever asks later.
+# And it is our error in any later call.
 try:
     together(x)
 except hvd.HorovodInternalError as error:

@@ -89,7 +89,7 @@ HOSTS = (Host("a", "1"), Host("b", "2"))
         pytest.param(HOSTS, _workers((0, 0, 0), (1, 1, 0), (2, 0, 1)), "rank 2 is on host 0, but", id="back"),
         pytest.param(HOSTS, _workers((0, 0, 0)), "2 hosts, but workers on 1", id="a host without workers"),
         pytest.param(HOSTS[:1], _workers((0, 0, 0), (1, 1, 0)), "1 hosts, but workers on 2", id="a host too few"),
-        pytest.param(HOSTS, (), "2 hosts, but workers on 0", id="nobody"),
+        pytest.param(HOSTS, (), "2 hosts, but workers on 0", id="no workers"),
     ],
 )
 def test_invalid_topologies_are_refused(hosts: tuple[Host, ...], workers: tuple[Worker, ...], says: str) -> None:

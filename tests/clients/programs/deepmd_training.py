@@ -36,7 +36,7 @@ INPUT = {
 
 
 def make_data(folder: Path) -> None:
-    """One system of two kinds of atoms, whose energy is that of springs to their places."""
+    """One system of two kinds of atoms, held to their places by springs, whose energy it has."""
     random = np.random.default_rng(7)
     places = random.uniform(1, 7, (ATOMS, 3))
     moved = random.normal(scale=0.1, size=(FRAMES, ATOMS, 3))

@@ -1,6 +1,6 @@
 """A vector-clock checker: the order of operations, and accesses to one memory that have no order.
 
-A stream is a sequence of numbered operations. A *clock* says how far somebody knows each stream to be: an operation
+A stream is a sequence of numbered operations. A *clock* says how far its owner knows each stream to be: an operation
 comes after another if its clock has reached that one's number. Clocks travel with events, and through the host once it
 has seen an event.
 
@@ -19,7 +19,7 @@ class Clock(dict[int, int]):
     """The number of the last operation that is known of each stream, by the stream's id."""
 
     def join(self, other: Mapping[int, int]) -> None:
-        """Know what somebody else knows, too."""
+        """Know what another clock's owner knows, too."""
         for stream, number in other.items():
             if self.get(stream, 0) < number:
                 self[stream] = number
@@ -69,7 +69,7 @@ class History:
         ]
 
     def add(self, new: Access, clock: Mapping[int, int]) -> None:
-        """Remember an access, and forget those of which it tells as much."""
+        """Remember an access, and forget earlier ones of which it tells as much."""
         self.accesses = [old for old in self.accesses if not _tells_as_much(new, old, clock)]
         self.accesses.append(new)
 

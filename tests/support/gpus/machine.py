@@ -1,6 +1,6 @@
 """GPUs that exist in memory only, whose work is done late, and as out of order as events allow.
 
-What is given to a stream waits in a queue. An operation runs when somebody looks whether an event has happened, or when
+What is given to a stream waits in a queue. An operation runs when a thread looks whether an event has happened, or when
 the schedule wants it to; which of those that could run does is the schedule's choice. Memory that is freed goes back to
 its stream, is overwritten there, and is the next to be given out on that stream, as with torch's allocator.
 
@@ -26,7 +26,7 @@ import torch
 from tests.support.gpus.clocks import Access, Clock, History, races
 
 OFFSET = 1 << 52
-"""Simulated addresses are this much above the real ones: whoever uses one on the host reads no memory at all."""
+"""Simulated addresses are this much above the real ones: code that uses one on the host reads no memory at all."""
 
 POISON = 0xFB
 _GRANULE = 512
@@ -41,7 +41,7 @@ class Schedule:
     """The order and the times in which operations run.
 
     Args:
-        kind: "late": nothing runs before somebody waits for it; "early": all that can run does at once; "any": some
+        kind: "late": nothing runs before a thread waits for it; "early": all that can run does at once; "any": some
             of it, in an order that ``seed`` decides.
 
     Attributes:
@@ -258,7 +258,7 @@ class Machine:
                     break
 
     def record(self, stream: Stream) -> Event:
-        """An event that happens when a stream has come this far."""
+        """An event that happens when a stream is this far."""
         with self.lock:
             self._collect()
             stream.clock.join(self.knowledge)
@@ -319,7 +319,7 @@ class Machine:
         try:
             with torch.no_grad():
                 operation.run()
-        except Exception as error:  # a kernel's, which nobody is there to catch
+        except Exception as error:  # a kernel's, which no code is there to catch
             self.races.append(f"{operation.what} on {stream}: {type(error).__name__}: {error}")
         stream.queue.popleft()
         return True
@@ -356,10 +356,10 @@ class Machine:
             return Storage(self, block)
 
     def free(self, block: Block) -> None:
-        """Nobody refers to a block any more. Called wherever Python collects it, so it is only noted here.
+        """Note that a block is not referred to any more. Called wherever Python collects it, so it is only noted here.
 
-        Whoever drops the last reference comes after those who have dropped theirs, so what any thread of the rank has
-        seen by now counts; and whoever is given the memory next comes after this, as torch's allocator has a lock.
+        The last reference is dropped after all others were, so what any thread of the rank has seen by now counts; and
+        the memory is given out again only after this, as torch's allocator has a lock.
         """
         self._freed.append((block, Clock(self._seen.get(block.rank, {}))))
 

@@ -1,6 +1,6 @@
 """NCCL between simulated GPUs: a process group with the methods of torch's that are used here.
 
-A collective waits at the head of a stream of NCCL's own until those of all ranks do, and is then done for all of them
+A collective waits at the head of a stream of NCCL's own until all ranks' do, and is then done for all of them
 at once. The group connects when it is first used; that may never return. After ``abort`` a collective ends by itself,
 with rubbish in its memory, unless the GPU hangs.
 """

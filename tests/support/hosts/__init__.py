@@ -10,7 +10,7 @@ otherwise this machine's, as if it were shared among them. Needs root; ``availab
         job = bed["h1"].popen([sys.executable, "-m", "hvdgloo.runner", "-H", "h1:1,h2:1", "true"])
         job.send_signal(signal.SIGKILL)                            # reaches the process itself
         bed["h2"].processes()                                      # psutil.Process of all but init and sshd
-        bed["h2"].sessions()                                       # those of sshd's sessions
+        bed["h2"].sessions()                                       # the processes of sshd's sessions
         bed["h2"].listening()                                      # {("10.77.0.11", 40123), ...} without sshd's
         bed["h2"].shared_memory()                                  # names in its /dev/shm
         bed["h2"].cut(); bed["h2"].reconnect()                          # pull its cables; plug them in again
@@ -208,7 +208,7 @@ class Host:
         """Tell whether only the first process and sshd live there, at a glance and without naming any."""
         if not self.on:
             return True
-        # The host's own /proc has but its own processes, where this machine's has everybody's.
+        # The host's own /proc has but its own processes, where this machine's has all processes.
         for name in os.listdir(f"/proc/{self.init}/root/proc"):
             if not name.isdigit() or name == "1":
                 continue
@@ -250,7 +250,7 @@ class Host:
         """TCP addresses and ports on which something but sshd listens."""
         if not self.on:
             return set()
-        # By way of the first process: whoever else looked could be taken for one of the job's.
+        # By way of the first process: any other that looked could be taken for one of the job's.
         tables = (Path(f"/proc/{self.init}/net/{name}").read_text() for name in ("tcp", "tcp6"))
         rows = [line.split() for table in tables for line in table.splitlines()[1:]]
         found = {_end_point(row[1]) for row in rows if row[3] == _LISTENING}
@@ -371,7 +371,7 @@ class Bed:
         """From now on ``source`` cannot open connections to ``target``; the other direction stays as it is.
 
         Args:
-            reject: it is told so (ICMP: administratively prohibited), instead of waiting for an answer in vain.
+            reject: it is told so (ICMP: administratively prohibited), instead of waiting until its patience ends.
         """
         for card in self[target].plan.cards:
             for address in card.addresses:
@@ -400,7 +400,7 @@ class Bed:
         picked = ["protocol", protocol, "prio", str(number), "bpf", "bytecode", program]
         if "ingress" not in self._in_switches(["tc", "qdisc", "show", "dev", port]):
             self._in_switches(["tc", "qdisc", "add", "dev", port, "ingress"])
-        # Where they lead to, nobody forwards them; or a card with the target's hardware address takes them in.
+        # Where they lead to, they are not forwarded; or a card with the target's hardware address takes them in.
         self.switch(
             [f"link add to{number} type veth peer name at{number} {f'address {reject_as}' if reject_as else ''}"]
         )

@@ -252,7 +252,7 @@ def ip_batch(lines: list[str]) -> None:
 
 
 def spawn(argv: list[str], home: str) -> None:
-    """Start a process whose end nobody waits for by name."""
+    """Start a process whose end is not waited for by name."""
     if os.fork() == 0:
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)

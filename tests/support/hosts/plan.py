@@ -33,7 +33,7 @@ class HostSpec:
         nics: its network cards, in the order of their indices.
         ipv4, ipv6: which addresses they get.
         docker0: there is a bridge of this name with 172.17.0.1, as on every other host.
-        priv0: there is a NIC in a subnet of this host's own, that nobody else has a route to.
+        priv0: there is a NIC in a subnet of this host's own, that no other host has a route to.
         private_first: docker0 and priv0 come before the NICs that lead somewhere.
         loopback_name: the host resolves its own name to 127.0.1.1, as Debian's installer arranges it.
         private_tmp: it has a /tmp of its own (the test's tmp_path, if that is below it, can then not be seen there).

@@ -79,7 +79,7 @@ _WORKER = (
 """Imports of all others."""
 
 _ROOM = 32 * 1024
-"""Bytes in which /proc shows the environments of programs, beside those of the server's."""
+"""Bytes in which /proc shows the environments of programs, beside the server's own."""
 
 
 def _usual() -> tuple[str, ...]:
@@ -102,7 +102,7 @@ def _folder(*modules: str, **environ: str) -> Path:
     path = Path(tempfile.gettempdir()) / f"warm-{run}-{hashlib.sha256(what.encode()).hexdigest()[:8]}"
     with _locked(path):
         try:
-            # The server ends when nobody has this open any more.
+            # The server ends when no process has this open any more.
             used = os.open(path / "users", os.O_WRONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             used, server = _start(path, modules if modules == LAUNCHER else (*_WORKER, *(modules or _usual())), environ)
@@ -177,7 +177,7 @@ class Process:
         arguments: what follows ``python`` on a command line.
         env: the whole environment.
         modules: as for ``python``.
-        stdin, stdout, stderr: descriptors; whoever opened them closes them.
+        stdin, stdout, stderr: descriptors; the caller closes them.
     """
 
     def __init__(

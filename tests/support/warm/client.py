@@ -14,7 +14,7 @@ def main():
         try:
             if fd > 2 and os.get_inheritable(fd):
                 inherited.append(fd)
-        except OSError:  # that of the folder itself
+        except OSError:  # the folder's own descriptor
             pass
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     try:

@@ -63,7 +63,7 @@ def main() -> None:
                 if key.fileobj is sys.stdin:
                     lock = os.open(folder, os.O_RDONLY)
                     fcntl.flock(lock, fcntl.LOCK_EX)
-                    # Otherwise one more has come while this waited for the lock.
+                    # Otherwise another user came while this waited for the lock.
                     if select.select([sys.stdin], [], [], 0)[0]:
                         shutil.rmtree(folder)
                         return
@@ -71,7 +71,7 @@ def main() -> None:
                 elif selector.get_map().get(key.fd) is key:  # else what came before has closed it
                     try:
                         key.data()
-                    except OSError as error:  # one requester's matter, and not that of all others
+                    except OSError as error:  # one requester's matter, and no other's
                         os.write(2, f"warm server: {error!r}\n".encode())
 
 
@@ -161,7 +161,7 @@ class Requester:
 
 
 def fork() -> int:
-    """Fork; nobody hears of the child before it leads a session of its own."""
+    """Fork; the child is not made known before it leads a session of its own."""
     session, begun = os.pipe()
     child = os.fork()
     if child == 0:

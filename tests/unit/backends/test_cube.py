@@ -47,7 +47,7 @@ def test_corners_hold_one_or_two_consecutive_ranks(size: int) -> None:
 @settings(deadline=None)
 @given(SIZES)
 def test_both_sides_of_an_exchange_mean_the_same_at_the_same_time(size: int) -> None:
-    """So that none waits for another that waits for something else: nobody can be in a circle of waiting ranks."""
+    """So that none waits for another that waits for something else: ranks cannot wait for each other in a circle."""
     every = cubes(size)
     for cube in every:
         for step, exchange in enumerate(cube.halvings):

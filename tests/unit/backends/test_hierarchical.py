@@ -216,7 +216,7 @@ def test_operations_are_executed_in_the_order_in_which_they_began_wherever_they_
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_each_takes_its_share_across_and_no_more(sizes: tuple[int, ...]) -> None:
-    """A slice of a tensor; of regions, those of both hosts where there are two, else its own host's."""
+    """A slice of a tensor; of regions, both hosts' where there are two, else its own host's."""
     ranks = Ranks(sizes, chunk=3000)
     count, each = 1000, 200
     whole = 8 * each * ranks.size
@@ -343,13 +343,13 @@ def test_the_flat_group_is_opened_by_the_first_alltoall_and_only_once() -> None:
 
 def test_a_flat_group_that_cannot_be_opened_is_a_failure_of_the_alltoall() -> None:
     def refuse(cancelled: Callable[[], bool]) -> Any:
-        raise ConnectError("nobody answers")
+        raise ConnectError("no rank answers")
 
     wire: Any = _Wire()
     backend = HierarchicalBackend(Layout((1, 1), 0), None, wire, refuse, ALWAYS)
     two = Buffer.of_array(np.zeros(2, np.int64))
     work = backend.alltoall(two, Buffer.of_array(np.zeros(2, np.int64)), [8, 8], [8, 8])
-    with pytest.raises(ConnectError, match="nobody answers"):
+    with pytest.raises(ConnectError, match="no rank answers"):
         wait(work)
 
 
@@ -427,7 +427,7 @@ class _Crossing:
 
 
 def _unused(cancelled: Callable[[], bool]) -> Any:
-    raise AssertionError("nobody asked for a flat group")
+    raise AssertionError("a flat group was not asked for")
 
 
 def test_a_failure_of_a_small_tensor_is_final_when_its_memory_is_no_longer_touched() -> None:

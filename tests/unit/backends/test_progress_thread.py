@@ -85,16 +85,16 @@ def test_a_failure_is_raised_at_once_and_again_when_no_memory_is_touched_any_mor
 
 def test_what_follows_a_failure_is_not_begun_and_fails_alike(scene: Scene) -> None:
     begun = threading.Event()
-    first = scene.progress.begin("x", failing(ConnectError("nobody answers")))
+    first = scene.progress.begin("x", failing(ConnectError("no rank answers")))
     second = scene.progress.begin("y", begun.set)
-    with pytest.raises(ConnectError, match="nobody answers"):
+    with pytest.raises(ConnectError, match="no rank answers"):
         first.completes_within(5)
     assert not second.completes_within(0)  # the thread still settles what the first one began
     scene.gate.set()
     third = scene.progress.begin("z", begun.set)
     for work in (second, third):
         for _ in range(2):
-            with pytest.raises(ConnectError, match="nobody answers"):
+            with pytest.raises(ConnectError, match="no rank answers"):
                 work.completes_within(5)
     assert not begun.is_set()
 

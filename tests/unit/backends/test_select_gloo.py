@@ -32,7 +32,7 @@ def test_a_helper_that_may_not_have_a_connection_for_each_rank_is_not_started(mo
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The packages that there are, as far as anybody asks."""
+    """The packages that seem to be installed."""
     packages: set[str] = set()
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: SimpleNamespace(origin=f"{name}.py") if name in packages else None
@@ -158,7 +158,7 @@ def test_check_build_shows_which(installed: set[str], package: str) -> None:
 
 @pytest.mark.parametrize("size", range(1, 10))
 def test_every_two_ranks_meet_once_in_the_same_round(size: int) -> None:
-    """If all go through their rounds in order, nobody waits for somebody who waits for a third."""
+    """If all go through their rounds in order, no rank waits for another that waits for a third."""
     met = [rounds(rank, size) for rank in range(size)]
     assert [sorted(peers) for peers in met] == [[r for r in range(size) if r != rank] for rank in range(size)]
     while any(met):

@@ -47,7 +47,7 @@ def test_a_descriptor_that_has_been_closed_is_passed_over() -> None:
 
 
 def connections_of(*listeners: socket.socket) -> Connections:
-    """Those of a group whose ranks listen here; the first listener is this rank's."""
+    """The connections of a group whose ranks listen here; the first listener is this rank's."""
     made = Connections(b"size" + encode_address(listeners[0].getsockname()))
     made.learn(b"size" + encode_address(listener.getsockname()) for listener in listeners[1:])
     return made

@@ -1,4 +1,4 @@
-"""Some hundreds of inputs that nobody meant, for everything that reads; ``benchmarks/fuzz.py`` tries more of them."""
+"""Some hundreds of malformed inputs for everything that reads; ``benchmarks/fuzz.py`` tries more of them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.support.rendezvous import Task
 
 @dataclass
 class Job:
-    """A membership that is told ``unreachable`` times in vain."""
+    """A membership that is told ``unreachable`` times without success."""
 
     launched: bool = False
     unreachable: int = 0

@@ -127,7 +127,7 @@ def test_what_the_kernel_does_not_take_is_kept_and_sent_in_order(pair: tuple[soc
     sock, connection = pair
     messages = [Stacks(str(number) * 300_000) for number in range(5)]
     for message in messages:
-        connection.send_frame(frame(message))  # nobody reads, and yet it returns
+        connection.send_frame(frame(message))  # the other end does not read, and yet it returns
     assert connection.pending
     reader = ControlConnection(link_of(sock))
     arrived: list[Message] = []

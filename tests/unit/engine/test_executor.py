@@ -366,7 +366,7 @@ class TestQuick:
     def test_a_lent_thread_does_what_the_data_thread_has_not_begun(
         self, bench: Callable[..., Bench], under_way: bool
     ) -> None:
-        """But while that waits for either a GPU or the queue, nobody else takes from the queue."""
+        """But while that waits for either a GPU or the queue, no other thread takes from the queue."""
         b = bench()
         pair = allreduce("x", np.array([1], np.int32))
         b.executor.execute([pair], may_wait=False)

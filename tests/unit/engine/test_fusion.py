@@ -187,7 +187,7 @@ def test_empty_tensors_have_their_place() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 30), min_size=3, max_size=3), min_size=1, max_size=8), st.integers(1, 200))
 def test_a_gathers_plan_does_not_depend_on_a_ranks_own_rows(rows: list[list[int]], limit: int) -> None:
-    """Every rank plans from the agreed Response, whose sizes are those of the results."""
+    """Every rank plans from the agreed Response, whose sizes are the results'."""
 
     def request(tensor: int, rank: int) -> Request:
         return Request(str(tensor), Collective.ALLGATHER, (TensorSpec(DType.INT16, (rows[tensor][rank], 3)),))

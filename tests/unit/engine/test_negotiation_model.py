@@ -32,7 +32,7 @@ class Round:
     Attributes:
         operations: process set (by its place among the sets) and shape of each; the name tells which of a set's it is.
         quitters: ranks that join instead of taking part.
-        alone: quitters first submit something that nobody else does.
+        alone: quitters first submit something that no other rank does.
         add, remove: a set that is then added, the place of one that is removed.
     """
 
@@ -82,7 +82,7 @@ class Job:
             quits = rank in round_.quitters
             mine = [] if quits else list(enumerate(round_.operations))
             if quits and round_.alone:
-                # Submitted before the join, and by nobody else: it goes on without the others.
+                # Submitted before the join, and by no other rank: it goes on without the others.
                 spec = TensorSpec(DType.FLOAT32, (2,))
                 alone = Request(f"alone.{rank}", Collective.ALLREDUCE, (spec,))
                 handles.append((Collective.ALLREDUCE, 0, self.submit(rank, alone)))

@@ -1,6 +1,6 @@
 """The tree between rank 0 and all others: a model of whole jobs, and the same programs with and without it.
 
-The programs and their checks are those of ``test_engine_model``. Here, every leader has the real Aggregator and rank 0
+The programs and their checks are ``test_engine_model``'s. Here, every leader has the real Aggregator and rank 0
 the real Coordinator, and every message travels as its bytes, link by link.
 """
 
@@ -628,7 +628,7 @@ def test_the_same_is_said_word_for_word(
 
 
 class Leader:
-    """One Aggregator, of the leader of ranks 2 and 3, to which that of ranks 4 and 5 reports; it reports to rank 0."""
+    """The Aggregator of ranks 2 and 3's leader, which reports to rank 0; the leader of ranks 4 and 5 reports to it."""
 
     def __init__(self, patience: float = 1.0) -> None:
         self.aggregator = Aggregator(position_of(2, (2, 2, 2), 1), {0: range(6), 1: (0, 3)}, patience, TIMEOUT)
@@ -1073,7 +1073,7 @@ class TestSignsOfLife:
 
     @pytest.mark.parametrize("silent", [1, 2, 5])
     def test_the_timeout_is_the_same_on_every_level(self, silent: int) -> None:
-        """Nothing is pending in the agreement: only the root knows that somebody waits."""
+        """Nothing is pending in the agreement: only the root knows that a rank waits."""
         tree = Tree((1,) * 6, answering=[rank for rank in range(6) if rank != silent])
         begun, tree.network.coordinator.busy = tree.now, True
         tree.run_until(begun + TIMEOUT + 1.0)
@@ -1167,7 +1167,7 @@ class TestTheEnd:
         assert leader.sends_up() == [Drained((3, 1)), Lost(3, "its connection ended")]
 
     def test_a_leader_that_is_lost_ends_the_ranks_below_it_that_have_not_drained(self) -> None:
-        """It has drained itself, but nobody is left through whom the others could say that they have."""
+        """It has drained itself, but no leader is left through which the others could say that they have."""
         for drained, ordered in (((1,), Abort), ((1, 2, 3, 4), End)):
             tree = Tree((1, 2, 2))
             tree.says(0, Leave())

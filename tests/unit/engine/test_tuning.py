@@ -47,7 +47,7 @@ def drive(running: Search[Choice], score: Callable[[Choice], float]) -> tuple[Ch
 
 class TestSearch:
     def test_the_best_of_the_grid_is_found_in_spite_of_noise(self) -> None:
-        """Steps vary by 4 %, and the best settings are 30 % faster than those of the start."""
+        """Steps vary by 4 %, and the best settings are 30 % faster than the first ones."""
         best = Choice(4 * MIB, 0.001, 128 << 10, 1024)
         for seed in range(20):
             noise = random.Random(seed)

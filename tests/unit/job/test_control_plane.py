@@ -135,7 +135,7 @@ def test_ranks_with_other_settings_take_the_tree_of_rank_0(fanin: int) -> None:
 
 
 def test_a_leader_waits_for_its_host_s_ranks_and_for_other_hosts_at_the_same_time() -> None:
-    """Rank 1 waits in vain for rank 2, on its own host; nothing is wrong with rank 3, which reports to it."""
+    """Rank 1 waits for rank 2, on its own host, which is absent; nothing is wrong with rank 3, which reports to it."""
     hurried = Config(secret=SECRET, connect_timeout=0.5, start_timeout=60.0)
     results = met(topology((1, 2, 1), 1), [hurried] * 4, absent=[2])
     assert isinstance(results[1], ConnectError)

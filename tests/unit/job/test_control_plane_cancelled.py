@@ -112,7 +112,7 @@ def for_others(stack: ExitStack, event: Event) -> object:
 
 
 def for_a_listener_on_the_host(stack: ExitStack, event: Event) -> object:
-    return HANDSHAKE.connect_here(f"hvdgloo-nobody-{os.getpid()}", 1, NEVER, describe, event)
+    return HANDSHAKE.connect_here(f"hvdgloo-absent-{os.getpid()}", 1, NEVER, describe, event)
 
 
 def for_an_answer_on_the_host(stack: ExitStack, event: Event) -> object:

@@ -62,7 +62,7 @@ def caught(error: BaseException) -> BaseException:
         (PeerLostError(LOST, rank=2), True),
         (JobShutdownError("rank 2 ...", rank=2), True),
         (JobShutdownError("this rank", rank=0), False),
-        (PeerLostError("somebody"), False),
+        (PeerLostError("a rank"), False),
         (StallError("stalled"), False),
         (HorovodInternalError("x"), False),
         (ValueError("x"), False),
@@ -144,7 +144,7 @@ def test_an_echo_names_the_operation_and_who_called_it() -> None:
 
 
 def without_init() -> NotInitializedError:
-    """From deep within hvdgloo, which nobody has initialized."""
+    """From deep within hvdgloo, which was not initialized."""
     try:
         hvd.allreduce(np.ones(3))
     except NotInitializedError as error:

@@ -1,4 +1,4 @@
-"""Abstract Unix sockets: nobody's name is a secret, and no permissions protect them."""
+"""Abstract Unix sockets: their names are no secret, and no permissions protect them."""
 
 from __future__ import annotations
 
@@ -124,6 +124,6 @@ def test_whose_a_name_is(listener: abstract.OwnListener, name: str) -> None:
 def test_processes_belong_to_their_effective_user(
     listener: abstract.OwnListener, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To /proc as to a listener, whoever has started them."""
+    """To /proc as to a listener, no matter which user has started them."""
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     assert abstract.holders(name) == {os.getpid()}

@@ -27,7 +27,7 @@ class Ending:
         return len(piece)
 
     def send(self, data: bytearray, /) -> int:
-        raise BrokenPipeError(errno.EPIPE, "nobody reads")
+        raise BrokenPipeError(errno.EPIPE, "no process reads")
 
 
 def copies(data: memoryview, decoder: FrameDecoder) -> list[bytes]:

@@ -265,7 +265,7 @@ def test_garbage_is_refused(data: bytes, meeting: Callable[..., Meeting]) -> Non
 
 
 def test_an_earlier_protocol_is_not_answered(meeting: Callable[..., Meeting]) -> None:
-    """Its proofs would be taken for those of somebody who does not know the secret."""
+    """Its proofs would be taken for a stranger's, who does not know the secret."""
     m = meeting(2)
     sock = m.raw(HELLO.pack(b"hvdgloo1", 3, 1, 1, b"n" * 16))
     sock.settimeout(10)

@@ -1,4 +1,4 @@
-"""TLS: what is sent is encrypted, and whoever is in the middle is noticed before anything of value is said."""
+"""TLS: what is sent is encrypted, and an attacker in the middle is noticed before anything of value is said."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def describe(rank: int) -> str:
 
 
 class Middle:
-    """Somebody between client and server who records what passes, and decrypts it if it has a certificate.
+    """An attacker between client and server who records what passes, and decrypts it if it has a certificate.
 
     Args:
         target: address and port of the server.
@@ -136,7 +136,7 @@ class TestControlPlane:
         for sender, receiver in ((here, there), (there, here)):
             arrived: list[Message] = []
             for message in messages:
-                sender.send_frame(frame(message))  # nobody reads, and yet it returns
+                sender.send_frame(frame(message))  # the other end does not read, and yet it returns
             deadline = time.monotonic() + 20
             while len(arrived) < len(messages):
                 assert time.monotonic() < deadline

@@ -115,7 +115,7 @@ class Reader:
 JOBS: dict[str, dict[str, Any]] = {
     "usual": {"ranks": 4, "hosts": 2},
     "evil": {"ranks": 6, "hosts": 3, "evil": True, "gpus": True},
-    "nobody slow": {"ranks": 3, "hosts": 1, "slow": None},
+    "no rank slow": {"ranks": 3, "hosts": 1, "slow": None},
 }
 
 
@@ -251,7 +251,7 @@ def test_a_stall_s_report_is_about_the_rank_that_is_missing_and_its_stack_is_tol
     observatory.observe("h", Note(0, 1000.0, "stall", report))
     observatory.observe("h", sample(0, missing=waits, stacks=((1, stack),)))
     observatory.observe("h", sample(0, missing=waits, stacks=((1, "elsewhere"),)))
-    observatory.observe("h", Note(0, 1000.0, "stall ended", "it has come"))
+    observatory.observe("h", Note(0, 1000.0, "stall ended", "it was submitted"))
     observatory.observe("h", sample(0, missing=(Missing("x", 2.0, (1, 0), 2),)))
     observatory.observe("h", Note(0, 1000.0, "stall", "Stalled again."))
     observatory.tick()
@@ -259,7 +259,7 @@ def test_a_stall_s_report_is_about_the_rank_that_is_missing_and_its_stack_is_tol
     assert [(event.kind, event.rank, event.text) for event in observatory.snapshot().events] == [
         ("stall", 1, "Stalled: some ranks wait."),
         ("stall", 1, "what rank 1 (h) is doing: its Python stacks"),
-        ("stall ended", -1, "it has come"),
+        ("stall ended", -1, "it was submitted"),
         ("stall", -1, "Stalled again."),
     ]
     assert observatory.snapshot().events[1].more == "elsewhere"
@@ -345,7 +345,7 @@ def test_an_elastic_job_goes_on_with_other_ranks() -> None:
     assert (seen.job.size, seen.job.epoch, seen.ranks.rank) == (3, 1, [0, 1, 2])
     assert "elastic" in kinds(seen)
     assert all(state(seen, rank) == "computing" for rank in range(3))
-    assert seen.job.steps == 200  # 10 s and 10 s of 10 each; nobody made any in between
+    assert seen.job.steps == 200  # 10 s and 10 s of 10 each; no rank made any in between
 
 
 def test_steps_of_an_elastic_job_do_not_begin_anew_with_its_newcomers() -> None:
@@ -558,7 +558,7 @@ def test_what_is_said_of_a_job_that_is_over_are_the_means_of_all_its_time() -> N
     curve = job.observatory.snapshot().series.step_seconds
     seen = job.observatory.snapshot()
 
-    # 200 steps of 0.1 s, of which the first has no length that anybody knows, and 100 of 0.2 s
+    # 200 steps of 0.1 s, of which the first one's length is not known, and 100 of 0.2 s
     assert seen.job.step_seconds == pytest.approx(40.0 / 299, rel=0.01)
     assert seen.job.steps_per_second == pytest.approx(299 / 40.0, rel=0.01)
     assert seen.job.bytes_per_second == pytest.approx(4 * 25 * MIB * 290 / 39, rel=0.01)

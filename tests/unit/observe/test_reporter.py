@@ -1,4 +1,4 @@
-"""A rank hands on what it counts to whoever looks: at most once per interval, and nothing when nothing changes."""
+"""A rank reports what it counts to its observers: at most once per interval, and nothing when nothing changes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Rank:
 
 
 class Agent:
-    """Whoever looks: the other end of the socket."""
+    """The observer: the other end of the socket."""
 
     def __init__(self, folder: Path) -> None:
         self.path = str(folder / "agent")
@@ -275,7 +275,7 @@ def test_what_nobody_is_there_to_be_told_does_not_keep_an_idle_rank_awake(
     said = agent.receive()
     while not isinstance(said, samples.Note):
         said = agent.receive()
-    assert said.text == "some ranks wait", "whoever looks later is told"
+    assert said.text == "some ranks wait", "an observer that comes later is told"
     agent.close()
 
 

@@ -64,7 +64,7 @@ def test_where_no_steps_are_counted_operations_are() -> None:
         lateness({3: 6, 0: 4}, recent=10),
         lateness({77: 1000}),
     ],
-    ids=["unknown", "nobody", "by chance", "not worth mentioning", "too early", "may be chance", "no such rank"],
+    ids=["unknown", "no rank", "by chance", "not worth mentioning", "too early", "may be chance", "no such rank"],
 )
 def test_nobody_is_blamed_without_reason(seen: Lateness | None) -> None:
     assert find(seen, candidates(), hosts()) == []

@@ -25,7 +25,7 @@ ANOTHER = 65534
 
 @pytest.fixture
 def foreign(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Makes a link or file another user's; for that, root gives it away, and anybody else becomes another."""
+    """Makes a link or file another user's; for that, root gives it away, and any other user becomes another."""
 
     def give(path: Path) -> None:
         if os.geteuid() == 0:
@@ -190,7 +190,7 @@ def test_a_name_as_long_as_names_may_be_can_be_replaced(shared: Path) -> None:
 def test_a_timeline_goes_on_in_its_own_file_whatever_its_name_means_by_then(
     shared: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the moment in which it takes its name and the next, the name can become somebody's link."""
+    """Between the moment in which it takes its name and the next, the name can become another user's link."""
     replace = os.replace
 
     def beaten(source: str, target: str) -> None:

@@ -1,4 +1,4 @@
-"""The private folder for what belongs to running jobs: nobody else's, whatever was there before."""
+"""The private folder for what belongs to running jobs: no other user's, whatever was there before."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_killed_processes_have_left_is_removed_and_nothing_else(temporary: 
     listener(temporary / "bb.sock", socket.SOCK_STREAM)
     agent("cc.1")
     (temporary / "dd.job.new").touch()
-    # What a launcher that died has published belongs to whoever can read its lock.
+    # What a launcher that died has published belongs to every process that can read its lock.
     listener(temporary / "ee.sock", socket.SOCK_STREAM)
     sockets.pop().close()
     (temporary / "ee.job").touch()
@@ -121,7 +121,7 @@ def test_what_killed_processes_have_left_is_removed_and_nothing_else(temporary: 
     assert sorted(path.name for path in temporary.iterdir()) == living
     sockets[1].setblocking(False)
     with pytest.raises(BlockingIOError):
-        sockets[1].accept()  # nobody has connected
+        sockets[1].accept()  # no client has connected
     for each in sockets:
         each.close()
 

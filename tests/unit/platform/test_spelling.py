@@ -1,4 +1,4 @@
-"""Messages that hold somebody else's text."""
+"""Messages that hold text from elsewhere."""
 
 from __future__ import annotations
 

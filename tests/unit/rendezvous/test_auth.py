@@ -138,7 +138,7 @@ class TestReplayWindow:
     [
         ("Bearer {token}", True),
         ("bearer {token}", True),
-        ("Basic " + base64.b64encode(b"anybody:{token}").decode(), False),
+        ("Basic " + base64.b64encode(b"user:{token}").decode(), False),
         ("Bearer wrong", False),
         ("{token}", False),
         ("Digest {token}", False),
@@ -158,7 +158,7 @@ def test_status_token_as_password() -> None:
 
 
 class Explodes:
-    """A pickle that tells when somebody loads it."""
+    """A pickle that tells when it is loaded."""
 
     loaded = False
 

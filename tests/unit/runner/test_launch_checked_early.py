@@ -17,7 +17,7 @@ from hvdgloo.runner.transport.failures import Diagnosis, Ending
 
 
 class NoAgents:
-    """A way to hosts that nobody may go."""
+    """A way to hosts that must not be used."""
 
     def start(self, host: HostEntry) -> AgentStream:
         raise AssertionError(f"an agent was started on {host.name}")

@@ -24,7 +24,7 @@ def handlers() -> list[object]:
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_that_comes_when_all_is_cleaned_up_changes_nothing(signum: signal.Signals) -> None:
-    """The exit status is that of the first one: the second must not kill what only has a summary left to print."""
+    """The exit status is the first one's: the second must not kill what only has a summary left to print."""
     seen: list[int] = []
     with passed_on(COMMAND_LINE_SIGNALS, seen.append) as came:
         signal.raise_signal(signum)

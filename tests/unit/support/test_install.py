@@ -54,7 +54,7 @@ class Watched(io.StringIO):
 
 @pytest.fixture
 def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Python whose pip fetches torch until somebody has said that it is still at it."""
+    """A Python whose pip fetches torch until the output says that it is still at it."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "pip.py").write_text(PIP)
     python = tmp_path / "bin/python"
@@ -137,7 +137,7 @@ def test_an_index_that_does_not_answer_is_given_up_soon() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         assert not install.answers(address, timeout=0.2)
-    assert not install.answers(address, timeout=0.2), "nobody is there"
+    assert not install.answers(address, timeout=0.2), "no server is there"
 
 
 def test_what_is_no_web_server_is_no_index() -> None:

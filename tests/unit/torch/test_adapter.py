@@ -130,7 +130,7 @@ def test_a_tensor_that_is_spread_over_other_processes_is_refused(spread: Callabl
 
 
 class Pair(torch.Tensor):
-    """A subclass that consists of another tensor, as those of libraries for quantisation do."""
+    """A subclass that consists of another tensor, as the subclasses of libraries for quantisation do."""
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> Pair:

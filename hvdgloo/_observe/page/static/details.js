@@ -8,7 +8,7 @@ class Details {
     this._hosts = makeTable("Hosts", [
       "host", "state", "cores", "busy", "stolen", "throttled", "memory", "pressure", "received", "sent", "read", "written", "GPUs",
     ]);
-    this._noPlanes = dom.make("p", { class: "nobody" });
+    this._noPlanes = dom.make("p", { class: "none-yet" });
     dom.byId("plane-list").append(this._planes.table, this._noPlanes);
     dom.byId("host-list").append(this._hosts.table);
   }

@@ -49,7 +49,7 @@ class Stragglers {
           : []),
       );
     });
-    if (!items.length) items.push(dom.make("li", { class: "nobody", text: "No rank stands out." }));
+    if (!items.length) items.push(dom.make("li", { class: "none-yet", text: "No rank stands out." }));
     this._list.replaceChildren(...items);
   }
 
@@ -68,7 +68,7 @@ class Stragglers {
       );
     }
     if (!shown.length) {
-      this._waits.firstElementChild.replaceChildren(dom.make("span", { class: "nobody", text: none }), dom.make("b"), dom.make("b"));
+      this._waits.firstElementChild.replaceChildren(dom.make("span", { class: "none-yet", text: none }), dom.make("b"), dom.make("b"));
       return;
     }
     shown.forEach((count, i) => {
@@ -215,6 +215,6 @@ class HeatMap {
       (most, row) => (this._heat.seconds[row.i][place] > this._heat.seconds[most.i][place] ? row : most),
       this._rows[0],
     );
-    return worst && this._heat.seconds[worst.i][place] ? this._say(worst, place) : `${format.moment(this._heat.at[place])}: nobody`;
+    return worst && this._heat.seconds[worst.i][place] ? this._say(worst, place) : `${format.moment(this._heat.at[place])}: no rank`;
   }
 }

@@ -18,7 +18,7 @@ class Output {
     this._rank = dom.byId("output-rank");
     this._follow = dom.byId("follow");
     this._earlier = dom.make("button", { type: "button", class: "plain", text: "Earlier lines" });
-    this._message = dom.make("p", { class: "nobody" });
+    this._message = dom.make("p", { class: "none-yet" });
     this._rows = dom.make("ol", { class: "line-list" });
     this._list.append(this._earlier, this._message, this._rows);
     this._newest = 0;

@@ -1,4 +1,4 @@
-"""Live events: all readers get the same, each encoded once, and nobody is waited for."""
+"""Live events: all readers get the same, each encoded once, and no reader is waited for."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class AnyWay(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 99))
     @precondition(lambda self: self.on() and self.bed.actors)
     def late_words(self, choice: int) -> None:
-        """Messages of an old epoch, and of a worker that nobody knows."""
+        """Messages of an old epoch, and of an unknown worker."""
         actor = self.pick(choice, list(self.bed.actors.values()))
         self.bed.feed(Up(actor.id, actor.epoch - 1))
         self.bed.feed(Synced("never heard of", 7))
@@ -1140,7 +1140,7 @@ class TestWithoutALauncher:
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.data())
     def test_restarts_at_any_time(self, data: st.DataObject) -> None:
-        """Whoever is heard of, and whatever happens to them: it ends in training, or with a reason."""
+        """No matter which workers are heard of, and what happens to them: it ends in training, or with a reason."""
         bed = Bed(self.RULES, (), hold=RETURN_TIME)
         size = data.draw(st.integers(1, 3))
         unheard = [(f"m{rank}", rank) for rank in range(size)]

@@ -119,5 +119,5 @@ def test_the_host_s_own_name_leads_here() -> None:
     "host", ["", "evil.example", "127.0.0.1.evil.example:80", "localhost.evil.example", "[evil]:80", "1.2.3", "a b"]
 )
 def test_other_names_do_not(host: str) -> None:
-    """A page of evil.example whose name has come to lead here (DNS rebinding) must not be taken for ours."""
+    """A page of evil.example whose name was made to lead here (DNS rebinding) must not be taken for ours."""
     assert not Access(SECRET).answers_to(host)

@@ -1,4 +1,4 @@
-"""A worker that is alone in its epoch and hangs: nobody could lose it, so the server sees that it does not listen."""
+"""A worker that is alone in its epoch and hangs: no other could lose it, so the server sees that it does not listen."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_it_is_ended_once_others_wait_for_it(job: Job) -> None:
 
 def test_who_listens_or_is_waited_for_by_nobody_goes_on(job: Job) -> None:
     job.pass_time(SILENT_TIME + 2)
-    assert job.stopped() == [], "nobody waits for it"
+    assert job.stopped() == [], "no worker waits for it"
     assert job.listen(job.member, job.news.number) is None
     job.a_newcomer_waits()
     news = messages.NEWS.decode(job.answered())

@@ -44,7 +44,7 @@ def test_it_starts_with_the_first_worker_that_stays() -> None:
 
 def test_who_came_in_vain_does_not_count_for_the_next_attempt() -> None:
     gathering = Gathering()
-    gathering.comes("in vain")
+    gathering.comes("too early")
     gathering.now += 10
     assert isinstance(gathering.comes("a"), NotYet)
     assert "no further worker came for 10 s, and 1 of 2 workers are in" in gathering.epochs.last_failure()

@@ -80,7 +80,7 @@ class TestWithLauncher:
         assert membership.arrived == 1
 
     def test_a_process_that_a_worker_has_spawned_is_told_how_to_leave_the_job_alone(self) -> None:
-        """A spawned data loader's worker imports the program anew, with all that is in it."""
+        """A spawned data loader's worker imports the program again, with all that is in it."""
         membership = joined(Membership(0, hosts=HOSTS), info(rank=1, host_name="n7", pid=77, host_identity="a"))
         itself = (
             r"started by rank 1 itself \(pid 77 on host n7\): .* put hvd.init\(\) under if __name__ == \"__main__\""

@@ -110,7 +110,7 @@ def test_who_may_wait_says_so_before_waiting_for_the_client() -> None:
         writer.write(b"answer")
         sending = threading.Thread(target=writer.flush, daemon=True)
         sending.start()
-        assert waiting.wait(5), "it waits, and nobody knows"
+        assert waiting.wait(5), "it waits, and no other thread knows"
         received = b""
         while len(received) < filling + 6:
             received += theirs.recv(1 << 20)

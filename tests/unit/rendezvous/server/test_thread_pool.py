@@ -1,4 +1,4 @@
-"""The server's threads: few are at work at a time, and whoever waits keeps nobody from it."""
+"""The server's threads: few are at work at a time, and a client that waits keeps no other from it."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_a_program_that_imports_hvdgloo_after_mpi4py_is_left_alone(
 def test_processes_of_an_mpirun_that_the_worker_has_started_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But not those of a job whose launcher or agent an mpirun or srun has started: all workers see its variables."""
+    """But no worker of a job whose launcher or agent an mpirun or srun has started: all workers see its variables."""
     with loading(tmp_path, MPI, shell=True, PMI_SIZE="4") as pid:
         assert Watched(pid, monkeypatch, dict(os.environ)).until(1000.0) == []
         assert Watched(pid, monkeypatch, {**os.environ, "PMI_SIZE": "4"}).until(1000.0) == [ForeignMpi()]

@@ -129,7 +129,7 @@ def test_what_workers_report_goes_out_once_a_second(host: Host) -> None:
     assert host.stream.sent[1:] == [Observed([b"three", b"four"])]
     host.turn(1.0)
     host.turn(1.0)
-    assert len(host.stream.sent) == 2, "nobody had anything to say"
+    assert len(host.stream.sent) == 2, "no rank had anything to say"
     assert host.observing.deadline is None
 
 
@@ -177,7 +177,7 @@ def test_the_host_is_measured_while_workers_are_at_work(host: Host) -> None:
     assert sample.cores == os.cpu_count()
     assert 0 < sample.memory < sample.memory_total
     host.turn(5.0)
-    assert len(host.observed) == 1, "nobody has done anything meanwhile"
+    assert len(host.observed) == 1, "no rank has done anything meanwhile"
     host.report(b"a worker's")
     host.turn()
     host.turn(1.0)

@@ -225,7 +225,7 @@ class TestFile:
             ("num_proc: 2001-99-99", "month must be in 1..12"),
             ("num_proc: " + "1" * 5000, "Exceeds the limit"),
             ("num_proc: 2\n\thosts: h1", r", line 2: .*cannot start any token"),
-            ("hosts: *nobody", r", line 1: found undefined alias"),
+            ("hosts: *unknown", r", line 1: found undefined alias"),
             ("hosts: !!python/object:os.system x", r", line 1: could not determine a constructor"),
         ],
     )

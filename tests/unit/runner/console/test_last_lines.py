@@ -87,7 +87,7 @@ class TestInSight:
     def test_a_failure_is_told_once(self) -> None:
         console, _ = self.console()
         self.write(console, 1, *TRACE)
-        console.finish()  # it was held back for a moment: more of it might have come
+        console.finish()  # it was held back for a moment: more of it might follow
         assert console.in_sight(1)
         self.write(console, 0, *["more"] * (IN_SIGHT - len(TRACE)))
         assert console.in_sight(1)

@@ -101,7 +101,7 @@ class TestWriter:
 
             def write(self, data: bytes) -> None:
                 if not self.data:
-                    os.read(self.read, 1)  # blocked until somebody opens
+                    os.read(self.read, 1)  # blocked until the test opens the gate
                 self.data += data
 
         gate = Gate()

@@ -354,7 +354,7 @@ class TestInit:
         assert failure.reason == "ended without calling hvd.init(), in which 1 other rank waited for it"
 
     def test_what_was_known_before_it_ended_proves_nothing(self) -> None:
-        """It may have come, taken part in everything and ended before the launcher heard of its coming."""
+        """It may have arrived, taken part in everything and ended before the launcher heard of its arrival."""
         arrivals = [Arrivals(1, (1, 2))]
         asked: list[int] = []
 

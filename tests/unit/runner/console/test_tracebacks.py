@@ -139,7 +139,7 @@ def test_a_rank_that_raises_the_same_again_is_shown_again() -> None:
     shown.feed(1, SIMPLE, 3.0 + MEMORY)
     shown.tick(20.0, over=True)
     assert shown.tracebacks.shown_with(1) == 1
-    assert shown.pieces[3:] == [(1, SIMPLE)], "by now, nobody has the first one in sight"
+    assert shown.pieces[3:] == [(1, SIMPLE)], "by now, the first one is out of sight"
     assert shown.same == []
 
 
@@ -158,7 +158,7 @@ def test_one_that_does_not_end_is_shown_after_a_moment_all_the_same() -> None:
         shown.feed(rank, begin, 0.0)
     assert shown.tracebacks.next == LONGEST
     shown.tick(LONGEST)
-    assert shown.pieces == [(0, begin), (1, begin)], "nobody knows yet whether they are the same"
+    assert shown.pieces == [(0, begin), (1, begin)], "it is not known yet whether they are the same"
 
 
 def test_output_without_an_end_is_not_held_back() -> None:

@@ -93,7 +93,7 @@ class TestRules:
         assert remedy in finding.remedy
 
     def test_who_listens_must_be_able_to_make_a_certificate(self) -> None:
-        """The launcher, and rank 0 on the first host; nobody does if the user has one."""
+        """The launcher, and rank 0 on the first host; neither does if the user has one."""
         bare = replace(FACTS, hostname="desk", certificates=False)
         visits = [visit("h1", certificates=False), visit("h2", certificates=False)]
         assert diagnose(visits, bare, "/") == []
@@ -361,7 +361,7 @@ class TestExamine:
         assert next(examine._matching(examine.PACKAGES["tensorflow"], distributions)) == "2.22.dev"
 
     def test_a_folder_of_that_name_is_no_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A folder with somebody's data in it, beside the script."""
+        """A folder with a user's data in it, beside the script."""
         monkeypatch.syspath_prepend(tmp_path)
         (tmp_path / "mxnet").mkdir()
         assert "mxnet" not in examine.installed({"mxnet": "1.9.1"})

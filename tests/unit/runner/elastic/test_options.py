@@ -210,10 +210,10 @@ CONTRADICTIONS: list[tuple[list[str], str]] = [
 def test_contradictions_are_found_before_anything_starts(
     argv: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nobody(*_: object, **__: object) -> None:
+    def start(*_: object, **__: object) -> None:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr("hvdgloo.runner.launch.launch", nobody)
+    monkeypatch.setattr("hvdgloo.runner.launch.launch", start)
     assert main([*argv, "true"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("hvdgloo-run: ")

@@ -1,4 +1,4 @@
-"""Waiting for agents that come by themselves: who has come, who is missing, what went wrong outside."""
+"""Waiting for agents that come by themselves: which have arrived, which are missing, what went wrong outside."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_two_containers_with_one_name_are_told_apart() -> None:
 
 @pytest.fixture
 def nobody_knows_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``name.invalid`` is unknown at once, also where nobody answers questions about names."""
+    """``name.invalid`` is unknown at once, also where no server answers questions about names."""
     real = socket.getaddrinfo
 
     def look_up(host: str, *rest: Any, **options: Any) -> Any:
@@ -276,7 +276,7 @@ def nobody_knows_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nobody_knows_the_name")
 def test_a_task_goes_on_to_the_address_that_leads_to_the_launcher() -> None:
-    """A closed port, a listener that is something else, a name that nobody knows; then the launcher."""
+    """A closed port, a listener that is something else, an unknown name; then the launcher."""
     with socket.create_server(("127.0.0.1", 0)) as other, TaskListener(1, addresses=["127.0.0.1"]) as listener:
         threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
         closed = ("127.0.0.1", 1)

@@ -260,7 +260,7 @@ class TestThisMachine:
         assert hosts_here([HostEntry(name)], Reach()) == []
 
     def test_another_user_of_this_machine_is_reached_by_ssh(self) -> None:
-        assert hosts_here([HostEntry("localhost", 1, "somebody-else")], Reach()) == []
+        assert hosts_here([HostEntry("localhost", 1, "another-user")], Reach()) == []
         assert hosts_here([HostEntry("localhost", 1, getpass.getuser())], Reach()) != []
 
     def test_names_of_pods_are_not_looked_up(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ class TestOutcome:
         assert blame(outcome, {0: "a", 1: "b"}, lambda rank: "" if rank else noticed) == Failure(1, "b", 1, silence)
 
     def test_a_rank_that_left_while_the_others_went_on_is_named(self) -> None:
-        """It exited with 0, so the job's status is that of the first one that failed because of it."""
+        """It exited with 0, so the job's status comes from the first one that failed because of it."""
         noticed = "hvdgloo.errors.JobShutdownError: rank 1 (host b, pid 7) called hvd.shutdown() or exited, which"
         outcome = JobOutcome(first=Failure(0, "a", 1, "exited with status 1"), statuses={0: 1, 1: 0})
         blamed = blame(outcome, {0: "a", 1: "b"}, lambda rank: "" if rank else noticed)

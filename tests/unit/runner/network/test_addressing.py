@@ -41,7 +41,7 @@ def reports(
     launcher: Sequence[Address] = (),
     reach: Mapping[Key, bool] | None = None,
 ) -> Reports:
-    """Everybody reaches everything, from an address in the same network if there is one, but for ``reach``."""
+    """Every host reaches every address, from an address in the same network if there is one, but for ``reach``."""
     names = [f"h{number + 1}" for number in range(len(candidates))]
     made = Reports(names, candidates, launcher)
     answers = {}

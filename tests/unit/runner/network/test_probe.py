@@ -208,8 +208,8 @@ class TestListener:
     def test_it_listens_at_these_addresses_alone(self, loop: Loop) -> None:
         listener = loop.listener(1, "127.0.0.2")
         (port,) = listener.ports.values()
-        everybody = psutil.net_connections("tcp")
-        ours = [each.laddr for each in everybody if each.pid == os.getpid() and each.status == psutil.CONN_LISTEN]
+        connections = psutil.net_connections("tcp")
+        ours = [each.laddr for each in connections if each.pid == os.getpid() and each.status == psutil.CONN_LISTEN]
         assert [address for address in ours if address[1] == port] == [("127.0.0.2", port)]
 
     def test_an_address_that_is_not_here_is_told_and_the_others_are_served(self, loop: Loop) -> None:

@@ -240,7 +240,7 @@ def test_for_the_progress_line_hosts_are_not_measured_and_output_is_not_kept(sta
     with stage.show(progress=True) as job_observer:
         assert job_observer.observe == Observe(host=False)
         stage.start(job_observer)
-        assert job_observer.subscribe() is None, "nobody has reported anything"
+        assert job_observer.subscribe() is None, "no rank has reported anything"
         job_observer.output(0, 1, b"one line\n")
         job_observer.reported("h1", Observed([sample(0, 3)]))
         snapshot(job_observer)
@@ -439,7 +439,7 @@ def test_a_report_that_fails_in_any_way_is_said_and_the_job_has_ended_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*arguments: object) -> list[str]:
-        raise ValueError("what nobody\nthought of")
+        raise ValueError("what was\nnot foreseen")
 
     monkeypatch.setattr("hvdgloo._observe.page.report.write", fails)
     path = str(tmp_path / "job.html")
@@ -447,5 +447,5 @@ def test_a_report_that_fails_in_any_way_is_said_and_the_job_has_ended_well(
     spec = LaunchSpec(("true",), [HostEntry("h1", 1)], np=1, cwd="/", secret=b"", environ={}, views=Views(report=path))
     with JobObserver(spec, say=said.append) as job_observer:
         job_observer.conclude(JobOutcome(), "")
-    assert said == [f"--report {path}: it cannot be written: ValueError: what nobody\\nthought of"]
+    assert said == [f"--report {path}: it cannot be written: ValueError: what was\\nnot foreseen"]
     assert job_observer.written == []

@@ -55,7 +55,7 @@ def test_it_has_what_is_known(job: Job, text: str) -> None:
     assert shown(News(Snapshot(job=job)), elapsed=9.0) == [text]
 
 
-@pytest.mark.parametrize("news", [None, News(), News(Snapshot(job=Job(size=4)))], ids=["nobody", "nothing", "idle"])
+@pytest.mark.parametrize("news", [None, News(), News(Snapshot(job=Job(size=4)))], ids=["no news", "nothing", "idle"])
 def test_a_program_that_does_not_use_hvdgloo_has_no_line(news: News | None) -> None:
     assert shown(news) == []
 

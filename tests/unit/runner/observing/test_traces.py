@@ -1,4 +1,4 @@
-"""Traces that somebody who looks at a job asks for: of all ranks, merged, whatever becomes of some of them."""
+"""Traces that an observer of a job asks for: of all ranks, merged, whatever becomes of some of them."""
 
 from __future__ import annotations
 

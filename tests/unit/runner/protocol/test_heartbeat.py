@@ -39,7 +39,7 @@ def test_whatever_is_heard_begins_it_anew() -> None:
 def test_time_in_which_this_process_slept_does_not_count_against_the_other() -> None:
     silence = Silence(6.0, 100.0)
     assert not silence.over(101.0)
-    assert not silence.over(160.0), "it slept for a minute: what has come meanwhile is still to be read"
+    assert not silence.over(160.0), "it slept for a minute: what arrived meanwhile is still to be read"
     assert look(silence, 161.0, 200.0) == 165.0, "but then it is not waited for any longer than before"
 
 

@@ -121,7 +121,7 @@ def elastic(onlooker: Onlooker) -> Iterator[ElasticSupervisor]:
 def test_agents_are_told_of_those_who_look_with_their_start_or_later(fixed: Supervisor, onlooker: Onlooker) -> None:
     link = ready(fixed)
     fixed._begin(link, {})
-    assert [type(frame) for frame in sent(link)] == [Start], "nobody looks"
+    assert [type(frame) for frame in sent(link)] == [Start], "the job is not observed"
     assert onlooker.told == [("host", "h1", "up", "")]
     fixed.observe_soon(Observe(host=True))
     fixed._loop.turn(0.0)

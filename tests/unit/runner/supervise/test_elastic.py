@@ -195,7 +195,7 @@ TOO_MANY = Assignment(0, tuple(Member(f"h1/{slot}/first", "h1", slot, slot) for 
 def test_a_host_is_refused_by_what_is_planned_for_it_and_once_only(
     supervisor: ElasticSupervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent may have come before all orders have; those that are left are no reason to try the host again."""
+    """The agent may arrive before all orders do; orders that are left are no reason to try the host again."""
     lost: list[str] = []
     supervisor.driver = cast(Any, SimpleNamespace(host_lost=lambda host, reason: lost.append(reason)))
     visit = admitted(supervisor)

@@ -80,7 +80,7 @@ class Witness:
                 assert self.runs, f"{action}, and there is no command"
                 self.runs = False
             elif action in (Action.FINISH, Action.CHECK):
-                assert self.runs, f"{action}, and there is nobody to tell it"
+                assert self.runs, f"{action}, and there is no agent to tell it"
 
 
 class AnyWay(RuleBasedStateMachine):
@@ -170,7 +170,7 @@ class AnyWay(RuleBasedStateMachine):
 
     @invariant()
     def what_is_shown_never_goes_back(self) -> None:
-        """Except from ready to probing, and where a new attempt begins anew."""
+        """Except from ready to probing, and where a new attempt begins."""
         places = [ORDER.index(Step.PROBING if step is Step.READY else step) for step in self.shown]
         assert places == sorted(places)
         assert self.host.since <= self.now
@@ -207,7 +207,7 @@ class TestTheTable:
 
     @pytest.mark.parametrize("phase", sorted(STARTING_UP, key=list(Phase).index), ids=lambda phase: phase.name)
     def test_no_host_that_starts_up_outlives_the_job(self, phase: Phase) -> None:
-        """Nobody waits for an agent that has not come when the job is over."""
+        """An agent that has not come is not waited for when the job is over."""
         after = TABLE[phase][Finish].phase
         assert after is Phase.ENDED or phase is Phase.CHECKING
 
@@ -305,7 +305,7 @@ class TestAWay:
 
 @given(st.integers(1, 40), st.lists(st.sampled_from(list(EVENTS)), max_size=400), st.randoms(use_true_random=False))
 def test_hosts_of_a_start_together(number: int, kinds: list[type[Event]], chance: random.Random) -> None:
-    """Any events at any hosts: whoever waits has a time, and when all has ended each is in exactly one end."""
+    """Any events at any hosts: each host that waits has a time, and when all has ended each is in exactly one end."""
     hosts = [HostState(HostEntry(f"h{index}", 1), 0.0, GRACE) for index in range(number)]
     startup = Startup(hosts, random.Random(0))
     now = 0.0

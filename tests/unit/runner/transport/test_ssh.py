@@ -1,6 +1,6 @@
 """ssh's command line, and what its last words mean. Pain 15.
 
-The words are those of OpenSSH 7 to 9 on Linux and macOS. What can be provoked here is also met in real sessions, in
+The words are from OpenSSH 7 to 9 on Linux and macOS. What can be provoked here is also met in real sessions, in
 tests/processes/test_hosts_ssh.py.
 """
 

@@ -67,7 +67,7 @@ class TestTemplates:
             "Error: No such container: w0",
             "Error response from daemon: container 0a1b is not running",
             "The connection to the server localhost:8080 was refused - did you specify the right host or port?",
-            "something that nobody has foreseen",
+            "something that was not foreseen",
             "",
         ],
     )

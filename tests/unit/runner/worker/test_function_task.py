@@ -42,7 +42,7 @@ class TestPath:
 def test_a_function_of_another_python_is_refused_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    """Pain 19: bytecode of another version fails in ways that nobody understands."""
+    """Pain 19: bytecode of another version fails in ways that are hard to understand."""
     with monkeypatch.context() as patch:
         patch.setattr(function_task, "python_version", lambda: version)
         (tmp_path / "function").write_bytes(function_task.pack_function(int, (), {}, SECRET))

@@ -180,7 +180,7 @@ def test_overlap_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("overlap", [False, True], ids=["at once", "behind"])
 @pytest.mark.parametrize("schedule", [("late", 0), ("any", 1), ("any", 2)], ids=str)
 def test_commits_of_what_is_on_a_gpu(schedule: tuple[str, int], overlap: bool) -> None:
-    """Nobody waits for the GPU in a commit, and the step comes after the copy."""
+    """No thread waits for the GPU in a commit, and the step comes after the copy."""
     with simulated(Schedule(*schedule)) as gpus:
         model = nn.Linear(6, 5)
         model.weight = nn.Parameter(on_gpu(torch.randn(5, 6)))

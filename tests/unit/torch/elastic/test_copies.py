@@ -137,7 +137,7 @@ def test_nothing_is_copied_where_nothing_has_changed(written: Written) -> None:
 
 
 def test_a_restore_after_a_failed_step_copies_nothing(written: Written) -> None:
-    """Parameters change only when all gradients have come."""
+    """Parameters change only when all gradients have arrived."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = TorchState(model, optimizer)

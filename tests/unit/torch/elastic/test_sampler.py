@@ -33,7 +33,7 @@ class Place:
 
 
 def samplers(place: Place, size: int, examples: int, state: dict[str, int]) -> list[ElasticSampler]:
-    """Those of all ranks, from the state of one."""
+    """All ranks' samplers, from the state of one."""
     made = []
     for rank in range(size):
         place.now = rank, size
@@ -80,7 +80,7 @@ def test_each_index_of_an_epoch_once_but_for_padding(
             for step in trained(ranks, batch, steps):
                 counts.update(step)
             state = ranks[-1].state_dict()
-            if fails:  # a batch that nobody has committed
+            if fails:  # a batch that was not committed
                 trained(ranks, batch, steps + 1)
         assert set(counts) == set(range(examples))
         assert sum(counts.values()) - examples <= padding
