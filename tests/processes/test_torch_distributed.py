@@ -401,6 +401,23 @@ while not os.path.exists(os.environ["JOB_FOLDER"] + "/over"):
     assert re.search(r"rank 1 \(host \S+, pid \d+\) did not come within 2 s", error), error
 
 
+def test_ranks_that_never_call_a_group_s_first_operation_are_named(tmp_path: Path) -> None:
+    outputs = run(
+        3,
+        """
+begin(timeout=timedelta(seconds=1))
+if rank != 1:
+    try:
+        dist.all_reduce(torch.ones(3))
+    except dist.DistBackendError as error:
+        print(error, flush=True)
+""",
+        tmp_path,
+    )
+    for rank in (0, 2):
+        assert "rank 1 did not call this group's first operation within 1 s" in outputs[rank], outputs
+
+
 def test_groups_leave_nothing_behind_and_can_be_made_again(tmp_path: Path) -> None:
     run(
         2,

@@ -36,6 +36,9 @@ SEGMENT_BYTES = 4 << 20
 """Bytes of shared memory that each rank of a group takes at most: programs have many groups, one for each dimension of
 a mesh and more."""
 
+_TELLING_SECONDS = 2.0
+"""More than rank 0 needs to tell the others that some are missing."""
+
 _FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
 """Seconds between looks at the store."""
 
@@ -53,6 +56,10 @@ class TorchStore:
     def set(self, key: str, value: bytes) -> None:
         """Set a key."""
         self._store.set(key, value)  # type: ignore[arg-type]  # which the stubs do not know: bytes
+
+    def has(self, key: str) -> bool:
+        """Tell whether a key was set."""
+        return bool(self._store.check([key]))
 
     def get_many(self, keys: Sequence[str], *, timeout: float) -> list[bytes]:
         """Wait for the values of keys.
@@ -258,10 +265,18 @@ def _exchange(
 
     Returns:
         each rank's facts, rank 0's settings, and the group's secret.
+
+    Raises:
+        BackendError: some ranks did not come in time; it names them.
     """
     if rank == 0:
         keys = [f"rank{other}" for other in range(1, size)]
-        found = [facts, *(json.loads(value) for value in get_all(store, keys, timeout, cancelled))]
+        try:
+            found = [facts, *(json.loads(value) for value in get_all(store, keys, timeout, cancelled))]
+        except RendezvousTimeoutError:
+            missing = [other for other in range(1, size) if not store.has(f"rank{other}")]
+            store.set("ranks", json.dumps({"missing": missing}).encode())
+            raise _not_there(missing, timeout) from None
         nonce = secrets.token_bytes(32)
         told: dict[str, Any] = {
             "ranks": found,
@@ -272,8 +287,13 @@ def _exchange(
         store.set("ranks", json.dumps(told).encode())
     else:
         store.set(f"rank{rank}", json.dumps(facts).encode())
-        (value,) = get_all(store, ["ranks"], timeout, cancelled)
+        try:
+            (value,) = get_all(store, ["ranks"], timeout + _TELLING_SECONDS, cancelled)
+        except RendezvousTimeoutError:
+            raise _not_there([0], timeout) from None
         told = json.loads(value)
+        if "missing" in told:
+            raise _not_there(told["missing"], timeout)
         nonce = bytes.fromhex(told["nonce"])
     if not told["job's secret"]:
         # Every process that reaches the store can read this: torch's own trust model, which a job's secret replaces.
@@ -284,6 +304,11 @@ def _exchange(
             "none; start all of them with hvdgloo-run"
         )
     return told["ranks"], told["settings"], prove(derive(config.secret, "torch.distributed"), "group", nonce)
+
+
+def _not_there(missing: Sequence[int], timeout: float) -> BackendError:
+    ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+    return BackendError(f"{ranks} did not call this group's first operation within {timeout:g} s")
 
 
 def _topology(found: Sequence[dict[str, Any]]) -> tuple[Topology, bool]:

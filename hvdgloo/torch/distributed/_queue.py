@@ -74,6 +74,7 @@ class Operation(Work):
         self._queue, self.call, self.seconds = queue, call, seconds
         self.start = start
         self.work: base.Work | None = None
+        self.lookout: Lookout | None = None
         self.finish = finish
         self._ended = False
         self.error: Exception | None = None
@@ -317,7 +318,7 @@ class OperationQueue:
             return True
         if wait_until == 0.0:
             return False
-        lookout = Lookout(self, operation.call, operation.seconds)
+        lookout = operation.lookout = operation.lookout or Lookout(self, operation.call, operation.seconds)
         while not work.completes_within(_TURN):
             lookout.look(connection)
             if wait_until is not None and time.monotonic() >= wait_until:
