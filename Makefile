@@ -152,7 +152,7 @@ test-spark:
 	@if $(HAS_JAVA); then $(MAKE) test-with-spark; else echo "test-with-spark: $(NO_JAVA)"; fi
 	$(MAKE) test-ray
 
-# Tests that want the same session follow each other (tests/spark/conftest.py), so xdist must not order them anew.
+# Tests that want the same session follow each other (tests/spark/conftest.py), so xdist must not reorder them.
 test-with-spark: $(READY_SPARK)
 	$(VENV_SPARK)/bin/python -m pytest -o faulthandler_timeout=150 -n $(OVERLAPPING) --dist loadgroup --no-loadscope-reorder \
 	    $(TESTS_SPARK)

@@ -275,7 +275,7 @@ def test_only_config_reads_the_environment() -> None:
     assert _places(reads_environment, READS_ENVIRONMENT) == []
 
 
-def test_no_file_is_opened_for_writing_but_by_the_functions_that_follow_nobody_else_s_links() -> None:
+def test_no_file_is_opened_for_writing_but_by_the_functions_that_follow_no_other_user_s_links() -> None:
     assert _places(writes_files, WRITES_FILES) == []
 
 
@@ -356,7 +356,7 @@ def machine_paths(text: str) -> list[str]:
     return [match.group() for match in _MACHINE_PATH.finditer(text)]
 
 
-def test_no_file_names_a_path_of_somebodys_machine() -> None:
+def test_no_file_names_a_path_of_a_developer_s_machine() -> None:
     found = [f"{path.relative_to(ROOT)}: {hit}" for path, text in texts() for hit in machine_paths(text)]
     assert found == []
 

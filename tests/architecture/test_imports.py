@@ -384,7 +384,7 @@ def test_framework_exceptions_are_still_needed() -> None:
     assert set(FRAMEWORK_EXCEPTIONS) <= used
 
 
-def test_nobody_imports_the_folders_by_their_bare_names() -> None:
+def test_no_module_imports_the_folders_by_their_bare_names() -> None:
     # A user's own runner.py would be imported in their place.
     assert top_level_names(everything()) == []
 

@@ -76,7 +76,7 @@ def test_every_message_has_an_explanation_and_is_there_once() -> None:
     assert all(section.partition("\n#")[0].strip() for section in sections)
 
 
-def test_a_message_that_nobody_prints_is_found_out() -> None:
+def test_a_message_that_is_never_printed_is_found_out() -> None:
     assert not occurs("the launcher was eaten by <...>")
     assert not occurs("the launcher has been silent for a while")
     assert not occurs("has to be noticed sooner than")  # stands in no message

@@ -303,7 +303,7 @@ def test_without_planes_there_is_an_error_and_no_wait() -> None:
         alone.run(body)
 
 
-def test_training_equals_that_of_one_process(world: MakeWorld) -> None:
+def test_training_equals_one_process_s(world: MakeWorld) -> None:
     random = np.random.default_rng(3)
     inputs, targets = (torch.from_numpy(random.standard_normal((12, n))) for n in (6, 2))
     weights = [torch.from_numpy(random.standard_normal(shape)) for shape in [(5, 6), (5,), (2, 5), (2,)]]
@@ -429,7 +429,7 @@ class TestWhichWay:
         assert "sent through host memory, not over NCCL: the torch of rank 4 was built without" in caplog.text
 
 
-def test_sync_batch_norm_is_that_of_the_whole_batch(world: MakeWorld) -> None:
+def test_sync_batch_norm_equals_the_whole_batch_s(world: MakeWorld) -> None:
     batch = torch.from_numpy(np.random.default_rng(5).standard_normal((6, 2, 3)))
     expected = nn.BatchNorm1d(2).double()(batch).detach()
 

@@ -25,7 +25,7 @@ def gpus() -> Iterator[Simulated]:
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends when aborted", "never ends"])
-def test_nccl_is_left_with_an_epoch_and_met_anew_in_the_next(gpus: Simulated, ends: bool) -> None:
+def test_nccl_is_left_with_an_epoch_and_met_again_in_the_next(gpus: Simulated, ends: bool) -> None:
     """Horovod's #3111 and #3611: there, a communicator of the last epoch aborted the process or kept its GPU busy."""
 
     def total(worker: Worker) -> list[float]:

@@ -157,7 +157,7 @@ def test_an_epoch_that_the_server_ends_is_over_for_members_who_cannot_notice() -
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_nobody_is_blamed_for_the_end_of_an_epoch_that_the_server_ends(first: int) -> None:
+def test_no_worker_is_blamed_for_the_end_of_an_epoch_that_the_server_ends(first: int) -> None:
     """Members hear of it one after the other; one that hears of it through a connection that ends accuses no other."""
     with ElasticJob(3) as job:
         workers = job.start(3)
@@ -295,7 +295,7 @@ def test_who_comes_too_late_is_not_needed() -> None:
             assert told.value.fate == "removed"
 
 
-def test_process_sets_of_init_are_those_of_every_epoch(caplog: pytest.LogCaptureFixture) -> None:
+def test_process_sets_of_init_exist_in_every_epoch(caplog: pytest.LogCaptureFixture) -> None:
     """Horovod #4021. Their numbers stay, since what was traced or compiled has them inside."""
     with ElasticJob(3, sets=[(1, 2), (0, 1)]) as job:
         workers = job.start(3)

@@ -170,7 +170,7 @@ def test_issue_3399_and_3143_a_graceful_change_loses_no_step() -> None:
         assert [size for _, _, size in first[0].log if size != 2], "the third has never come"
 
 
-def test_the_newest_commit_is_everybodys() -> None:
+def test_every_worker_gets_the_newest_commit() -> None:
     """One rank has committed a step that another has not; rank 0 is not the one."""
     with ElasticJob(3) as job:
 

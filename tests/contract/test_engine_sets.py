@@ -260,7 +260,7 @@ class TestJoin:
 
         assert world(SIZE).run(rank) == [1, 1, 1]
 
-    def test_other_collectives_fail_while_somebody_has_joined(self, world: MakeWorld) -> None:
+    def test_other_collectives_fail_while_a_rank_has_joined(self, world: MakeWorld) -> None:
         def rank(ctx: Context) -> None:
             if ctx.rank != 2:
                 with pytest.raises(MismatchError, match=r"rank 2 called join\(\), which only allreduce and"):

@@ -43,7 +43,7 @@ def test_64_ranks_on_8_hosts_train() -> None:
         world.run(train, 40)
 
 
-def test_rank_0_s_timeline_shows_when_each_rank_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_s_timeline_shows_when_each_rank_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 5 comes when rank 0 has seen all others, though the leader of ranks 2 and 3 could have waited for it."""
     monkeypatch.setattr(tree, "PATIENCE_SECONDS", 1e6)
     seen = threading.Event()
@@ -75,7 +75,7 @@ def test_rank_0_s_timeline_shows_when_each_rank_has_come(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("first", [0, 2, 3, 5])
-def test_nobody_is_blamed_for_an_end_that_was_ordered(first: int) -> None:
+def test_no_rank_is_blamed_for_an_end_that_was_ordered(first: int) -> None:
     """Hosts in a row: rank 0, a leader, one below it, and one at the far end hear first that the epoch is over."""
 
     def rank_body(ctx: Context) -> HorovodInternalError:

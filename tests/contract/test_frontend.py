@@ -327,7 +327,7 @@ def test_broadcast_sends_the_roots_values(world: MakeWorld, framework: Framework
     world(SIZE).run(rank_body)
 
 
-def test_nobody_passes_a_barrier_alone(world: MakeWorld, framework: Framework) -> None:
+def test_no_rank_passes_a_barrier_alone(world: MakeWorld, framework: Framework) -> None:
     arrived = [False] * SIZE
     may_arrive = threading.Event()
 

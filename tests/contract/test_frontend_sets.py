@@ -87,7 +87,7 @@ class TestProcessSets:
 
         world(SIZE).run(rank_body)
 
-    def test_automatic_names_begin_anew_in_a_set_that_has_a_former_ones_number(
+    def test_automatic_names_begin_again_in_a_set_that_has_a_former_ones_number(
         self, world: MakeWorld, framework: Framework
     ) -> None:
         def rank_body(context: Context) -> None:

@@ -391,7 +391,7 @@ def test_proofs_are_others_for_each_group_of_the_same_name(monkeypatch: pytest.M
             sent.append(made)
         return made
 
-    def connected_in_vain(self: GlooBackend, *arguments: object) -> None:
+    def failing_to_connect(self: GlooBackend, *arguments: object) -> None:
         real_connect(self, *arguments)  # type: ignore[arg-type]
         if len(tries) < 2:
             tries.append(self._rank)
@@ -400,7 +400,7 @@ def test_proofs_are_others_for_each_group_of_the_same_name(monkeypatch: pytest.M
     real_connect = GlooBackend._connect
     monkeypatch.setattr(GlooBackend, "_proof", proof)
     check_sums(connect(MemoryStore()))
-    monkeypatch.setattr(GlooBackend, "_connect", connected_in_vain)
+    monkeypatch.setattr(GlooBackend, "_connect", failing_to_connect)
     check_sums(connect(MemoryStore()))
     assert tries
     assert len(sent) == len(set(sent)) == 3

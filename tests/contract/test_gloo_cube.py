@@ -241,7 +241,7 @@ def test_too_few_descriptors_for_neighbours_are_told_at_the_start(
         connected(6)
 
 
-def test_a_rank_reads_its_neighbours_addresses_and_nobody_else_s(connected: Callable[[int], Ranks]) -> None:
+def test_a_rank_reads_its_neighbours_addresses_and_no_others(connected: Callable[[int], Ranks]) -> None:
     few, many = connected(8), connected(32)
     one = few.store.nbytes / 8 / len(few.backends[0]._cube.neighbours)  # type: ignore[union-attr]
     assert many.store.nbytes / 32 <= 8 * one  # 5 more corners away than 3, and the results of all for rank 0

@@ -82,7 +82,7 @@ class TestTheSimulation:
                 wanted = list(inspect.signature(function).parameters)
                 assert list(inspect.signature(getattr(Simulated, name)).parameters) == ["self", *wanted]
 
-    def test_nothing_happens_before_somebody_waits(self, late: Simulated) -> None:
+    def test_nothing_happens_before_a_thread_waits(self, late: Simulated) -> None:
         tensor = on_gpu(torch.ones(3))
         event = gpu.record(tensor.device)
         assert not event.has_happened

@@ -81,7 +81,7 @@ def assert_trained(weights: Sequence[Tensor], passes: int = 1) -> None:
 
 
 @pytest.mark.parametrize(("operations", "completion"), [("nccl", "host"), ("nccl", "stream"), ("gloo", "host")])
-def test_training_equals_that_of_one_process(gpus: Simulated, completion: str, operations: str) -> None:
+def test_training_equals_one_process_s(gpus: Simulated, completion: str, operations: str) -> None:
     def body(context: Context) -> None:
         weights = parameters(on_gpu)
         optimizer = distributed(context, weights)

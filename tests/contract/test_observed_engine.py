@@ -74,7 +74,7 @@ def test_the_slow_rank_is_the_straggler(seen: view.Snapshot) -> None:
     assert SLOW in seen.heat.rank
 
 
-def test_others_wait_for_it_and_it_for_nobody(seen: view.Snapshot) -> None:
+def test_others_wait_for_it_and_it_for_no_other(seen: view.Snapshot) -> None:
     waiting = dict(zip(seen.ranks.rank, seen.ranks.waiting, strict=True))
 
     assert all(share > waiting[SLOW] for rank, share in waiting.items() if rank != SLOW)
@@ -82,7 +82,7 @@ def test_others_wait_for_it_and_it_for_nobody(seen: view.Snapshot) -> None:
         assert sum(parts) == pytest.approx(1.0, abs=0.01)
 
 
-def test_totals_are_those_of_all_steps(seen: view.Snapshot) -> None:
+def test_totals_cover_all_steps(seen: view.Snapshot) -> None:
     assert seen.job.steps == STEPS
     assert seen.ranks.steps == [STEPS] * SIZE
     assert seen.ranks.operations == [2 * STEPS] * SIZE

@@ -186,7 +186,7 @@ def test_requests_per_rank_do_not_grow_with_the_group(connect: Connect) -> None:
         assert store.requests == 2 * size
 
 
-def test_whoever_waits_in_vain_leaves_no_helper() -> None:
+def test_a_rank_whose_wait_fails_leaves_no_helper() -> None:
     with pytest.raises(RendezvousTimeoutError):
         PyglooBackend(MemoryStore(), "p/", 0, 2, "127.0.0.1", 0.3)
     asked = []

@@ -339,7 +339,7 @@ def test_a_rank_that_gets_no_more_memory_keeps_all_where_they_are(
     assert [backend.segment_bytes for backend in group.backends] == [64 * KIB] * 3
 
 
-def test_a_late_rank_keeps_nobody_longer_than_the_timeout(ranks: Callable[..., Ranks]) -> None:
+def test_a_late_rank_keeps_no_other_longer_than_the_timeout(ranks: Callable[..., Ranks]) -> None:
     group = ranks(2)
     array = data(0, 100_000)
     began = time.monotonic()
@@ -565,7 +565,7 @@ while True:  # and goes on
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
-def test_another_user_who_connects_and_says_nothing_keeps_nobody_from_meeting() -> None:
+def test_another_user_who_connects_and_says_nothing_keeps_no_rank_from_meeting() -> None:
     """Names of abstract sockets are there for all to read, and no permissions protect them."""
     store = MemoryStore()
 

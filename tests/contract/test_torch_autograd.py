@@ -125,7 +125,7 @@ def test_groups_with_integers_and_unused_members(world: MakeWorld) -> None:
     world(2).run(rank_body)
 
 
-def test_nothing_is_recorded_where_nobody_asks(world: MakeWorld) -> None:
+def test_nothing_is_recorded_where_it_is_not_asked_for(world: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         frontend = frontend_of(context)
         x = torch.ones(2, requires_grad=True)

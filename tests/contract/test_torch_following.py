@@ -267,7 +267,7 @@ def test_parameters_that_are_frozen_on_all_from_now_on() -> None:
             assert abs(result[1] - before[1]).max() > 1e-3
 
 
-def test_powersgd_begins_anew_on_all() -> None:
+def test_powersgd_begins_again_on_all() -> None:
     """Survivors go on as newcomers do: as a job that begins with the same parameters."""
     begin = list(WEIGHTS)
     compressors: dict[str, Any] = {}

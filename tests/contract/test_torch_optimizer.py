@@ -833,7 +833,7 @@ def test_checkpoints_load_into_the_plain_optimizer_and_back(world: MakeWorld) ->
         alike(result, single_process(make))
 
 
-def test_loading_a_state_counts_passes_anew(world: MakeWorld) -> None:
+def test_loading_a_state_counts_passes_again(world: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         model = make_model()
         optimizer = distribute(context, OPTIMIZERS["sgd"](model.parameters()), backward_passes_per_step=2)

@@ -183,7 +183,7 @@ def test_a_scheduler_of_the_plain_optimizer_counts_our_steps(ranks: MakeWorld) -
     assert optimizer._opt_called
 
 
-def test_an_optimizer_goes_when_nobody_refers_to_it(ranks: MakeWorld) -> None:
+def test_an_optimizer_goes_when_it_is_not_referred_to(ranks: MakeWorld) -> None:
     _, optimizer = make(ranks)
     gone = weakref.ref(optimizer)
     gc.disable()

@@ -63,7 +63,7 @@ def train(optimizer: Any, of_step: Callable[[int], list[np.ndarray]], dtype: str
 @pytest.mark.parametrize(
     "options", [GradientOptions(), GradientOptions(groups=2, gradient_predivide_factor=2.0)], ids=["", "groups"]
 )
-def test_weights_are_those_of_one_process_with_all_the_data(ranks: Ranks, name: str, options: GradientOptions) -> None:
+def test_weights_equal_one_process_s_with_all_the_data(ranks: Ranks, name: str, options: GradientOptions) -> None:
     def average(step: int) -> list[np.ndarray]:
         return [
             np.mean(each, axis=0) for each in zip(*(gradients(r, step, "float32") for r in range(SIZE)), strict=True)

@@ -39,7 +39,7 @@ def test_the_slow_rank_is_named_at_the_top_with_its_cause(show: Show, browser: C
     assert "rank 3 cost the most" in str(browser.attribute("#heat .plot", "aria-label"))
 
 
-def test_without_a_slow_rank_it_says_that_nobody_is(show: Show, browser: Chromium) -> None:
+def test_without_a_slow_rank_it_says_that_none_is(show: Show, browser: Chromium) -> None:
     show(minute(slow=None))
     assert browser.text("#verdict") == "No rank makes the others wait noticeably."
     assert browser.text("#straggler-list") == "No rank stands out."
@@ -178,7 +178,7 @@ def test_the_cause_of_a_failure_is_red_and_not_those_who_failed_with_it(show: Sh
     assert ["failed" in each for each in classes] == [False, True, False, False]
 
 
-def test_a_job_that_somebody_stops_has_not_failed(show: Show, browser: Chromium) -> None:
+def test_a_job_that_is_stopped_by_a_user_has_not_failed(show: Show, browser: Chromium) -> None:
     shown = show(minute())
     shown.job.observatory.host("h2", "left out")
     shown.job.observatory.ended(130, "stopped by SIGINT", stopped=True, causes=[])
@@ -487,7 +487,7 @@ def test_steps_are_traced_where_that_is_allowed(show: Show, browser: Chromium, t
     assert browser.run("return fetch(document.querySelector('#trace-list a').href).then((a) => a.text())") == "[]"
 
 
-def test_nobody_is_offered_what_is_not_allowed(show: Show, browser: Chromium) -> None:
+def test_no_reader_is_offered_what_is_not_allowed(show: Show, browser: Chromium) -> None:
     show(minute())
     assert browser.shown("#trace") == 0
 

@@ -55,7 +55,7 @@ class TestThisMachine:
         assert done.stdout == "[0]<stdout>:well\n", done.stderr
 
     @pytest.mark.parametrize("command", ["doctor", "--check-build", "--version"])
-    def test_nobody_reads_it(self, launcher: Launcher, command: str) -> None:
+    def test_its_output_is_not_read(self, launcher: Launcher, command: str) -> None:
         """``hvdgloo-run doctor | head -1``: no traceback."""
         reading, writing = os.pipe()
         os.close(reading)

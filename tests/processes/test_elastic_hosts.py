@@ -277,7 +277,7 @@ def test_the_launcher_s_death_ends_the_job_on_all_hosts(job: Job) -> None:
 
 
 @pytest.mark.extended
-def test_a_host_that_flaps_disturbs_nobody(job: Job) -> None:
+def test_a_host_that_flaps_disturbs_no_other(job: Job) -> None:
     """It takes two successive lists without a host to remove it."""
     job.lists("h1:1", "h2:1")
     job.start("-np", "2", "--min-np", "1", "--discovery-interval", "0.5")

@@ -54,7 +54,7 @@ def test_with_one_failure_per_host_the_host_is_out_and_the_job_ends_with_that_st
     assert "the job failed: rank 1 on host localhost was killed by signal 9 (SIGKILL)" in job.error
 
 
-def test_success_is_that_of_all_members_of_the_last_epoch(job: Job) -> None:
+def test_success_needs_all_members_of_the_last_epoch(job: Job) -> None:
     """Horovod's #3852: there, any worker that ends with 0 makes the job a success."""
     fails = TRAIN + "import sys\nsys.exit(7 if hvd.rank() == 1 else 0)\n"
     job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99", program=fails)
@@ -142,7 +142,7 @@ def test_slots_of_a_host_become_more_and_then_fewer_than_at_first(job: Job) -> N
     assert "Traceback" not in job.error
 
 
-def test_a_newcomer_that_never_gets_ready_keeps_nobody_waiting(job: Job) -> None:
+def test_a_newcomer_that_never_gets_ready_keeps_no_other_waiting(job: Job) -> None:
     asleep = """
 hvd.init()
 if os.environ["HVDGLOO_WORKER"].split("/")[1] == "1":
@@ -235,7 +235,7 @@ def test_a_stopped_worker_is_ended_by_its_agent_once_others_have_lost_it(job: Jo
     assert job.end() == 0
 
 
-def test_a_second_worker_is_killed_while_the_others_form_anew(job: Job) -> None:
+def test_a_second_worker_is_killed_while_the_others_form_again(job: Job) -> None:
     """Horovod's #3014 and #2030: a failure during the reset."""
     dies = TRAIN.replace(
         "state = elastic.ObjectState(",

@@ -75,7 +75,7 @@ def run(python: str, program: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_group_is_destroyed_while_somebody_else_has_its_connections() -> None:
+def test_a_group_is_destroyed_while_another_process_has_its_connections() -> None:
     """A forked child has duplicates, and so has, for a moment, a process that looks at descriptors. If an event comes
     for a connection that Gloo has closed, it ends the process."""
     pytest.importorskip("torch")

@@ -177,7 +177,7 @@ class TestKubectl:
         assert "kubectl ended with status 1: error: unknown flag: -c; look at --agent-command" in done.stderr
         assert len((launcher.folder / "calls").read_text().splitlines()) == 1
 
-    def test_nobody_waits_who_does_not_want_to(self, launcher: Launcher) -> None:
+    def test_a_user_who_does_not_want_to_wait_need_not(self, launcher: Launcher) -> None:
         template = f"{self.kubectl(launcher.folder)} exec -i {{host}} --"
         done = launcher.run("-H", "w-0:1", "--agent-command", template, "--no-wait-for-hosts", "true")
         assert done.returncode == 1

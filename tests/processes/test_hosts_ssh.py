@@ -54,7 +54,7 @@ class TestWhatWorkersFind:
         found = self.show(bed, name, "os.getcwd(), os.environ['PWD']", env={"PWD": str(name)})
         assert found == [f"{host} {real} {name}" for host in ("h1", "h2")]
 
-    def test_pain_19_variables_travel_except_those_of_this_host(self, bed: Bed, tmp_path: Path) -> None:
+    def test_pain_19_variables_travel_except_this_host_s(self, bed: Bed, tmp_path: Path) -> None:
         env = {"MINE": "tr\u00e4vels 'quoted' $HOME\nline", "DISPLAY": ":7", "TMPDIR": "/elsewhere"}
         found = self.show(
             bed,

@@ -265,7 +265,7 @@ class KeptBySystem(LocalStream):
         pass
 
 
-def test_a_command_that_cannot_be_killed_keeps_nobody_from_ending() -> None:
+def test_a_command_that_cannot_be_killed_keeps_no_launcher_from_ending() -> None:
     stream = KeptBySystem(["sleep", "100"])
     try:
         Link(HostState(HostEntry("a"), 0.0, 3.0), stream, patience=0.1).close()
@@ -334,7 +334,7 @@ while written < TOTAL:
 """
 
 
-def test_pain_25_what_nobody_reads_stays_with_the_workers(tmp_path: Path) -> None:
+def test_pain_25_what_is_not_read_stays_with_the_workers(tmp_path: Path) -> None:
     """Beyond the backlog neither the launcher nor the agents take in more; and nothing is lost once it is read."""
     total, backlog, pipe = 8_000_000, 1_000_000, 65536
     reading, writing = os.pipe()

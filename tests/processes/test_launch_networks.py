@@ -246,14 +246,14 @@ def test_pain_14_no_route_at_all(make_bed: Callable[..., Bed], quick: str) -> No
     assert "  h3 -> h2: 10.77.1.11 (eth0) has no route (Network is unreachable), " in text
 
 
-def test_pain_7_docker0_alone_is_everybody_s_own(bed: Bed, quick: str) -> None:
+def test_pain_7_docker0_alone_is_every_host_s_own(bed: Bed, quick: str) -> None:
     arguments = ["-H", "h2:1,h3:1", "--nics", "docker0", "--port-range", "29400-29409"]
     text = refused(bed["h1"], *arguments, quick)
     assert "  h2 -> h3: 172.17.0.1 (docker0) answered as another host, h2 (h2 has the same address)\n" in text
     assert "  h3 -> h2: 172.17.0.1 (docker0) answered as another host, h3 (h3 has the same address)\n" in text
 
 
-def test_pain_7_somebody_else_s_process_at_a_host_s_address(make_bed: Callable[..., Bed], quick: str) -> None:
+def test_pain_7_another_process_at_a_host_s_address(make_bed: Callable[..., Bed], quick: str) -> None:
     bed = make_bed(["h1", "h2", "h3"])
     # h2 has an address of its own that, in the others' network, is h3's.
     bed["h2"].run(["ip", "address", "add", "10.77.1.99/32", "dev", "priv0"], check=True)

@@ -101,7 +101,7 @@ def test_not_if_ctrl_c_comes_while_a_failed_start_ends(launcher: Launcher) -> No
     assert "restart" not in stderr.decode()
 
 
-def test_an_agent_that_was_lost_is_started_anew(launcher: Launcher) -> None:
+def test_an_agent_that_was_lost_is_started_again(launcher: Launcher) -> None:
     script = """
     import os, time
     if os.environ["HVDGLOO_RESTART"] == "0":

@@ -342,7 +342,7 @@ def test_on_a_terminal_a_line_says_how_far_the_job_is_and_goes_away(private: Pat
 
 
 @pytest.mark.parametrize("flag", ["--no-progress", "--verbose"])
-def test_the_line_is_not_for_everybody(private: Path, tmp_path: Path, flag: str) -> None:
+def test_the_line_can_be_left_out(private: Path, tmp_path: Path, flag: str) -> None:
     (tmp_path / "worker.py").write_text(TRAINS)
     command = ("-m", "hvdgloo.runner", "-np", "2", flag, warm.python(*warm.NUMPY), "worker.py")
     with terminal(*command, env=clean_environment(), cwd=tmp_path, columns=120) as screen:

@@ -121,7 +121,7 @@ def test_an_agent_of_many_workers(launcher: Launcher) -> None:
     launcher.assert_nothing_left()
 
 
-def test_whoever_is_connected_stays_until_another_comes_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connected_clients_stay_when_there_is_no_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that has room for as many connections as there are workers closes none of them to make room."""
     monkeypatch.setattr(RendezvousServer, "_room", lambda _: 2)
     with ExitStack() as stack:

@@ -87,7 +87,7 @@ def test_the_secret_with_which_they_meet_is_this_user_s_alone_and_does_not_stay(
     assert list(path.parent.iterdir()) == []
 
 
-def test_what_a_killed_process_has_left_behind_misleads_nobody(private: Path) -> None:
+def test_what_a_killed_process_has_left_behind_misleads_no_other(private: Path) -> None:
     killed = process(0, private)
     (path,) = wait_for(lambda: list((private / "hvdgloo").glob("torchrun.????????????????")), what="the invitation")
     killed.kill()

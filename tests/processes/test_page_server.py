@@ -492,7 +492,7 @@ def test_a_file_is_not_replaced_by_a_socket(job: SimulatedJob, tmp_path: Path) -
     assert (tmp_path / "s").read_text() == "mine"
 
 
-def test_nothing_is_made_before_somebody_asks(job: SimulatedJob, tmp_path: Path) -> None:
+def test_nothing_is_made_before_it_is_asked_for(job: SimulatedJob, tmp_path: Path) -> None:
     made = threading.Event()
 
     def make() -> Observatory:
@@ -507,7 +507,7 @@ def test_nothing_is_made_before_somebody_asks(job: SimulatedJob, tmp_path: Path)
     server.stop()
 
 
-def test_nothing_is_made_if_nobody_asks(tmp_path: Path) -> None:
+def test_nothing_is_made_if_it_is_not_asked_for(tmp_path: Path) -> None:
     def make() -> Observatory:
         raise AssertionError("it was not asked for")
 
@@ -516,7 +516,7 @@ def test_nothing_is_made_if_nobody_asks(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
-def test_what_is_heavy_is_not_imported_before_somebody_asks(tmp_path: Path) -> None:
+def test_what_is_heavy_is_not_imported_before_it_is_asked_for(tmp_path: Path) -> None:
     program = f"""if True:
         import sys
         from hvdgloo._observe.page.page import Page

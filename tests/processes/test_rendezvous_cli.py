@@ -381,7 +381,7 @@ while not over:
 """
 
 
-def test_page_shows_what_workers_do_that_somebody_else_has_started(tmp_path: Path) -> None:
+def test_page_shows_what_workers_do_that_were_started_elsewhere(tmp_path: Path) -> None:
     command = Command(tmp_path, "-np", "2", "--page", "--once")
     end = tmp_path / "end"
     link = command.find(r"Page: (\S+)")

@@ -90,7 +90,7 @@ class TestErrors:
         assert server.endpoint in str(caught.value)
         assert b"another secret".hex() not in str(caught.value)
 
-    def test_nobody_listens(self) -> None:
+    def test_there_is_no_listener(self) -> None:
         """Connecting is tried again until connect_timeout, whatever the call's own deadline is."""
         with unreachable_port() as port, RendezvousClient(f"127.0.0.1:{port}", SECRET, connect_timeout=0.3) as client:
             started = time.monotonic()

@@ -225,9 +225,7 @@ def test_a_worker_s_id_is_its_own(workers: Workers, server: RendezvousServer) ->
 
 
 @pytest.mark.parametrize("forged", [False, True], ids=["as it is", "with the worker's own facts"])
-def test_nobody_else_reports_for_a_worker_that_is_there(
-    workers: Workers, server: RendezvousServer, forged: bool
-) -> None:
+def test_no_other_reports_for_a_worker_that_is_there(workers: Workers, server: RendezvousServer, forged: bool) -> None:
     workers.place("a", "b")
     workers.train("a", "b", epoch=0)
     with RendezvousClient(server.endpoint, SECRET) as client:

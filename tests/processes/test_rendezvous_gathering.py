@@ -254,11 +254,11 @@ class TestListening:
         with pytest.raises(ConfigError, match=rf"cannot listen on port {port} of 127.0.0.1: Address already in use"):
             RendezvousServer(secret=SECRET, size=1, port=port).start()
 
-    def test_an_address_of_somebody_else(self) -> None:
+    def test_an_address_that_this_host_does_not_have(self) -> None:
         with pytest.raises(ConfigError, match=r"192\.0\.2\.1: this host has no such address"):
             RendezvousServer(secret=SECRET, size=1, bind=("192.0.2.1",)).start()
 
-    def test_nobody_listens_elsewhere(self, server: RendezvousServer) -> None:
+    def test_there_is_no_listener_elsewhere(self, server: RendezvousServer) -> None:
         """Pain 30: only the chosen addresses."""
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.2", int(server.endpoint.rpartition(":")[2])), timeout=5)

@@ -228,7 +228,7 @@ class TestHello:
         for sock in connections:
             sock.close()
 
-    def test_whoever_says_no_more_is_sent_away(self, hurried: RawClient) -> None:
+    def test_a_client_that_says_no_more_is_sent_away(self, hurried: RawClient) -> None:
         with hurried.connect() as silent, hurried.connect() as member:
             silent.sendall(hurried.head("GET", "/v1/hello", authorization=hurried.sign("GET", "/v1/hello", run="")))
             assert read_answer(silent)[0] == 200
@@ -558,7 +558,7 @@ class TestFront:
             client.store("s").get("never", timeout=0.3)
         assert 0.25 < time.monotonic() - begun < 1.5
 
-    def test_who_does_not_read_a_large_answer_delays_nobody(
+    def test_a_client_that_does_not_read_a_large_answer_delays_no_other(
         self, server: RendezvousServer, raw: RawClient, client: RendezvousClient
     ) -> None:
         value = bytes(range(256)) * (1 << 16)

@@ -40,7 +40,7 @@ def work(folder: str) -> tuple[int, int, str, str]:
     return run_fn(train)(ObjectState(hvd.broadcast_object, hvd.rank))  # type: ignore[no-any-return]
 
 
-def test_the_results_are_those_of_the_last_workers_in_the_order_of_their_ranks(
+def test_the_results_come_from_the_last_workers_in_the_order_of_their_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = hvdgloo.run.run(work, (str(tmp_path),), np=3, min_num_proc=1, executable=warm.python(*warm.NUMPY))

@@ -82,13 +82,13 @@ MEETING = """
 """
 
 
-def test_the_server_is_imported_when_somebody_connects(tmp_path: Path) -> None:
+def test_the_server_is_imported_when_a_client_connects(tmp_path: Path) -> None:
     modules = run(MEETING, "a client", folder=tmp_path)
     assert "cheroot" in modules
     assert not modules & (WEB - {"cheroot"}), "what workers ask for is answered without them"
 
 
-def test_a_server_that_nobody_needs_is_never_imported_and_ends_at_once(tmp_path: Path) -> None:
+def test_a_server_that_is_not_needed_is_never_imported_and_ends_at_once(tmp_path: Path) -> None:
     assert not run(MEETING, "no client", folder=tmp_path) & (WEB | MAIL_AND_TLS)
 
 

@@ -92,7 +92,7 @@ FOREIGN = ATTENDS.replace("sign =", "import os; os.setuid(65534)\nsign =")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
-def test_a_sign_that_another_user_shows_is_nobody_s(start: Callable[..., subprocess.Popen[bytes]]) -> None:
+def test_a_sign_that_another_user_shows_does_not_count(start: Callable[..., subprocess.Popen[bytes]]) -> None:
     """Names of sockets can be read by all users of a host, and taken by any."""
     job = os.urandom(16).hex()
     stranger = start(FOREIGN.format(job=job))
@@ -120,7 +120,7 @@ def test_who_is_stopped_is_let_go_on_to_save_its_work(start: Callable[..., subpr
     assert worker.wait(0) == 7
 
 
-def test_a_job_s_processes_are_those_of_its_whole_id(start: Callable[..., subprocess.Popen[bytes]]) -> None:
+def test_a_job_s_processes_are_found_by_its_whole_id(start: Callable[..., subprocess.Popen[bytes]]) -> None:
     job = os.urandom(16).hex()
     own, other = start(WAITS, HVDGLOO_AGENT_ID=job), start(WAITS, HVDGLOO_AGENT_ID=f"{job}0")
     assert reaper.processes_of(job) == {own.pid}

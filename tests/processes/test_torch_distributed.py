@@ -71,7 +71,7 @@ EXTENDED = pytest.mark.extended
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=EXTENDED)])
-def test_reductions_are_those_of_the_order_of_ranks(size: int, tmp_path: Path) -> None:
+def test_reductions_follow_the_order_of_ranks(size: int, tmp_path: Path) -> None:
     """Of every element type and size: one that goes at once, one that the segment grows for, and one in many rounds."""
     run(
         size,

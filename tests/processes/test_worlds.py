@@ -132,7 +132,7 @@ except hvd.HorovodInternalError as error:
         ("shm", "hvdgloo._backends.shm.segment_setup.SegmentSetup._map"),
     ],
 )
-def test_a_rank_that_dies_while_a_set_is_connected_keeps_nobody_waiting(
+def test_a_rank_that_dies_while_a_set_is_connected_keeps_no_other_waiting(
     tmp_path: Path, operations: str, where: str
 ) -> None:
     code = """

@@ -104,7 +104,7 @@ def test_an_exception_has_rank_and_node(executor: RayExecutor) -> None:
     assert "_worker.py" not in error.__cause__.traceback, "our own frames are not shown"
 
 
-def test_workers_survive_a_mistake_that_leaves_nobody_waiting(executor: RayExecutor) -> None:
+def test_workers_survive_a_mistake_that_leaves_none_waiting(executor: RayExecutor) -> None:
     pids = [each["pid"] for each in executor.run(functions.surroundings)]
     with pytest.raises(KeyError) as caught:
         executor.run(functions.fail, [1])

@@ -380,7 +380,7 @@ def test_a_distributed_optimizer_is_refused(df: Any, store: Store) -> None:
         estimator(store, optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD())).fit(df)
 
 
-def test_a_class_that_nobody_has_named_is_told_in_a_sentence() -> None:
+def test_a_class_that_was_not_named_is_told_in_a_sentence() -> None:
     class Unnamed(keras.layers.Layer):
         def call(self, inputs: Any) -> Any:
             return inputs

@@ -582,7 +582,7 @@ def test_who_asks_for_a_data_set_that_is_being_written_waits_for_it() -> None:
     assert written == [0]
 
 
-def test_a_number_is_used_again_when_nobody_uses_it() -> None:
+def test_a_number_that_is_free_is_used_again() -> None:
     cache = TrainingDataCache()
 
     def use(key: str) -> Any:

@@ -596,7 +596,7 @@ def test_a_larger_data_set_and_one_that_is_transformed_are_read_in_each_epoch(tm
         assert reader._held is None
 
 
-def test_a_row_group_that_could_not_be_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_group_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_reader, "_CHUNK", 1)
     reader = ParquetBatches(written(tmp_path, [[200, 200]]), batch_size=50, shuffle=False)
     plain = Dataset.read

@@ -122,7 +122,7 @@ def test_a_driver_whose_interpreter_is_held_goes_on(spark: Any, tmp_path: Path) 
     thread.join()
 
 
-def test_a_wait_is_not_over_because_nobody_could_look() -> None:
+def test_a_wait_is_not_over_because_it_could_not_be_checked() -> None:
     """Agents and tasks end at about the same time; the driver's threads may see it late, and in any order."""
     event = threading.Event()
     seen: list[bool] = []
@@ -251,7 +251,7 @@ def test_a_task_whose_agent_was_killed_has_failed(monkeypatch: pytest.MonkeyPatc
         _bringing.bring(invitation, 1, "", None, again=True)
 
 
-def test_a_second_attempt_of_a_task_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_attempt_of_a_task_does_not_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyspark.TaskContext.get", lambda: _Attempt(1))
     with socket.create_server(("127.0.0.1", 0)) as driver:
         driver.settimeout(0)

@@ -153,9 +153,7 @@ def test_a_file_names_no_other_optimizer_than_torch_s(spark: Any, name: str) -> 
         codec.decode({"pt": changed.getvalue()}, {"model": net}, trusted=False)
 
 
-def test_an_optimizer_that_somebody_has_put_among_torch_s_is_the_user_s_own(
-    spark: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_that_was_put_among_torch_s_is_the_user_s_own(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim, "Mine", Mine, raising=False)
     net = torch.nn.Linear(2, 1)
     assert list(OptimizerCodec().encode(Mine(net.parameters()), TorchModel(model=net))) == ["structure.pkl"]

@@ -86,7 +86,7 @@ def test_a_second_attempt_is_not_why_the_first_one_failed() -> None:
     assert refused_again("ExecutorLostFailure (executor 2 exited caused by one of the running tasks)") is None
 
 
-def test_another_python_is_that_of_an_executor() -> None:
+def test_another_python_is_an_executor_s() -> None:
     text = (
         f"Lost task 0.0 in stage 0.0 (TID 0) (10.0.0.7 executor 3): {TRACEBACK}\n"
         "pyspark.errors.exceptions.base.PySparkRuntimeError: [PYTHON_VERSION_MISMATCH] Python in worker has different "

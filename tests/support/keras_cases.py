@@ -969,16 +969,16 @@ def gradients_that_the_program_changes_before_it_steps() -> None:
     if BACKEND != "torch":  # others see gradients only as they are given
         return
 
-    def anew(gradients: list[Any]) -> list[Any]:
+    def into_others(gradients: list[Any]) -> list[Any]:
         return [gradient * 0.5 for gradient in gradients]
 
     def where_they_are(gradients: list[Any]) -> list[Any]:
         return [gradient.mul_(0.5) for gradient in gradients]
 
     def on_one_rank(gradients: list[Any]) -> list[Any]:
-        return anew(gradients) if hvd.rank() == 1 else where_they_are(gradients)
+        return into_others(gradients) if hvd.rank() == 1 else where_they_are(gradients)
 
-    for change in (anew, where_they_are, on_one_rank):
+    for change in (into_others, where_they_are, on_one_rank):
         model, alone = dense(), dense()
         optimizer, plain = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), keras.optimizers.SGD(0.05)
         optimizer.build(model.trainable_variables)

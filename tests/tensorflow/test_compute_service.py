@@ -209,7 +209,7 @@ def test_errors_of_the_programs_own_stay_as_they_are(service: Service) -> None:
         tf.debugging.assert_equal(1, 2)
 
 
-def test_a_compute_job_ends_when_nobody_reads_any_more() -> None:
+def test_a_compute_job_ends_when_it_is_not_read_any_more() -> None:
     key = generate_secret()
     with RendezvousServer(secret=key, size=1) as registry:
         client = TfDataServiceConfig(1, 1, "training", registry.endpoints, key, 0.4).compute_client()

@@ -142,7 +142,7 @@ def test_a_gradient_that_is_sparse_on_some_ranks_is_named(ranks: Ranks, way: str
     ranks(2).run(rank_body)
 
 
-def test_names_of_a_session_are_those_of_the_variables(ranks: Ranks) -> None:
+def test_names_of_a_session_are_the_variables_names(ranks: Ranks) -> None:
     """There a name is given when the operator is made, in whatever order."""
 
     def rank_body(context: Context) -> None:

@@ -61,7 +61,7 @@ def mean_over_ranks(function: Callable[[int], Any]) -> Any:
     ],
     ids=["average", "sum", "max", "predivided", "fp16", "two groups", "one group"],
 )
-def test_gradients_are_those_of_all_ranks(ranks: Ranks, way: str, options: GradientOptions) -> None:
+def test_gradients_come_from_all_ranks(ranks: Ranks, way: str, options: GradientOptions) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         a, b, unused = tf.Variable([1.0, 2.0]), tf.Variable([[3.0]]), tf.Variable(1.0)
@@ -531,7 +531,7 @@ def test_optimizers_of_tensorflow_1(ranks: Ranks, way: str, passes: int, average
 
 
 @pytest.mark.parametrize("kind", ["Momentum", "Adam"])
-def test_a_checkpoint_of_tensorflow_1s_optimizers_is_that_of_the_plain_one(
+def test_a_checkpoint_of_tensorflow_1s_optimizers_equals_the_plain_one_s(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
     """Momenta and Adam's powers come back."""

@@ -121,7 +121,7 @@ WAYS = [eagerly, in_one_function, by_the_private_method, computed_in_a_function,
     [pytest.param(kind, way, id=f"{kind}, {way.__name__}") for kind in OPTIMIZERS for way in WAYS]
     + [pytest.param("new", in_either_branch, id="new, in_either_branch")],
 )
-def test_gradients_clipped_before_the_step_are_those_of_all_ranks_reduced_once(
+def test_gradients_clipped_before_the_step_come_from_all_ranks_and_are_reduced_once(
     ranks: Ranks, kind: str, clip: Callable[[Training], None]
 ) -> None:
     optimizers = [legacy.wrap(OPTIMIZERS[kind](), KerasOptions(op=ReduceOp.SUM)) for _ in range(2)]

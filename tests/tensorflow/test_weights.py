@@ -249,7 +249,7 @@ def test_equal_weights_under_an_optimizer_of_tensorflow_1_are_equal(
     assert told(caplog) == []
 
 
-def test_each_job_compares_anew(caplog: pytest.LogCaptureFixture, ranks: Ranks) -> None:
+def test_each_job_compares_again(caplog: pytest.LogCaptureFixture, ranks: Ranks) -> None:
     def rank_body(context: Context) -> None:
         for start in (0.0, 0.0):
             training = Training(context, "eager", start=start + context.rank)

@@ -116,7 +116,7 @@ def test_a_rank_has_few_neighbours_and_is_theirs(size: int, data: st.DataObject)
     assert all(rank in Cube(peer, size).neighbours for peer in neighbours)
 
 
-def test_a_rank_alone_has_nobody() -> None:
+def test_a_rank_alone_has_no_neighbours() -> None:
     assert Cube(0, 1).neighbours == []
     assert Cube(0, 1).halvings == ()
 

@@ -51,7 +51,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         (("pygloo",), "torch", "torch"),
     ],
 )
-def test_torch_comes_first_unless_somebody_chooses(
+def test_torch_comes_first_unless_the_user_chooses(
     installed: set[str], packages: tuple[str, ...], setting: str, provider: str
 ) -> None:
     installed.update(packages)

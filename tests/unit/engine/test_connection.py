@@ -139,14 +139,16 @@ def test_what_the_kernel_does_not_take_is_kept_and_sent_in_order(pair: tuple[soc
     assert not connection.pending
 
 
-def test_sending_to_nobody_is_an_oserror(pair: tuple[socket.socket, ControlConnection]) -> None:
+def test_sending_to_a_closed_end_is_an_oserror(pair: tuple[socket.socket, ControlConnection]) -> None:
     sock, connection = pair
     sock.close()
     with pytest.raises(OSError, match=r"."):
         connection.send_frame(frame(Ping()))
 
 
-def test_shutdown_ends_it_for_both_whoever_holds_the_descriptor(pair: tuple[socket.socket, ControlConnection]) -> None:
+def test_shutdown_ends_it_for_both_no_matter_which_process_holds_the_descriptor(
+    pair: tuple[socket.socket, ControlConnection],
+) -> None:
     sock, connection = pair
     copy = sock.dup()
     connection.shutdown()

@@ -289,7 +289,7 @@ class TestLeaving:
         job.coordinator.release(job.now)
         assert only(job.sent(), Execute) == []
 
-    def test_what_ranks_wait_for_in_vain_is_no_stall_any_more(self) -> None:
+    def test_what_ranks_have_given_up_waiting_for_is_no_stall_any_more(self) -> None:
         job = Job(2, timeout=300.0)
         job.submits(0, "a")
         job.run_until(job.now + WARNING - 1, answering=[1])
@@ -367,7 +367,7 @@ class TestFailure:
         assert job.sent() == [(1, Ping()), (3, Ping())]
         assert job.coordinator.deadline() == job.now + ATTRIBUTION_SECONDS
 
-    def test_an_attribution_names_whoever_is_silent(self) -> None:
+    def test_an_attribution_names_the_rank_that_is_silent(self) -> None:
         job = Job(4)
         job.says(2, Failed("connection reset"))
         job.says(1, Pong())
@@ -510,7 +510,7 @@ class TestStalls:
         job.run_until(job.now + 10, answering=[1])
         assert job.warned() == []
 
-    def test_the_same_name_submitted_anew_is_another_operation(self) -> None:
+    def test_the_same_name_submitted_again_is_another_operation(self) -> None:
         """A late step ends while stacks are collected, and the next step uses the same names."""
         job = Job(2)
         job.submits(0, "a")
@@ -543,7 +543,7 @@ class TestStalls:
         assert job.coordinator.over
         assert len(job.warned()) == 3
 
-    def test_the_shutdown_time_is_that_of_what_waits_longest(self) -> None:
+    def test_the_shutdown_time_belongs_to_what_waits_longest(self) -> None:
         job = Job(2, shutdown=150.0)
         job.submits(0, "a")
         job.run_until(job.now + WARNING + 1, answering=[1], stacks=[0, 1])
@@ -556,7 +556,7 @@ class TestStalls:
         job.submits(0, "a", process_set=1)
         assert job.coordinator.deadline() is None
 
-    def test_stacks_that_nobody_asked_for_are_ignored(self) -> None:
+    def test_stacks_that_were_not_asked_for_are_ignored(self) -> None:
         job = Job(2)
         job.says(1, Stacks("x"))
         assert job.sent() == []
@@ -614,7 +614,7 @@ class TestReport:
             "  and 3 more, which other ranks have not submitted",
         ]
 
-    def test_a_rank_that_got_on_is_told_anew(self) -> None:
+    def test_a_rank_that_got_on_is_told_again(self) -> None:
         operations = [self.waiting("a", 0, (0,), (1, 2, 3))]
         stacks = {1: "one\ntwo", 2: "moved", 3: None}
         text = report(operations, 30.0, lambda rank: f"R{rank}", stacks, {1: "one\ntwo", 2: "before", 3: "there"})

@@ -688,7 +688,7 @@ class TestTuning:
             assert results(pair) == [[3] * 1000]
         assert [len(seen) for seen in b.backend.seen] == [16000, 8000, 8000, 16000]
 
-    def test_plans_that_were_kept_are_made_anew(self, bench: Callable[..., Bench]) -> None:
+    def test_plans_that_were_kept_are_made_again(self, bench: Callable[..., Bench]) -> None:
         b = bench(fusion_threshold=LIMIT)
         b.executor.start()
         for limit, count in ((LIMIT, 1), (4000, 2)):

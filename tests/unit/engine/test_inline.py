@@ -130,7 +130,7 @@ class TestAgreement:
             negotiation.absorb(rank, Submit((0,), (), VALUES.tobytes()), 0.0)
         assert negotiation.take() == Execute((0,), results=((0, (2 * VALUES).tobytes()),))
 
-    def test_bytes_that_have_come_are_kept_when_a_number_is_looked_at_by_itself(self) -> None:
+    def test_bytes_that_arrived_are_kept_when_a_number_is_looked_at_by_itself(self) -> None:
         """Here since another rank spells it out, as one does whose number has been forgotten."""
         negotiation = Negotiator({0: (0, 1)}, 10)
         for rank in (0, 1):
@@ -140,7 +140,7 @@ class TestAgreement:
         negotiation.absorb(1, Submit((), (request(),), VALUES.tobytes()), 0.0)
         assert negotiation.take().results == ((0, (2 * VALUES).tobytes()),)
 
-    def test_sums_are_in_order_of_ranks_whoever_comes_first(self) -> None:
+    def test_sums_are_in_order_of_ranks_no_matter_which_comes_first(self) -> None:
         values = [np.array([v], np.float32) for v in (1e8, 1.0, -1e8)]  # in another order the 1 is not lost
         for order in ((0, 1, 2), (2, 0, 1), (0, 2, 1)):
             negotiation = Negotiator({0: (0, 1, 2)}, 10)

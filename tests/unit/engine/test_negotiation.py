@@ -319,7 +319,7 @@ JOIN = Request("join", Collective.JOIN)
 
 class TestJoin:
     @pytest.mark.parametrize("last", [0, 1])
-    def test_what_was_submitted_before_the_join_goes_on_whoever_joins_last(self, last: int) -> None:
+    def test_what_was_submitted_before_the_join_goes_on_no_matter_who_joins_last(self, last: int) -> None:
         negotiation = negotiator(2)
         negotiation.absorb(1, Submit((), (reduce("own", 2),)), 0.0)
         for rank in (1 - last, last):

@@ -692,7 +692,7 @@ class TestSeats:
         assert (leader.parent, leader.height, len(leader.children)) == (8, 0, 7)
         assert (member.parent, member.below) == (8 * 20, {})
 
-    def test_whoever_asks_waits_longer_than_those_below_and_a_rank_does_not_wait_for_ever(self) -> None:
+    def test_a_rank_that_asks_waits_longer_than_those_below_but_not_for_ever(self) -> None:
         for hosts, fanin in ((128, 16), (40, 1)):
             slots = [1] * hosts
             seconds = [position_of(rank, slots, fanin).attribution_seconds for rank in range(hosts)]
@@ -752,7 +752,7 @@ class TestRuns:
 
 
 class TestGathering:
-    def test_known_numbers_go_up_together_when_all_below_have_come(self) -> None:
+    def test_known_numbers_go_up_together_when_all_below_are_there(self) -> None:
         leader = Leader()
         leader.knows(*(f"t{number}" for number in range(300)))
         leader.hears(2, Submit(tuple(range(300))))
@@ -946,7 +946,7 @@ class TestJoins:
 
 
 class TestForgotten:
-    def test_whoever_waits_under_a_forgotten_number_spells_it_out_again(self) -> None:
+    def test_a_rank_that_waits_under_a_forgotten_number_spells_it_out_again(self) -> None:
         leader = Leader()
         leader.knows("a", "b")
         leader.hears(2, Submit((0, 1)))
@@ -1042,7 +1042,7 @@ def replace_ranks(name: str, ranks: tuple[int, ...]) -> Request:
 
 
 class TestSignsOfLife:
-    def test_neighbours_only_are_pinged_while_somebody_below_waits(self) -> None:
+    def test_neighbours_only_are_pinged_while_a_rank_below_waits(self) -> None:
         leader = Leader()
         leader.hears(2, Submit((), (request("a"),)))
         for _ in range(3):

@@ -105,7 +105,7 @@ class TestSearch:
             ([1.1, 1 / 1.2], 3 / 4),
         ],
     )
-    def test_the_chance_of_a_result_is_that_of_signed_ranks(self, ratios: list[float], expected: float) -> None:
+    def test_the_chance_of_a_result_follows_from_signed_ranks(self, ratios: list[float], expected: float) -> None:
         assert chance(ratios) == expected
 
     def test_a_gain_that_does_not_matter_is_left_alone(self) -> None:

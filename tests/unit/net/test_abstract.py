@@ -111,7 +111,7 @@ def test_the_wait_ends_with_the_deadline_and_when_it_is_cancelled(listener: abst
         sock.close()
 
 
-def test_where_nobody_listens_it_fails_at_once(name: str) -> None:
+def test_without_a_listener_it_fails_at_once(name: str) -> None:
     with pytest.raises(ConnectionRefusedError):
         connect(name)
 

@@ -82,7 +82,7 @@ def test_damaged_bytes_are_a_value_or_a_value_error(message: Letter | Call, data
 
 
 @given(letters)
-def test_what_is_only_shown_can_be_encoded_by_everybody(message: Letter) -> None:
+def test_what_is_only_shown_can_be_encoded_by_every_process(message: Letter) -> None:
     shown: Codec[Letter | Call] = Codec(Letter | Call, "post", shown=True)
     arrived = shown.decode(CODEC.encode(message))
     msgspec.json.encode(arrived)

@@ -127,7 +127,7 @@ class TestWakeUp:
             wake_up.clear()  # with nothing there it does no harm
         wake_up.close()
 
-    def test_once_closed_it_writes_into_nobody_s_descriptor(self) -> None:
+    def test_once_closed_it_writes_into_no_other_descriptor(self) -> None:
         wake_up = WakeUp()
         descriptors = wake_up.descriptors
         wake_up.close()

@@ -120,7 +120,7 @@ def test_connections_belong_to_their_ranks(meeting: Callable[..., Meeting]) -> N
         assert accepted[rank].sock.recv(1) == bytes([rank])
 
 
-def test_alone_nobody_is_waited_for(meeting: Callable[..., Meeting]) -> None:
+def test_alone_no_rank_is_waited_for(meeting: Callable[..., Meeting]) -> None:
     assert meeting(1).accepted.result(5) == {}
 
 
@@ -282,7 +282,7 @@ def test_who_connects_and_goes_costs_nothing(meeting: Callable[..., Meeting]) ->
     m.accepted.result(10)
 
 
-def test_silent_clients_keep_nobody_waiting(meeting: Callable[..., Meeting]) -> None:
+def test_silent_clients_keep_no_rank_waiting(meeting: Callable[..., Meeting]) -> None:
     """A port scanner's open connection must not hold up the start of a job that is complete."""
     m = meeting(3)
     silent = [m.raw(), m.raw(b"hvdgloo3"), m.raw(HELLO.pack(b"hvdgloo2", 3, 1, 2, b"n" * 16))]
@@ -402,7 +402,7 @@ def test_who_could_not_be_accepted_is_not_called_dead() -> None:
             RIGHT.accept_all(exhausted, [1], {}, 0.2, describe)  # type: ignore[arg-type]
 
 
-def test_descriptors_come_back_while_nobody_is_there_to_be_sent_away() -> None:
+def test_descriptors_come_back_while_no_client_is_there_to_be_sent_away() -> None:
     accepted: list[socket.socket] = []
     with listen("127.0.0.1", None) as listener, socket.socket() as somebody_elses, ThreadPoolExecutor(2) as pool:
         accepted.append(somebody_elses)
@@ -476,7 +476,7 @@ def test_silent_clients_do_not_extend_the_deadline(meeting: Callable[..., Meetin
     assert time.monotonic() - begin < 2.0
 
 
-def test_nobody_listens() -> None:
+def test_there_is_no_listener() -> None:
     with listen("127.0.0.1", None) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(ConnectError, match=rf"127.0.0.1 port {port}: .*refused"):

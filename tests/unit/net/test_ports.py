@@ -94,7 +94,7 @@ class TestHolds:
                     ports.hold_free_port(some)
 
     @pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
-    def test_another_user_who_takes_all_names_keeps_nobody_from_listening(self, some: tuple[int, int]) -> None:
+    def test_another_user_who_takes_all_names_keeps_no_process_from_listening(self, some: tuple[int, int]) -> None:
         """And yet the name of a port that only some of them has is respected: it may be another user's job."""
         with names_taken_by_another_user(range(some[0], some[1] + 1)):
             with ports.listen(["127.0.0.1"], some)[0] as one, ports.hold_free_port(some) as hold:

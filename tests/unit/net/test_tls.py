@@ -161,7 +161,7 @@ class TestControlPlane:
         links[1].sock.close()
         link.sock.close()
 
-    def test_somebody_in_the_middle_is_noticed_on_both_sides(
+    def test_an_attacker_in_the_middle_is_noticed_on_both_sides(
         self, listener: socket.socket, middle: Callable[..., Middle]
     ) -> None:
         """It passes on what both sign, but not under its own certificate."""
@@ -254,7 +254,7 @@ class TestRendezvous:
             until(lambda: not server.status()["epochs"][0]["arrived"], "its place is free")
             assert isinstance(waiting.failure(), RendezvousError)
 
-    def test_somebody_in_the_middle_learns_nothing(
+    def test_an_attacker_in_the_middle_learns_nothing(
         self, server: RendezvousServer, middle: Callable[..., Middle]
     ) -> None:
         between = middle(self.target(server), Tls())
@@ -267,7 +267,7 @@ class TestRendezvous:
         assert b"a value" not in between.seen
         assert b"/v1/kv" not in between.seen
 
-    def test_somebody_who_comes_in_between_later_learns_nothing(
+    def test_an_attacker_who_comes_in_between_later_learns_nothing(
         self, server: RendezvousServer, middle: Callable[..., Middle]
     ) -> None:
         """Every new connection's certificate is compared with the one that a hello has confirmed."""

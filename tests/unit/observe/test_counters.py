@@ -111,7 +111,7 @@ def test_a_plane_is_busy_while_any_bucket_is_on_it() -> None:
     assert (traffic.operations, traffic.bytes, traffic.seconds) == (3, 30, 4.0)
 
 
-def test_totals_are_those_of_all_planes_and_sets() -> None:
+def test_totals_cover_all_planes_and_sets() -> None:
     counters = Counters()
     for plane, number in (("gloo", 0), ("gloo", 1), ("nccl", 0)):
         counters.carried(plane, number).ended(0.0, 1, 10)
@@ -158,7 +158,7 @@ class TestLateness:
         assert (totals.rounds, totals.recent, sum(totals.waits)) == (5500, RECENT, 5500)
         assert totals.ranks == (Late(1, 5000, 2500.0, 500, 250.0), Late(2, 500, 125.0, 500, 125.0))
 
-    def test_steps_without_anybody_who_reads_take_no_memory(self) -> None:
+    def test_steps_without_a_reader_take_no_memory(self) -> None:
         book = LatenessBook()
         for _ in range(5000):
             book.end_round()

@@ -183,7 +183,7 @@ def test_the_job_in_one_look() -> None:
     assert sum(seen.waits) == 150
 
 
-def test_curves_are_those_of_the_job_and_of_each_rank() -> None:
+def test_there_are_curves_of_the_job_and_of_each_rank() -> None:
     job = SimulatedJob(4, 2, step=0.1, lag=0.1)
     job.advance(30)
     seen = job.observatory.snapshot()
@@ -348,7 +348,7 @@ def test_an_elastic_job_goes_on_with_other_ranks() -> None:
     assert seen.job.steps == 200  # 10 s and 10 s of 10 each; no rank made any in between
 
 
-def test_steps_of_an_elastic_job_do_not_begin_anew_with_its_newcomers() -> None:
+def test_steps_of_an_elastic_job_do_not_begin_again_with_its_newcomers() -> None:
     observatory = watched(least=1, most=4)
     observatory.placed(0, [(0, "h", 0, 7), (1, "h", 1, 8)])
     observatory.observe("h", sample(0, steps=Steps(count=500, seconds=50.0)))
@@ -515,7 +515,7 @@ def test_long_steps_have_a_rate_between_their_ends() -> None:
             assert (seen.steps_per_second, seen.step_seconds, seen.waiting) == (0.1, 10.0, 0.4)
 
 
-def test_totals_that_begin_anew_are_another_process() -> None:
+def test_totals_that_begin_again_are_another_process() -> None:
     clock = Clock()
     observatory = watched(clock)
     for pid, operations in ((7, 1000), (7, 2000), (9, 10), (9, 20)):
@@ -832,7 +832,7 @@ def test_what_ranks_wait_for_is_known_while_one_of_them_has_waited_for_long() ->
     assert observatory.waiting(5.0) == {}
 
 
-def test_any_text_from_outside_can_be_read_as_json_by_everybody() -> None:
+def test_any_text_from_outside_can_be_read_as_json_by_every_reader() -> None:
     """Python keeps bytes of paths, names and arguments that are not UTF-8 in a form that JSON cannot have."""
     odd = "x\udcff\ud800"
     observatory = Observatory(job="j", command=odd, started=1000.0, versions={"torch": odd}, clock=Clock())

@@ -226,7 +226,7 @@ def test_what_happens_just_before_it_sleeps_is_not_missed(
     assert agent.until(lambda sample: sample.operations == 1).doing != "starting"
 
 
-def test_nobody_who_looks_costs_no_sample_and_whoever_looks_later_is_told_everything(
+def test_without_an_observer_no_sample_is_taken_and_a_later_one_is_told_everything(
     tmp_path: Path, begun: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[float] = []
@@ -253,7 +253,7 @@ def test_nobody_who_looks_costs_no_sample_and_whoever_looks_later_is_told_everyt
         agent.close()
 
 
-def test_what_nobody_is_there_to_be_told_does_not_keep_an_idle_rank_awake(
+def test_without_an_observer_an_idle_rank_is_not_kept_awake(
     tmp_path: Path, begun: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reporter_module, "LOOK_SECONDS", 3600.0)
@@ -446,7 +446,7 @@ def test_a_server_that_shows_nothing_is_left_alone_for_a_while(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("looked_at", [True, False])
-def test_a_job_that_ends_at_once_is_reported_on_only_if_somebody_looks(agent: Agent, looked_at: bool) -> None:
+def test_a_job_that_ends_at_once_is_reported_on_only_if_it_is_observed(agent: Agent, looked_at: bool) -> None:
     made: list[Reporter] = []
 
     def make(wake_up: WakeUp) -> Reporter:

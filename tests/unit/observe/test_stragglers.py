@@ -66,7 +66,7 @@ def test_where_no_steps_are_counted_operations_are() -> None:
     ],
     ids=["unknown", "no rank", "by chance", "not worth mentioning", "too early", "may be chance", "no such rank"],
 )
-def test_nobody_is_blamed_without_reason(seen: Lateness | None) -> None:
+def test_no_rank_is_blamed_without_reason(seen: Lateness | None) -> None:
     assert find(seen, candidates(), hosts()) == []
 
 
@@ -79,7 +79,7 @@ def test_a_job_of_one_rank_has_no_stragglers() -> None:
     assert find(lateness({0: 1000}), candidates(1), hosts()) == []
 
 
-def test_chance_finds_nobody_among_a_thousand_ranks() -> None:
+def test_chance_finds_none_among_a_thousand_ranks() -> None:
     counts = {rank: 1 + rank % 2 for rank in range(1024)}
 
     assert find(lateness(counts, seconds=1.0), candidates(1024), hosts()) == []

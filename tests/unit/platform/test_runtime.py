@@ -41,7 +41,7 @@ def test_without_such_a_folder_it_is_among_temporary_files(temporary: Path, give
 
 
 @pytest.mark.parametrize("how", ["link", "open", "file"])
-def test_what_somebody_else_may_have_put_there_is_refused(
+def test_what_another_user_may_have_put_there_is_refused(
     temporary: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = temporary / f"hvdgloo-{os.geteuid()}"

@@ -45,9 +45,7 @@ def test_no_entry_is_added_moved_or_removed(values: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("has_room", [False, True])
-def test_they_are_seen_though_nobody_has_made_room_or_somebody_has_taken_it(
-    values: dict[str, str], has_room: bool
-) -> None:
+def test_they_are_seen_though_there_was_never_room_or_it_was_taken(values: dict[str, str], has_room: bool) -> None:
     variables = TemporaryVariables(values)
     if has_room:
         variables.make_room()

@@ -38,7 +38,7 @@ def test_what_ranks_report_reaches_who_looks() -> None:
         assert len(seen) == 1
 
 
-def test_a_server_that_nobody_looks_at_says_so() -> None:
+def test_a_server_that_is_not_observed_says_so() -> None:
     with RendezvousServer(secret=SECRET, size=1) as server, RendezvousClient(server.endpoint, SECRET) as client:
         assert not client.observe(CODEC.encode(sample(0)))
 
@@ -62,7 +62,7 @@ def fixed(*workers: tuple[int, str, bool], state: str = "complete") -> dict[str,
     return {"epochs": [{"epoch": 0, "state": state, "workers": observer, "summary": summary}]}
 
 
-def test_workers_appear_with_their_hosts_once_all_have_come(observer: JobObserver) -> None:
+def test_workers_appear_with_their_hosts_once_all_are_there(observer: JobObserver) -> None:
     observer.look(fixed((1, "h1", True), state="gathering"))
     observer.observed(sample(1))
     seen = snapshot(observer)

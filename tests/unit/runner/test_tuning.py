@@ -46,7 +46,7 @@ class TestWorkload:
         assert sum(resnet50()) == 4 * 25_557_032
         assert resnet50()[:2] == (4 * 1000, 4 * 2048 * 1000)  # the last layer's gradients come first
 
-    def test_buckets_are_those_of_the_optimizer(self) -> None:
+    def test_buckets_are_the_optimizer_s(self) -> None:
         pytest.importorskip("torch")
         import torch
 

@@ -165,7 +165,7 @@ def test_every_installation_goes_through_it_and_says_how_much_there_is_to_fetch(
     assert [what for what in said if what not in without and not re.search(r"\d+ MB to fetch", what)] == []
 
 
-def test_an_extra_s_requirements_are_those_of_the_extras_that_it_names_too(tmp_path: Path) -> None:
+def test_an_extra_s_requirements_include_the_extras_that_it_names(tmp_path: Path) -> None:
     metadata = tmp_path / "setup.cfg"
     metadata.write_text(
         "[options]\ninstall_requires =\n    flask >= 2.3\n[options.extras_require]\ntls =\n    cryptography\n"

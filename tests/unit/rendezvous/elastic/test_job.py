@@ -537,7 +537,7 @@ class TestAccounting:
         assert bed.cooperate() is Phase.RUNNING
         assert {actor.host for actor in bed.members} == {"h1"}
 
-    def test_it_ends_if_connecting_fails_and_nobody_is_accused(self) -> None:
+    def test_it_ends_if_connecting_fails_and_no_worker_is_accused(self) -> None:
         bed = running(FOUR_SLOTS)
         return_all(bed)
         for _ in range(ATTEMPTS):
@@ -936,7 +936,7 @@ class TestTheEnd:
             "rank 0 on host h1 has finished its training, but not every worker has ended with status 0"
         )
 
-    def test_the_status_is_that_of_the_failure_that_could_not_be_survived(self) -> None:
+    def test_the_status_is_the_one_of_the_failure_that_could_not_be_survived(self) -> None:
         bed = running(Rules(size=4, smallest=1, failures_per_host=9))
         bed.see(bed.members[3], 77)
         return_all(bed)
@@ -961,7 +961,7 @@ class TestTheEnd:
         assert bed.ended.failure is not None
         assert bed.ended.failure.status == 1
 
-    def test_the_status_at_the_limit_of_resets_is_that_of_the_failure_that_was_not_survived(self) -> None:
+    def test_the_status_at_the_limit_of_resets_is_the_one_of_the_failure_that_was_not_survived(self) -> None:
         bed = running(Rules(size=4, smallest=1, failures_per_host=9, reset_limit=1))
         for status in (77, 5):
             bed.see(bed.members[-1], status)
@@ -1057,7 +1057,7 @@ class TestWithoutALauncher:
         bed.wait()
         assert [member.worker for member in bed.assignments[-1].members] == ["a", "b", "c"]
 
-    def test_one_that_has_come_back_before_the_others_were_heard_of(self) -> None:
+    def test_one_that_is_back_before_the_others_were_heard_of(self) -> None:
         bed = Bed(self.RULES, (), hold=RETURN_TIME)
         b = bed.actors["b"] = Actor("b", "host of b", 0, epoch=6, rank=1, serial=8)
         bed.ask(b, ready=True, serial=8, host=b.host, rank=1)
@@ -1096,7 +1096,7 @@ class TestWithoutALauncher:
         assert bed.ended is not None
         assert "all workers that had the state of the training were lost" in bed.ended.text
 
-    def test_the_latest_epoch_of_which_anybody_knows_is_the_one(self) -> None:
+    def test_the_latest_epoch_that_any_worker_knows_is_the_one(self) -> None:
         """The first who finds the server may have been lost by the others before it was restarted."""
         bed = Bed(self.RULES, (), hold=RETURN_TIME)
         cut_off = self.recalled(bed, "a", 0, epoch=6)
@@ -1107,7 +1107,7 @@ class TestWithoutALauncher:
         bed.ask(cut_off, ready=True, serial=8, host=cut_off.host, rank=0)
         assert bed.update is Update.ADDED
 
-    def test_nobody_waits_for_the_members_of_an_epoch_that_others_have_outlived(self) -> None:
+    def test_members_of_an_epoch_that_others_have_outlived_are_not_waited_for(self) -> None:
         bed = Bed(self.RULES, (), hold=RETURN_TIME)
         self.recalled(bed, "a", 0, size=4, epoch=6)
         for id, rank in (("b", 0), ("c", 1)):

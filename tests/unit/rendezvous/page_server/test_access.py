@@ -29,7 +29,7 @@ def test_a_link_works_once() -> None:
     assert access.open(access.link()) != value
 
 
-def test_a_cookie_counts_below_a_place_that_nobody_can_guess() -> None:
+def test_a_cookie_counts_below_a_place_that_cannot_be_guessed() -> None:
     access = Access(SECRET)
     header = access.open(access.link())
     assert header is not None

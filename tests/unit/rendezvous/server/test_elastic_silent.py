@@ -119,7 +119,7 @@ def test_it_is_ended_once_others_wait_for_it(job: Job) -> None:
     assert job.stopped() == [f"{job.member}: it has not answered for 30 s, and others want to join it"]
 
 
-def test_who_listens_or_is_waited_for_by_nobody_goes_on(job: Job) -> None:
+def test_a_worker_that_listens_or_is_not_waited_for_goes_on(job: Job) -> None:
     job.pass_time(SILENT_TIME + 2)
     assert job.stopped() == [], "no worker waits for it"
     assert job.listen(job.member, job.news.number) is None
@@ -131,7 +131,7 @@ def test_who_listens_or_is_waited_for_by_nobody_goes_on(job: Job) -> None:
     assert job.stopped() == [], "it listens"
 
 
-def test_a_server_that_did_not_run_itself_accuses_nobody(job: Job) -> None:
+def test_a_server_that_did_not_run_itself_accuses_no_worker(job: Job) -> None:
     job.a_newcomer_waits()
     job.clock.now += 10 * SILENT_TIME
     job.pass_time(1)

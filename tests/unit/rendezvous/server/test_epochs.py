@@ -42,7 +42,7 @@ def test_it_starts_with_the_first_worker_that_stays() -> None:
     assert isinstance(gathering.comes("b"), Placed)
 
 
-def test_who_came_in_vain_does_not_count_for_the_next_attempt() -> None:
+def test_a_worker_of_a_failed_attempt_does_not_count_for_the_next() -> None:
     gathering = Gathering()
     gathering.comes("too early")
     gathering.now += 10
@@ -76,7 +76,7 @@ def test_many_on_few_cores_start_however_late_each_comes() -> None:
     assert gathering.now > 1000 + 900
 
 
-def test_one_that_comes_and_goes_again_and_again_keeps_nobody_waiting() -> None:
+def test_one_that_comes_and_goes_again_and_again_keeps_no_other_waiting() -> None:
     gathering = Many()
     gathering.comes("stays")
     for number in range(4):

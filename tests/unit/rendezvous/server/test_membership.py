@@ -41,7 +41,7 @@ def ranks_by_client(membership: Membership) -> list[int]:
 
 
 @pytest.mark.parametrize(("fanins", "expected"), [((2, 3), 2), ((3, 2), 3), ((2, 0), 0), ((0, 2), 0)])
-def test_rank_0_s_tree_is_everybody_s_if_all_can_be_part_of_one(fanins: tuple[int, int], expected: int) -> None:
+def test_rank_0_s_tree_is_every_rank_s_if_all_can_be_part_of_one(fanins: tuple[int, int], expected: int) -> None:
     workers = [
         info(rank=rank, host_identity=str(rank), control_fanin=fanin, control_tree_ranks=10 + rank)
         for rank, fanin in enumerate(fanins)
@@ -52,7 +52,7 @@ def test_rank_0_s_tree_is_everybody_s_if_all_can_be_part_of_one(fanins: tuple[in
 
 
 class TestWithLauncher:
-    def test_ranks_fill_hosts_in_order_whoever_comes_first(self) -> None:
+    def test_ranks_fill_hosts_in_order_no_matter_who_comes_first(self) -> None:
         membership = joined(
             Membership(3, hosts=HOSTS),
             info(rank=2, host_identity="b", address="10.0.0.2", port=12, pid=102),

@@ -55,7 +55,7 @@ def test_a_limit_that_holds_the_job_back_is_seen(monkeypatch: pytest.MonkeyPatch
     assert sample(meter).throttled == 0.0
 
 
-def test_periods_of_a_quota_are_those_of_the_nearest_group_that_has_one(
+def test_periods_of_a_quota_come_from_the_nearest_group_that_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = tmp_path / "pod" / "container"

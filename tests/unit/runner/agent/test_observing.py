@@ -103,7 +103,7 @@ def ask_a_worker_for_a_trace(host: Host) -> None:
         host.order(TraceSteps(1, 1))
 
 
-def test_nothing_is_there_before_somebody_looks(host: Host) -> None:
+def test_nothing_is_there_before_the_job_is_observed(host: Host) -> None:
     with pytest.raises(FileNotFoundError):
         host.report(b"one")
     assert not host.folder.exists()
@@ -256,7 +256,7 @@ def test_a_folder_that_the_system_has_removed_is_no_harm(host: Host) -> None:
     assert host.stream.sent == [Tracing(1, 1), Tracing(2, 0)]
 
 
-def test_where_nobody_is_to_be_asked_the_answer_says_so(host: Host) -> None:
+def test_without_workers_to_ask_the_answer_says_so(host: Host) -> None:
     host.order(TraceSteps(1, 10))
     host.order(Observe(host=False))
     host.order(TraceSteps(2, 10))

@@ -117,7 +117,7 @@ class TestAScript:
             *(f"    kubectl: no {number}" for number in range(3, 8)),
         ]
 
-    def test_it_is_ended_with_its_children_when_nobody_needs_the_answer(self, script: Script, tmp_path: Path) -> None:
+    def test_it_is_ended_with_its_children_when_the_answer_is_not_needed(self, script: Script, tmp_path: Path) -> None:
         pids = tmp_path / "pids"
         discovery = HostDiscoveryScript(script(f"sleep 1000 & echo $$ $! >{pids}.new; mv {pids}.new {pids}; wait"))
         asking = Task(discovery.find_available_hosts_and_slots)

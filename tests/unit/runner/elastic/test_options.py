@@ -394,7 +394,7 @@ class TestSlurm:
         assert not spec.rules.hosts_may_come
 
 
-def test_options_without_anything_are_those_of_a_fixed_job() -> None:
+def test_options_without_anything_are_a_fixed_job_s() -> None:
     options = ElasticOptions()
     assert not options.elastic
     assert not options.discovered

@@ -83,7 +83,7 @@ def test_a_task_with_another_secret_is_told_nothing_and_believes_nothing(listene
     assert listener.arrived == ()
 
 
-def test_whoever_cannot_prove_the_secret_is_sent_away(listener: TaskListener) -> None:
+def test_a_task_that_cannot_prove_the_secret_is_sent_away(listener: TaskListener) -> None:
     """Also if it goes on after a proof that it cannot check."""
     with connected(listener) as sock:
         begun(sock, os.urandom(NONCE_BYTES))
@@ -179,7 +179,7 @@ def test_an_introduction_that_is_none_is_refused_and_the_listener_goes_on(listen
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n", bytes(40), _MAGIC])
-def test_silence_and_noise_delay_nobody(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+def test_silence_and_noise_delay_no_task(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
     """As many strangers as there are places, and more."""
     monkeypatch.setattr(module, "MOST_VISITORS", 4)
     monkeypatch.setattr(module, "_GRACE", 0.01)

@@ -41,7 +41,7 @@ def come(listener: TaskListener, comers: list[socket.socket], *who: TaskHello) -
     return reasons
 
 
-def test_all_have_come(comers: list[socket.socket]) -> None:
+def test_all_tasks_come(comers: list[socket.socket]) -> None:
     told: list[int] = []
     with TaskListener(2, addresses=["127.0.0.1"]) as listener:
         come(listener, comers, arrival(1), arrival(0))
@@ -262,7 +262,7 @@ def test_two_containers_with_one_name_are_told_apart() -> None:
 
 
 @pytest.fixture
-def nobody_knows_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """``name.invalid`` is unknown at once, also where no server answers questions about names."""
     real = socket.getaddrinfo
 
@@ -274,7 +274,7 @@ def nobody_knows_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
 
 
-@pytest.mark.usefixtures("nobody_knows_the_name")
+@pytest.mark.usefixtures("unknown_name")
 def test_a_task_goes_on_to_the_address_that_leads_to_the_launcher() -> None:
     """A closed port, a listener that is something else, an unknown name; then the launcher."""
     with socket.create_server(("127.0.0.1", 0)) as other, TaskListener(1, addresses=["127.0.0.1"]) as listener:
@@ -289,7 +289,7 @@ def test_a_task_goes_on_to_the_address_that_leads_to_the_launcher() -> None:
     assert not bringing.is_alive()
 
 
-@pytest.mark.usefixtures("nobody_knows_the_name")
+@pytest.mark.usefixtures("unknown_name")
 def test_a_launcher_that_is_gone_is_an_error_with_every_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = listener.getsockname()

@@ -268,7 +268,7 @@ class TestThisMachine:
         assert hosts_here([HostEntry("worker-0")], Reach(agent_command=("kubectl",))) == []
         assert hosts_here([HostEntry("n1")], Reach(slurm_job="1", slurm_nodes=frozenset({"n1"}))) == []
 
-    def test_slow_name_servers_hold_up_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_slow_name_servers_hold_up_no_launch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         release = threading.Event()
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: release.wait(30) and [])
         started = time.monotonic()

@@ -66,7 +66,7 @@ class TestOutcome:
         assert blamed is not None
         assert "(rank 0 in allreduce.noname.1, called at /a b/t.py:4 in evaluate), which" in blamed.reason
 
-    def test_nobody_else_is_blamed_without_a_reason(self) -> None:
+    def test_no_other_rank_is_blamed_without_a_reason(self) -> None:
         noticed = "hvdgloo.errors.PeerLostError: rank 1 (host b, pid 7) is gone"
         first = Failure(0, "a", 1, "exited with status 1")
         assert blame(JobOutcome(first=first, statuses={0: 1}), {0: "a"}, lambda _: "") == first

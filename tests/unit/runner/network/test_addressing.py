@@ -73,7 +73,7 @@ class TestPlan:
         assert all(len(targets) <= NEIGHBOURS + 1 for targets in made[1:])
 
     @given(st.integers(1, 100))
-    def test_nobody_tries_itself_and_everybody_is_tried(self, count: int) -> None:
+    def test_no_host_tries_itself_and_every_host_is_tried(self, count: int) -> None:
         made = plan(count)
         assert not any(host in targets for host, targets in enumerate(made))
         assert {target for targets in made for target in targets} == (set(range(count)) if count > 1 else set())
@@ -85,7 +85,7 @@ class TestChoice:
         found = choose(reports(hosts, launcher=[lan("wlan0", "10.0.0", 9)]))
         assert found == Placement(tuple(host[0] for host in hosts), Server.LAUNCHER, "10.0.0.9")
 
-    def test_an_address_that_somebody_does_not_reach_is_not_used(self) -> None:
+    def test_an_address_that_a_host_does_not_reach_is_not_used(self) -> None:
         hosts = [[lan("priv0", f"10.20{n}.0", 1), lan("eth0", "10.0.0", n)] for n in (1, 2, 3)]
         reach = {(source, target, f"10.20{target + 1}.0.1"): False for source in range(3) for target in range(3)}
         assert addresses(choose(reports(hosts, reach=reach))) == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
@@ -139,7 +139,7 @@ class TestChoice:
         hosts = [[link, docker, lan("eth0", "10.0.0", n)] for n in (1, 2)]
         assert addresses(choose(reports(hosts))) == ["10.0.0.1", "10.0.0.2"]
 
-    def test_what_nobody_listens_at_is_not_used(self) -> None:
+    def test_an_address_without_a_listener_is_not_used(self) -> None:
         hosts = [[lan("a", "10.1.0", n), lan("b", "10.2.0", n)] for n in (1, 2)]
         made = replace(reports(hosts), unheard={(1, "10.1.0.2"): "no port"})
         assert addresses(choose(made)) == ["10.2.0.1", "10.2.0.2"]

@@ -136,7 +136,7 @@ def sample(rank: int, count: int) -> bytes:
     return CODEC.encode(Sample(rank, 2, 0, 100 * (rank + 1), time.time(), steps=steps, doing="computing"))
 
 
-def test_a_job_that_nobody_looks_at_has_a_sleeping_socket_and_no_more(stage: Stage) -> None:
+def test_a_job_that_is_not_observed_has_a_sleeping_socket_and_no_more(stage: Stage) -> None:
     with stage.show() as job_observer:
         stage.start(job_observer)
         job_observer.output(0, 1, b"one line\n")
@@ -279,7 +279,7 @@ def test_what_has_become_of_a_worker(stage: Stage, status: int | None, reason: s
         assert states(job_observer) == ["starting", state]
 
 
-def test_ranks_of_an_elastic_job_are_those_of_the_present_epoch(stage: Stage) -> None:
+def test_ranks_of_an_elastic_job_belong_to_the_present_epoch(stage: Stage) -> None:
     with stage.show(page=("127.0.0.1", 0)) as job_observer:
         stage.start(job_observer)
         job_observer.ended(0, -9, "was killed by signal 9 (SIGKILL)")
@@ -293,7 +293,7 @@ def test_ranks_of_an_elastic_job_are_those_of_the_present_epoch(stage: Stage) ->
         assert [(line.rank, line.text) for line in job_observer._observatory.lines()] == [(0, "I am rank 0 now")]
 
 
-def test_a_restart_is_an_event_and_begins_anew(stage: Stage) -> None:
+def test_a_restart_is_an_event_and_begins_again(stage: Stage) -> None:
     with stage.show(page=("127.0.0.1", 0)) as job_observer:
         stage.start(job_observer)
         job_observer.ended(0, 1, "exited with status 1")
@@ -337,7 +337,7 @@ def test_no_rank_has_failed_where_a_host_was_lost(stage: Stage) -> None:
         assert snapshot(job_observer).job.state == "failed"
 
 
-def test_a_job_that_somebody_stops_has_not_failed(stage: Stage) -> None:
+def test_a_job_that_is_stopped_by_a_user_has_not_failed(stage: Stage) -> None:
     with stage.show(page=("127.0.0.1", 0)) as job_observer:
         stage.start(job_observer)
         job_observer.ended(1, 1, "exited with status 1")

@@ -27,7 +27,7 @@ def test_it_is_over_at_the_timeout_and_not_before() -> None:
     assert silence.over(106.0)
 
 
-def test_whatever_is_heard_begins_it_anew() -> None:
+def test_whatever_is_heard_begins_it_again() -> None:
     silence = Silence(6.0, 100.0)
     assert look(silence, 100.0, 105.0) is None
     silence.heard(105.0)

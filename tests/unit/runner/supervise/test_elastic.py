@@ -135,7 +135,7 @@ def test_a_command_that_does_not_end_after_a_visit_is_killed(supervisor: Elastic
     assert state not in supervisor._agents.hosts
 
 
-def test_nobody_tries_a_host_that_was_let_in_without_a_network(supervisor: ElasticSupervisor) -> None:
+def test_a_host_that_was_let_in_without_a_network_is_not_tried(supervisor: ElasticSupervisor) -> None:
     sent: list[Frame] = []
     link = cast(Any, SimpleNamespace(channel=SimpleNamespace(send=sent.append)))
     own = Address("eth0", "10.0.0.2", 24)

@@ -153,7 +153,7 @@ def test_pain_15_all_failing_hosts_are_in_one_report_and_no_other_is_started() -
     assert "and 15 more" in lines[4]
 
 
-def test_the_report_does_not_wait_once_everybody_has_answered() -> None:
+def test_the_report_does_not_wait_once_every_host_has_answered() -> None:
     scene = Scene(3)
     a, b, c = scene.hosts
     scene.start_due(0.0)
