@@ -63,6 +63,7 @@ class Planes:
         store: of the rendezvous, for meeting the others.
         prefix: of this world's keys in it, never used before.
         address: this host's IP address that other hosts reach.
+        arena: bytes of shared memory per rank in which tensors may live; None for as much as the machine has.
     """
 
     def __init__(
@@ -74,10 +75,13 @@ class Planes:
         store: RendezvousStore,
         prefix: str,
         address: str,
+        *,
+        arena: int | None = None,
     ) -> None:
         self._config, self._decided = config, decided
         self._topology, self._rank = topology, rank
         self._store, self._prefix, self._address = store, prefix, address
+        self._arena = arena
         if sys.modules.get("torch") is not None and decided["gpu_operations"] != "gloo":
             from hvdgloo._backends import gpu
 
@@ -283,6 +287,7 @@ class Planes:
                 connect_timeout=self._config.connect_timeout,
                 limit=int(self._decided["shm_segment"]),
                 direct_from=DIRECT_FROM if self._decided["shm_direct"] else None,
+                arena=self._arena,
                 cancelled=cancelled,
             )
         except ConnectError as error:  # which numbers the members

@@ -165,7 +165,10 @@ class Connection:
         config = replace(config, secret=secret)
         if in_order:
             settings["shm_segment"] = min(int(settings["shm_segment"]), SEGMENT_BYTES)
-            planes = Planes(config, settings, self.topology, rank, TorchStore(store), "plane/", facts["address"])
+            settings["gpu_operations"] = "gloo"  # there are no tensors on GPUs, for which planes would prepare
+            planes = Planes(
+                config, settings, self.topology, rank, TorchStore(store), "plane/", facts["address"], arena=0
+            )
             self.backend = planes.open(0, range(size), cancelled)
         else:
             provider, address = settings["gloo_provider"] or "torch", facts["address"]
