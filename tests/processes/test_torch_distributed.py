@@ -108,6 +108,10 @@ for op, function in (("BAND", torch.bitwise_and), ("BOR", torch.bitwise_or), ("B
         own = inputs(1000, dtype)[rank]
         dist.all_reduce(own, getattr(dist.ReduceOp, op))
         assert torch.equal(own, folded(inputs(1000, dtype), function)), (op, dtype)
+pair = [inputs(1000, torch.int32)[rank], inputs(10, torch.int32, 1)[rank]]
+dist.all_reduce_coalesced(pair, dist.ReduceOp.BOR)
+assert torch.equal(pair[0], folded(inputs(1000, torch.int32), torch.bitwise_or))
+assert torch.equal(pair[1], folded(inputs(10, torch.int32, 1), torch.bitwise_or))
 for dtype in (torch.complex64, torch.complex128):
     own = inputs(1000, dtype)[rank]
     dist.all_reduce(own)
@@ -329,6 +333,31 @@ except dist.DistBackendError as error:
     assert "rank 1" in then
 
 
+def test_a_rank_that_is_killed_in_the_middle_of_its_message_is_an_error_as_well(tmp_path: Path) -> None:
+    ended = ended_of(
+        2,
+        """
+begin(timeout=timedelta(seconds=10))
+tensor = torch.ones(30_000_000)  # many times the segment's size
+if rank:
+    dist.send(tensor[:1], 0)
+    dist.isend(tensor, 0)  # as much as there is room for
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.recv(tensor[:1], 1)
+for call in (lambda: dist.recv(tensor, 1), lambda: dist.irecv(tensor, 1).get_future().wait()):
+    try:
+        call()
+    except Exception as error:
+        print(error, flush=True)
+""",
+        tmp_path,
+    )
+    assert [each.returncode for each in ended] == [0, -signal.SIGKILL], ended[0].stderr
+    lines = [line for line in ended[0].stdout.splitlines() if "hvdgloo" in line]
+    assert len(lines) == 2, ended[0].stdout
+    assert all(re.search(r"messages from rank 1 to rank 0 .* rank 1 \(host \S+, pid \d+\) has ended", x) for x in lines)
+
+
 def test_ranks_that_call_different_collectives_get_an_error_that_names_both(tmp_path: Path) -> None:
     outputs = run(
         2,
@@ -339,6 +368,7 @@ for name, call in (
     ("count", lambda group: dist.all_reduce(torch.ones(4 + rank), group=group)),
     ("dtype", lambda group: dist.all_reduce(torch.ones(4, dtype=[torch.int32, torch.float32][rank]), group=group)),
     ("op", lambda group: dist.all_reduce(torch.ones(4), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank], group=group)),
+    ("average", lambda group: dist.all_reduce(torch.ones(4), [dist.ReduceOp.SUM, dist.ReduceOp.AVG][rank], group)),
     ("root", lambda group: dist.broadcast(torch.ones(4), rank, group=group)),
     ("large", lambda group: dist.all_reduce(torch.ones(3_000_000 + rank), group=group)),
 ):
@@ -356,16 +386,17 @@ for name, call in (
     )
     for output in outputs:
         lines = dict(line.split(" ", 1) for line in output.splitlines())
-        assert list(lines) == ["kind", "count", "dtype", "op", "root", "large"], output
+        assert list(lines) == ["kind", "count", "dtype", "op", "average", "root", "large"], output
     said = {
         name: [text for output in outputs for text in re.findall(rf"^{name} (.*)", output, re.M)]
-        for name in ("kind", "count", "dtype", "op", "root", "large")
+        for name in ("kind", "count", "dtype", "op", "average", "root", "large")
     }
     for name, pair in {
         "kind": ("barrier", "all_reduce(SUM, 4 x float32)"),
         "count": ("all_reduce(SUM, 4 x float32)", "all_reduce(SUM, 5 x float32)"),
         "dtype": ("all_reduce(SUM, 4 x int32)", "all_reduce(SUM, 4 x float32)"),
         "op": ("all_reduce(SUM, 4 x float32)", "all_reduce(MAX, 4 x float32)"),
+        "average": ("all_reduce(SUM, 4 x float32)", "all_reduce(AVG, 4 x float32)"),
         "root": ("broadcast(16 bytes, root 0)", "broadcast(16 bytes, root 1)"),
         "large": ("all_reduce(SUM, 3000000 x float32)", "all_reduce(SUM, 3000001 x float32)"),
     }.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdgloo._backends.shm.segment import CALLS, Segment
-from hvdgloo.types import DType, ReduceOp
+from hvdgloo.types import DType
 
 _RING = 64
 """Calls that are kept. No rank is further ahead of another: there are fewer slots, and each call uses one."""
@@ -27,14 +27,14 @@ class Call:
 
     Attributes:
         kind: one of ``KINDS``.
-        dtype, op: of a reduction; None where elements are only moved.
+        dtype, op: of a reduction, the op one of ``OPS``; None and "" where elements are only moved.
         root: rank that sends or receives; 0 for calls without one.
         count: elements of a reduction, bytes of what is moved; 0 where ranks may give different sizes.
     """
 
     kind: str
     dtype: DType | None = None
-    op: ReduceOp | None = None
+    op: str = ""
     root: int = 0
     count: int = 0
 
@@ -42,12 +42,12 @@ class Call:
         "?", "all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
         "barrier", "all_reduce_coalesced", "message",
     )  # fmt: skip
+    OPS = ("", "SUM", "AVG", "PREMUL_SUM", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
 
     def packed(self, number: int) -> tuple[int, int]:
         """Return the two words that describe the call, each with its number."""
         dtype = _NONE if self.dtype is None else _DTYPES.index(self.dtype)
-        op = _NONE if self.op is None else int(self.op)
-        first = self.KINDS.index(self.kind) | dtype << 8 | op << 16 | self.root << 24
+        first = self.KINDS.index(self.kind) | dtype << 8 | self.OPS.index(self.op) << 16 | self.root << 24
         return first << _NUMBER_BITS | number, (self.count & (1 << 48) - 1) << _NUMBER_BITS | number
 
     @classmethod
@@ -58,7 +58,7 @@ class Call:
         return cls(
             cls.KINDS[first & 255],
             None if dtype == _NONE else _DTYPES[dtype],
-            None if op == _NONE else ReduceOp(op),
+            cls.OPS[op],
             first >> 24,
             second >> _NUMBER_BITS,
         )
@@ -66,7 +66,7 @@ class Call:
     def __str__(self) -> str:
         if self.kind == "barrier":
             return "barrier"
-        parts = [] if self.op is None else [self.op.name]
+        parts = [self.op] if self.op else []
         if self.count:
             parts.append(f"{self.count} {'bytes' if self.dtype is None else f'x {self.dtype}'}")
         if self.kind in ("broadcast", "reduce", "gather", "scatter"):

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Work
 from hvdgloo._backends import base
 from hvdgloo._backends.base import Backend
 from hvdgloo._backends.shm.calls import Call
-from hvdgloo._backends.shm.small import Patience
+from hvdgloo._backends.shm.small import Patience, SmallCollectives
 from hvdgloo._platform import interrupts
 from hvdgloo.torch.distributed import _tensors
 from hvdgloo.torch.distributed._queue import Operation, OperationQueue
@@ -80,12 +80,20 @@ class GroupCalls:
             self._last = operation
         return self._queue.add(operation, waits=not asynchronous)
 
-    def _at_once(self, call: Call, nbytes: int, opts: Options, do: Callable[[Any, Patience], None]) -> bool:
+    def _at_once(
+        self,
+        call: Call,
+        nbytes: int,
+        opts: Options,
+        do: Callable[[SmallCollectives, Patience], None],
+        finish: Finish | None = None,
+    ) -> bool:
         """Carry out a small call of a caller that waits for it, if nothing else of the group is under way.
 
         Args:
             nbytes: that each rank gives.
-            do: is handed the ``SmallCollectives`` and a function that waits.
+            do: makes the call, and is handed a function that waits.
+            finish: copies results to where they belong.
 
         Returns:
             False if the call has to take the usual way.
@@ -106,6 +114,8 @@ class GroupCalls:
             do(connection.small, queue.wait_small(call, self._timeout_of(opts)))
             if connection.calls.mismatch():
                 connection.check_peers()
+            if finish is not None:
+                finish()
         except Exception as failure:
             raise queue.fail(call, failure) from failure
         except BaseException as interrupt:

@@ -28,6 +28,7 @@ from hvdgloo._platform.machine import usable_cores
 from hvdgloo.config import Config
 from hvdgloo.errors import BackendError, ConfigError, RendezvousTimeoutError
 from hvdgloo.rendezvous import host_identity
+from hvdgloo.rendezvous._host_identity import host_name
 from hvdgloo.topology import Host, Topology, Worker
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class Peers:
         """Return the ranks whose processes have ended."""
         return [*self._ended, *(self._ranks[descriptor] for descriptor, _ in self._poll.poll(0))]
 
-    def bury(self) -> None:
+    def after_fork_in_child(self) -> None:
         """Let a forked child not keep the descriptors."""
         close_keeping_numbers(list(self._ranks))
 
@@ -205,9 +206,9 @@ class Connection:
         if ended:
             raise BackendError(f"{self.describe(ended)} has ended")
 
-    def bury(self) -> None:
+    def after_fork_in_child(self) -> None:
         """Let a forked child not keep what belongs to its parent."""
-        self.peers.bury()
+        self.peers.after_fork_in_child()
         after_fork = getattr(self.backend, "after_fork_in_child", None)
         if after_fork is not None:
             after_fork()
@@ -229,7 +230,7 @@ class Connection:
 def _own_facts(config: Config) -> dict[str, Any]:
     return {
         "identity": host_identity(),
-        "name": config.hostname or socket.gethostname(),
+        "name": host_name(config.hostname),
         "pid": os.getpid(),
         "pid namespace": _pid_namespace(),
         "address": config.address or _own_address(),

@@ -21,6 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from hvdgloo._backends import base
 from hvdgloo._backends.base import Backend, Done, Several
 from hvdgloo._backends.shm.calls import Call
+from hvdgloo._net.cancelling import TURN
+from hvdgloo.errors import BackendError
 from hvdgloo.torch.distributed import _tensors
 from hvdgloo.torch.distributed._connection import Connection
 from hvdgloo.torch.distributed._queue import Operation, OperationQueue
@@ -30,7 +32,6 @@ from hvdgloo.types import Buffer
 _HEADER = struct.Struct("=qQ")
 """Tag and number of bytes."""
 
-_TURN = 0.05
 _HEAD_START = 0.002
 """Seconds after which a channel's thread takes over from a caller that has not come to wait: most come at once, and a
 message that arrives in the caller's own thread saves a switch between threads."""
@@ -110,7 +111,7 @@ class Messages:
         return channel
 
     def is_waited_for(self, source: int) -> bool:
-        """Tell whether a receive may be answered by this rank."""
+        """Tell whether a message from a rank may answer a receive."""
         with self.changed:
             return any(receive.wanted in (None, source) for receive in self.posted)
 
@@ -123,7 +124,7 @@ class Messages:
                     return receive
         return None
 
-    def fail(self, source: int, error: Exception) -> list[Receive]:
+    def unanswerable(self, source: int) -> list[Receive]:
         """Return the receives that nothing can answer any more, now that a source has failed."""
         with self.changed:
             lost = [channel.failure is not None for channel in self._incoming.values()]
@@ -228,6 +229,8 @@ class Incoming:
         self._header = np.zeros(_HEADER.size, np.uint8)
         self._awaited: base.Work | None = None
         """The next header, under way."""
+        self._claimed: Receive | None = None
+        """The receive that the message under way answers."""
         self._carrying_out = threading.Lock()
         self._pause = _FIRST_LOOK
         self._more = threading.Semaphore(0)
@@ -244,7 +247,7 @@ class Incoming:
     def run_until_ended(self, receive: Receive, until: float | None) -> None:
         """Receive messages in the calling thread until one has answered a receive, or time is up."""
         while not receive.has_ended() and (until is None or time.monotonic() < until):
-            if not self._carrying_out.acquire(timeout=_TURN):
+            if not self._carrying_out.acquire(timeout=TURN):
                 continue
             try:
                 ended = [] if receive.has_ended() else self._turn()
@@ -286,7 +289,10 @@ class Incoming:
                 self._connection.backend.abort()
         error = self.failure
         assert error is not None
-        failed = self._messages.fail(self._source, error)
+        failed = self._messages.unanswerable(self._source)
+        if self._claimed is not None:
+            failed.append(self._claimed)
+            self._claimed = None
         for receive in failed:
             receive.deliver(self._source, error)
         return [*ended, *failed]
@@ -296,7 +302,7 @@ class Incoming:
 
     def _receive(self) -> list[Receive]:
         for tag, memory in list(self._early):
-            receive = self._messages.claim(self._source, tag)
+            receive = self._claimed = self._messages.claim(self._source, tag)
             if receive is not None:
                 self._early = deque(each for each in self._early if each[1] is not memory)
                 return [self._answer(receive, memory)]
@@ -306,17 +312,20 @@ class Incoming:
         header = Buffer.of_array(self._header)
         if self._awaited is None:
             self._awaited = connection.backend.broadcast(header, _SENDER)
-        if not self._awaited.completes_within(_TURN):
+        if not self._awaited.completes_within(TURN):
             connection.check_peers()
             return []
         self._awaited = None
         tag, nbytes = _HEADER.unpack(self._header.tobytes())
-        receive = self._messages.claim(self._source, tag)
+        receive = self._claimed = self._messages.claim(self._source, tag)
         fits = receive is not None and receive.memory.nbytes == nbytes
         memory = receive.memory if receive and fits else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         payload = connection.backend.broadcast(_tensors.content(memory), _SENDER) if nbytes else Done()
-        while not payload.completes_within(_TURN):
+        deadline = time.monotonic() + self._messages.seconds
+        while not payload.completes_within(TURN):
             connection.check_peers()
+            if self._closed or time.monotonic() >= deadline:
+                raise BackendError(f"a message of {nbytes} bytes has not arrived as a whole in time")
         if receive is None:
             self._early.append((tag, memory))
             return []
@@ -324,14 +333,14 @@ class Incoming:
 
     def _answer(self, receive: Receive, message: torch.Tensor) -> Receive:
         """Give a message to the receive that asked for it, or the error that it is of another size."""
+        error = None
         if receive.memory.nbytes != message.nbytes:
             sent = f"rank {self._source} sent {message.nbytes} bytes with tag {receive.tag}"
             error = self._error(f"{sent}, and recv was given a tensor of {receive.memory.nbytes}")
-            receive.deliver(self._source, error)
-            return receive
-        if message is not receive.memory:
+        elif message is not receive.memory:
             _tensors.content(receive.memory).array()[:] = _tensors.content(message).array()
-        receive.deliver(self._source, None)
+        receive.deliver(self._source, error)
+        self._claimed = None
         return receive
 
     def _connect(self) -> Connection | None:
@@ -376,6 +385,6 @@ class Incoming:
     def after_fork_in_child(self) -> None:
         """Make every message in a forked child fail."""
         if self._connection is not None:
-            self._connection.bury()
+            self._connection.after_fork_in_child()
         self.failure = self._error("they belong to the process that this one was forked from")
         self._carrying_out, self._more, self._thread = threading.Lock(), threading.Semaphore(0), None

@@ -24,6 +24,7 @@ from hvdgloo._backends.base import Backend
 from hvdgloo._backends.shm.backend import ShmBackend
 from hvdgloo._backends.shm.calls import Call
 from hvdgloo._backends.shm.small import Patience
+from hvdgloo._net.cancelling import TURN
 from hvdgloo._platform import interrupts
 from hvdgloo.errors import BackendError
 from hvdgloo.torch.distributed._connection import Connection
@@ -32,9 +33,6 @@ from hvdgloo.torch.distributed._tensors import Finish
 logger = logging.getLogger(__name__)
 
 Start = Callable[[Backend], base.Work]
-
-_TURN = 0.05
-"""Seconds of a wait after which the other processes are looked at."""
 
 _HEAD_START = 0.0002
 """Seconds for which a group's thread leaves an operation to its caller. Most callers come to wait at once, and a switch
@@ -313,23 +311,18 @@ class OperationQueue:
     def _wait_for_ranks(self, operation: Operation, connection: Connection, wait_until: float | None) -> bool:
         work = operation.work
         assert work is not None
-        if work.completes_within(0.0):
-            self._compare(connection)
-            return True
-        if wait_until == 0.0:
-            return False
-        lookout = operation.lookout = operation.lookout or Lookout(self, operation.call, operation.seconds)
-        while not work.completes_within(_TURN):
-            lookout.look(connection)
+        lookout, turn = operation.lookout, 0.0
+        while not work.completes_within(turn):
             if wait_until is not None and time.monotonic() >= wait_until:
                 return False
-        self._compare(connection)
-        return True
-
-    @staticmethod
-    def _compare(connection: Connection) -> None:
+            if lookout is None:
+                lookout = operation.lookout = Lookout(self, operation.call, operation.seconds)
+            elif turn:
+                lookout.look(connection)
+            turn = TURN
         if connection.calls is not None and connection.calls.mismatch():
             connection.check_peers()
+        return True
 
     def connect(self) -> Connection:
         """Return the connection of the group's ranks, which the first call makes.
@@ -390,7 +383,7 @@ class OperationQueue:
         self.carrying_out = threading.Lock()
         self._thread, self._more = None, threading.Semaphore(0)
         if connection is not None:
-            connection.bury()
+            connection.after_fork_in_child()
             _kept.append(connection)
 
     def wait_small(self, call: Call, seconds: float) -> Patience:
@@ -402,7 +395,7 @@ class OperationQueue:
 
         def wait(which: int, peer: int, value: int) -> None:
             nonlocal lookout
-            while not backend.wait(which, peer, value, time.monotonic() + _TURN):
+            while not backend.wait(which, peer, value, time.monotonic() + TURN):
                 if lookout is None:
                     lookout = Lookout(self, call, seconds)
                 lookout.look(connection)

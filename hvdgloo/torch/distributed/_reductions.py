@@ -72,7 +72,7 @@ class Reductions(GroupCalls):
         reduction = Reduction.of(given, self._own_size)
         if reduction.bitwise is not None or reduction.prescale != 1.0:
             return None
-        call = Call("all_reduce", dtype, reduction.op, count=tensor.numel())
+        call = Call("all_reduce", dtype, reduction.name, count=tensor.numel())
         return call, tensor.nbytes, dtype, kernels.ufunc(dtype, reduction.op), reduction
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Options = None) -> Work:
@@ -96,28 +96,30 @@ class Reductions(GroupCalls):
             finishes.append(back)
         buffers = [_tensors.numbers(own) for own in memory]
         dtype = buffers[0].dtype if buffers else None
-        call = Call(kind, dtype, reduction.op, root, sum(buffer.count for buffer in buffers))
-        done = _tensors.joined([*finishes, finish])
+        call = Call(kind, dtype, reduction.name, root, sum(buffer.count for buffer in buffers))
+        full = [buffer for buffer in buffers if buffer.count]
+        done = _tensors.joined([self._scaling(full, reduction, by_plane=True), *finishes, finish])
         if reduction.bitwise is not None:
             return self._combine_bits(memory, reduction.bitwise, call, done, result, opts)
-        full = [buffer for buffer in buffers if buffer.count]
         return self._add(call, lambda backend: _reduce(backend, full, reduction), done, result, opts)
 
     def _combine_bits(
         self, tensors: Sequence[Tensor], combine: np.ufunc, call: Call, done: Finish | None, result: Any, opts: Options
     ) -> Work:
         """Gather everything, and combine it here: no data plane knows such reductions."""
-        (tensor,) = tensors
-        buffer = _tensors.numbers(tensor)
-        whole = torch.empty(self._own_size * tensor.nbytes, dtype=torch.uint8, device="cpu")
-        gathered = _tensors.content(whole)
+        size = self._own_size
+        gathered = [torch.empty(size * own.nbytes, dtype=torch.uint8, device="cpu") for own in tensors]
 
         def start(backend: Backend) -> base.Work:
-            return backend.allgather(_tensors.content(tensor), gathered, [tensor.nbytes] * self._own_size)
+            return base.Several([
+                backend.allgather(_tensors.content(own), _tensors.content(whole), [own.nbytes] * size)
+                for own, whole in zip(tensors, gathered, strict=True)
+            ])  # fmt: skip
 
         def finish() -> None:
-            parts = gathered.array().view(buffer.dtype.numpy_dtype).reshape(self._own_size, -1)
-            buffer.array()[...] = combine.reduce(parts, axis=0)
+            for own, whole in zip(map(_tensors.numbers, tensors), gathered, strict=True):
+                parts = _tensors.content(whole).array().view(own.dtype.numpy_dtype).reshape(size, -1)
+                own.array()[...] = combine.reduce(parts, axis=0)
             if done is not None:
                 done()
 
@@ -136,7 +138,7 @@ class Reductions(GroupCalls):
                 f"reduce_scatter: the output has {output.numel()} elements of {output.dtype}, but each of "
                 f"{self._own_size} blocks of the input has {given.numel() / self._own_size:g} of {given.dtype}"
             )
-        call = Call("reduce_scatter", source.dtype, reduction.op, count=source.count)
+        call = Call("reduce_scatter", source.dtype, reduction.name, count=source.count)
         plain = reduction.bitwise is None and reduction.prescale == 1.0
         dtype = source.dtype
         if plain and source.nbytes and not kernels.is_half(dtype):
@@ -153,12 +155,11 @@ class Reductions(GroupCalls):
                     reduction.postscale,
                     wait,
                 ),
+                back,
             ):
-                if back is not None:
-                    back()
                 return FINISHED
         if plain and reduction.op is ReduceOp.SUM:
-            averaged = self._scaling(target, reduction)
+            averaged = self._scaling([target], reduction)
 
             def start(backend: Backend) -> base.Work:
                 return backend.reducescatter(source, target, [target.nbytes] * self._own_size, ReduceOp.SUM)
@@ -172,15 +173,21 @@ class Reductions(GroupCalls):
 
         return self._reduce_all([whole], opts, "reduce_scatter", result, _tensors.joined([take, back]))
 
-    def _scaling(self, buffer: Buffer, reduction: Reduction) -> Finish | None:
-        """Return what multiplies results by the reduction's factor; None for 1."""
-        if reduction.postscale == 1.0 or not buffer.nbytes:
+    def _scaling(self, buffers: Sequence[Buffer], reduction: Reduction, *, by_plane: bool = False) -> Finish | None:
+        """Return what multiplies results by the reduction's factor; None for 1.
+
+        Args:
+            by_plane: True where planes that are ``Scattered`` have done so.
+        """
+        if reduction.postscale == 1.0:
             return None
 
         def scale() -> None:
             connection = self._queue.connection
             assert connection is not None
-            connection.backend.scale(buffer, reduction.postscale)
+            if not (by_plane and isinstance(connection.backend, base.Scattered)):
+                for buffer in buffers:
+                    connection.backend.scale(buffer, reduction.postscale)
 
         return scale
 
@@ -219,7 +226,7 @@ class Reductions(GroupCalls):
 
 
 def _reduce(backend: Backend, buffers: Sequence[Buffer], reduction: Reduction) -> base.Work:
-    """Begin to combine the buffers of all ranks in place."""
+    """Begin to combine the buffers of all ranks in place; planes that are not ``Scattered`` leave out the postscale."""
     if not buffers:
         return Done()
     if isinstance(backend, base.Scattered):
@@ -227,21 +234,4 @@ def _reduce(backend: Backend, buffers: Sequence[Buffer], reduction: Reduction) -
     for buffer in buffers:
         if reduction.prescale != 1.0:
             backend.scale(buffer, reduction.prescale)
-    works = [backend.allreduce(buffer, reduction.op) for buffer in buffers]
-    if reduction.postscale == 1.0:
-        return base.Several(works)
-    return _Scaled(base.Several(works), backend, buffers, reduction.postscale)
-
-
-class _Scaled:
-    """Operations whose results are multiplied by a factor at the end."""
-
-    def __init__(self, works: base.Several, backend: Backend, buffers: Sequence[Buffer], factor: float) -> None:
-        self._works, self._backend, self._buffers, self._factor = works, backend, buffers, factor
-
-    def completes_within(self, timeout: float) -> bool:
-        if not self._works.completes_within(timeout):
-            return False
-        for buffer in self._buffers:
-            self._backend.scale(buffer, self._factor)
-        return True
+    return base.Several([backend.allreduce(buffer, reduction.op) for buffer in buffers])

@@ -40,17 +40,17 @@ class Reduction:
     """A combination of elements.
 
     Attributes:
+        name: torch's.
         op: of the data plane.
         prescale, postscale: factors of each rank's elements before, and of the results.
         bitwise: combines integers bit by bit instead of ``op``.
-        averages: True if the results are divided by the number of ranks.
     """
 
+    name: str
     op: ReduceOp
     prescale: float = 1.0
     postscale: float = 1.0
     bitwise: np.ufunc | None = None
-    averages: bool = False
 
     @classmethod
     def of(cls, given: Any, size: int) -> Reduction:
@@ -62,16 +62,16 @@ class Reduction:
         kind = getattr(given, "op", given)
         bitwise = _BITWISE.get(kind)
         if bitwise is not None:
-            return cls(ReduceOp.SUM, bitwise=bitwise)
+            return cls(kind.name, ReduceOp.SUM, bitwise=bitwise)
         op = _OPS.get(kind)
         if op is None:
             raise InvalidArgumentError(f"the backend hvdgloo cannot reduce with {given}")
         if kind == dist.ReduceOp.AVG:
-            return cls(op, postscale=1.0 / size, averages=True)
+            return cls(kind.name, op, postscale=1.0 / size)
         if kind == dist.ReduceOp.PREMUL_SUM:
             factor = given.__getstate__()[1]
-            return cls(op, prescale=float(factor))
-        return cls(op)
+            return cls(kind.name, op, prescale=float(factor))
+        return cls(kind.name, op)
 
     def check(self, dtype: torch.dtype) -> None:
         """Check that elements of a type can be combined so.
@@ -84,7 +84,7 @@ class Reduction:
                 f"the bits of {dtype} cannot be combined; BAND, BOR and BXOR are for integers and bools"
             )
         if dtype.is_complex and self.op is not ReduceOp.SUM:
-            raise InvalidArgumentError(f"complex numbers can be summed or averaged, but have no {self.op.name}")
+            raise InvalidArgumentError(f"complex numbers can be summed or averaged, but have no {self.name}")
 
 
 def check(tensor: torch.Tensor) -> None:

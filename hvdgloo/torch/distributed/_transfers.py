@@ -38,9 +38,8 @@ class Transfers(GroupCalls):
             buffer.nbytes,
             opts,
             lambda small, wait: small.broadcast(array_at(buffer.address, buffer.nbytes), root, wait),
+            back,
         ):
-            if back is not None:
-                back()
             return FINISHED
         return self._add(call, lambda backend: backend.broadcast(buffer, root), back, tensors, opts)
 
@@ -72,9 +71,8 @@ class Transfers(GroupCalls):
             lambda small, wait: small.allgather(
                 array_at(source.address, nbytes), array_at(target.address, nbytes * size), wait
             ),
+            done,
         ):
-            if done is not None:
-                done()
             return FINISHED
         return self._add(call, lambda backend: backend.allgather(source, target, [nbytes] * size), done, result, opts)
 
