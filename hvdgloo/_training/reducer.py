@@ -184,9 +184,8 @@ class GradientReducer(Generic[T]):
         except BaseException:
             if transfer.pending is None and all(postponed is not transfer for postponed, _ in self._postponed):
                 self._open.difference_update(transfer.names)
+                transfer.held = {}
             raise
-        finally:
-            transfer.held = {}
 
     def merge(self, names: Sequence[str], whole: T) -> None:
         """Send ``whole``, in whose memory these gradients lie, instead of them from now on, when all of them are ready.
@@ -359,6 +358,7 @@ class GradientReducer(Generic[T]):
             else:
                 self._start(transfer, gradients)
             self._open.update(transfer.names)
+            transfer.held = {}
         finally:
             interrupts.release(held)
 

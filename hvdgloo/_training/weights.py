@@ -131,31 +131,41 @@ class LateCheck:
         self._remedy = remedy
         self._first: int | None = None
         self._steps = 0
+        self._last: object = None  # the step that was counted last
         self._own: int | None = None
         self._comparing: Callable[[], npt.NDArray[np.uint8]] | None = None  # as long as it is under way
-        self._gathering: Callable[[], npt.NDArray[np.int64]] | None = None  # likewise
+        self._is_different = False
+        self._gathering: Callable[[], npt.NDArray[np.int64]] | None = None  # as for _comparing
         self._is_done = False
 
-    def step(self, sample: Callable[[], int | None]) -> bool:
+    def step(self, sample: Callable[[], int | None], step: object) -> bool:
         """Compare weights if it is time; every rank calls this in each of its steps, before weights change.
 
         After an interrupt it is called again in the same step, and goes on.
 
         Args:
             sample: returns the checksum of this rank's weights, None if there is none.
+            step: any object that stands for the step, and for no other one.
 
         Returns:
             whether this was the last call that has an effect.
         """
-        if self._is_done:
-            return True
+        if self._is_done or self._last is step:
+            return self._is_done
         if not self._frontend.context.config.check_weights:
             sample = _none  # but the others may have their check on, and wait for this rank
         if self._steps == 0:
-            self._first, self._steps = sample(), 1
+            first = sample()
+            held = interrupts.hold()
+            try:
+                self._first, self._steps, self._last = first, 1, step
+            finally:
+                interrupts.release(held)
             return False
-        if self._gathering is None and not self._differ(sample):
-            return self._is_done
+        if not self._is_different:
+            self._compare(sample, step)
+            if not self._is_different:
+                return self._is_done
         if self._gathering is None:
             held = interrupts.hold()
             try:
@@ -171,8 +181,8 @@ class LateCheck:
             interrupts.release(held)
         return True
 
-    def _differ(self, sample: Callable[[], int | None]) -> bool:
-        """Compare weights; tell whether they differ for good. If not, it may be done."""
+    def _compare(self, sample: Callable[[], int | None], step: object) -> None:
+        """Compare weights, after which they are different, or it is done, or it is put off to the next step."""
         if self._comparing is None:
             own = sample()
             mine = np.concatenate([to_send(self._first), to_send(own), np.array([own != self._first], np.uint8)])
@@ -189,8 +199,10 @@ class LateCheck:
             self._steps += 1
             if all_equal(received[:LENGTH]) or all_equal(received[LENGTH:-1]):
                 self._is_done = True
-                return False
-            return bool(received[-1]) or self._steps > _LOOKS
+            elif received[-1] or self._steps > _LOOKS:
+                self._is_different = True
+            else:
+                self._last = step
         finally:
             interrupts.release(held)
 
@@ -226,7 +238,12 @@ def broadcast_made(context: object, token: object) -> None:
 
 
 def check_late(
-    frontend: Frontend[Any], process_set: ProcessSet, label: str, remedy: str, sample: Callable[[], int | None]
+    frontend: Frontend[Any],
+    process_set: ProcessSet,
+    label: str,
+    remedy: str,
+    sample: Callable[[], int | None],
+    step: object,
 ) -> bool:
     """Have the check of some weights, known by ``label``, see a step: ``LateCheck.step``."""
     checks = _of(frontend.context)
@@ -236,7 +253,7 @@ def check_late(
     check = checks.late.get(key)
     if check is None:
         check = checks.late[key] = LateCheck(frontend, process_set, f"weights.{label}", remedy)
-    return check.step(sample)
+    return check.step(sample, step)
 
 
 def samples_of(count: int) -> slice:

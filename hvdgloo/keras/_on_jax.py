@@ -89,7 +89,7 @@ class JaxSync:
         shared = [variable for variable, _ in pairs]
         label, *_ = agreed_labels(FRONTEND, label_of(shared), shared, self._options.process_set) or [""]
         sample = functools.partial(_checksum, [value for _, value in pairs])
-        return check_late(FRONTEND, self._options.process_set, label, REMEDY, sample)
+        return check_late(FRONTEND, self._options.process_set, label, REMEDY, sample, object())
 
     def agree(self, holds: Any) -> Any:
         if not FRONTEND.may_share(self._options.process_set):

@@ -56,11 +56,13 @@ class _Step:
         asked: the question how gradients relate to what hooks have sent.
         is_settled: the hooks' gradients have arrived.
         received: reduced gradients by name.
+        identity: what stands for this step.
     """
 
     asked: Pending[Tensor] | None = None
     is_settled: bool = False
     received: dict[str, Tensor] = field(default_factory=dict)
+    identity: object = field(default_factory=object)
 
 
 class TorchSync:
@@ -208,7 +210,10 @@ class TorchSync:
                 self._reducer.ready(name, gradient.detach())
         failure = self._reducer.rest()
         if failure is None and not self._is_compared and self._shared:
-            self._is_compared = check_late(FRONTEND, self._options.process_set, self._label, REMEDY, self._checksum)
+            compared = check_late(
+                FRONTEND, self._options.process_set, self._label, REMEDY, self._checksum, step.identity
+            )
+            self._is_compared = compared
         held = interrupts.hold()
         try:
             step.received.update(self._reducer.wait())

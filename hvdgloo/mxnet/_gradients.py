@@ -139,10 +139,11 @@ class MXNetGradientSync:
         keys = tuple(gradients)
         if self._step_begins is None:
             self._step_begins = keys
-        elif keys == self._step_begins:  # a Module's optimizer is given one weight after another
+        elif keys == self._step_begins and "this" not in self.step:  # a Module's optimizer is given one by one
             self._frontend.end_step()
         if not self.active or self.step.get("reduced") == keys:
             return
+        this = self.step.setdefault("this", object())
         if keys not in self._reducers:
             self._reducers[keys] = self._reducer(keys)
         if keys != self._under_way and self._under_way in self._reducers:
@@ -159,7 +160,7 @@ class MXNetGradientSync:
         failure = reducer.rest()
         if failure is None and keys and keys[0] not in self._compared:
             label, sample = self._name(keys[0]), functools.partial(_checksum, weights)
-            if check_late(self._frontend, self._options.process_set, label, _REMEDY, sample):
+            if check_late(self._frontend, self._options.process_set, label, _REMEDY, sample, this):
                 self._compared.add(keys[0])
         held = interrupts.hold()
         try:

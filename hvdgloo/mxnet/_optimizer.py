@@ -13,6 +13,7 @@ import mxnet as mx
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
+from hvdgloo._platform import interrupts
 from hvdgloo._training.options import GradientOptions
 from hvdgloo._training.subclass import shell_class
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, MismatchError
@@ -65,26 +66,29 @@ class DistributedMXNetOptimizer:
 
     def _update(self, step: Any, index: Any, weight: Any, grad: Any, state: Any) -> None:
         try:
-            # As one: between the two, the next step would be taken for this one.
-            return (self._reduce_and(step, index, weight, grad, state), self._sync.step.clear())[1]  # type: ignore[func-returns-value]
+            if isinstance(index, (list, tuple)):
+                self._sync.reduce(dict(zip(index, grad, strict=True)), lambda: weight)
+                updates = self._parts(index, weight, grad, state)
+            else:
+                self._sync.reduce({index: grad}, lambda: [weight])
+                updates = [(index, weight, grad, state)]
+            held = interrupts.hold()  # a step that is half made would be made once more, or taken for the next one
+            try:
+                for each in updates:
+                    step(*each)
+                self._sync.step.clear()
+            finally:
+                interrupts.release(held)
         except Exception:
             self._sync.step.clear()
             raise
 
-    def _reduce_and(self, step: Any, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        if not isinstance(index, (list, tuple)):
-            self._sync.reduce({index: grad}, lambda: [weight])
-            step(index, weight, grad, state)
-            return
-        self._sync.reduce(dict(zip(index, grad, strict=True)), lambda: weight)
+    def _parts(self, *lists: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Divide the arguments of an update into as many as the plain optimizer takes at once."""
         at_once = self._plain.aggregate_num
         if at_once <= 0:
-            for each in zip(index, weight, grad, state, strict=True):
-                step(*each)
-            return
-        for first in range(0, len(index), at_once):
-            part = slice(first, first + at_once)
-            step(index[part], weight[part], grad[part], state[part])
+            return list(zip(*lists, strict=True))
+        return [tuple(each[i : i + at_once] for each in lists) for i in range(0, len(lists[0]), at_once)]
 
 
 def _distributed(plain: Any, sync: MXNetGradientSync) -> Any:
@@ -269,11 +273,16 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             raise MismatchError(f"{error} (on this rank {number} is {here})", name=error.name) from error
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
-        joining, self._joining = self._joining, []
-        if ignore_stale_grad:
-            for array in joining:
-                array._fresh_grad = True
-        return (super()._update(ignore_stale_grad), self._sync.step.clear())[1]  # type: ignore[func-returns-value]
+        held = interrupts.hold()  # as in a distributed optimizer
+        try:
+            joining, self._joining = self._joining, []
+            if ignore_stale_grad:
+                for array in joining:
+                    array._fresh_grad = True
+            super()._update(ignore_stale_grad)
+            self._sync.step.clear()
+        finally:
+            interrupts.release(held)
 
     def _share_freshness(self) -> None:
         """Have all ranks average the same gradients, those that are new on any of them, and step with them if stale

@@ -347,6 +347,7 @@ class _Batch:
         self.parts: Sequence[Sequence[Tensor]] = ()
         self._sparse: dict[int, Pending[Tensor]] = {}
         self._own: dict[int, Sequence[Tensor]] = {}  # gradients, if there is no other rank
+        self._step = object()  # stands for the step under way
         self._received: list[list[Tensor]] | None = None  # the step's results
         self._labels: dict[str, str] = {}  # until ranks have agreed
         self._lock = threading.Lock()
@@ -358,7 +359,7 @@ class _Batch:
         if self.context is not self._frontend.context:
             self._open()
         self._own = {}
-        self._received = None
+        self._step, self._received = object(), None
         if self._is_shared and not self._labels:
             self._labels = self._agreed()
             self._reducer.release(self._labels)
@@ -424,7 +425,7 @@ class _Batch:
         """See that ranks have the same weights; tell whether that is done for this job."""
         label = next(iter(self._labels.values()))
         sample = functools.partial(checksum_of, [inner(variable) for variable in self._variables])
-        return check_late(self._frontend, self._options.process_set, label, REMEDY, sample)
+        return check_late(self._frontend, self._options.process_set, label, REMEDY, sample, self._step)
 
     def _open(self) -> None:
         """Begin in a job, or in an elastic job's next epoch, in which process sets may have other numbers."""

@@ -18,7 +18,7 @@ from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import DType, ReduceOp
 from tests.support.arrays import assert_close
 from tests.support.frameworks import Framework
-from tests.support.interrupting import at_each_line, interrupted_at
+from tests.support.interrupting import Line, at_each_line, interrupted_at
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
@@ -201,12 +201,12 @@ def test_waiting_again_after_ctrl_c_returns_all_of_it(world: MakeWorld, framewor
             reducers[rank].ready(f"w{i}", framework.writable(framework.float64([i + rank, float(i)])))
         return reducers[rank]
 
-    def trial(line: int) -> bool:
+    def trial(line: Line) -> None:
         other = threading.Thread(target=lambda: begin(1).wait(), daemon=True)
         other.start()
         reducer = begin(0)
         results: list[dict[str, Any]] = []
-        interrupted = interrupted_at(line, lambda: results.append(reducer.wait()))
+        interrupted_at(line, lambda: results.append(reducer.wait()))
         if reducer.open:
             with pytest.raises(GradientsInFlightError):
                 reducer.ready("w1", framework.float64([0.0, 0.0]))
@@ -215,7 +215,6 @@ def test_waiting_again_after_ctrl_c_returns_all_of_it(world: MakeWorld, framewor
             assert [framework.array(results[0][f"w{i}"]).tolist() for i in range(3)] == [[i + 0.5, i] for i in range(3)]
         other.join(10)
         assert not other.is_alive()
-        return interrupted
 
     at_each_line(trial, 5)
 
@@ -238,12 +237,12 @@ def test_other_waits_go_on_after_ctrl_c(world: MakeWorld, call: str) -> None:
         session = frontends[0]._bind()[1]
         return bool(session.pending or session.join or agreement._asked.get(contexts[0]))
 
-    def trial(line: int) -> bool:
+    def trial(line: Line) -> None:
         other = threading.Thread(target=lambda: begin(1)(), daemon=True)
         other.start()
         finish = begin(0)
         results: list[Any] = []
-        interrupted = interrupted_at(line, lambda: results.append(finish()))
+        interrupted_at(line, lambda: results.append(finish()))
         if not results and not is_under_way():
             other.join(0.2)  # if that is all it waited for, only the result was lost
         if not results and (is_under_way() or other.is_alive()):
@@ -251,7 +250,6 @@ def test_other_waits_go_on_after_ctrl_c(world: MakeWorld, call: str) -> None:
         other.join(10)
         assert not other.is_alive()
         assert results in ([1], [])
-        return interrupted
 
     at_each_line(trial, 3)
 

@@ -18,7 +18,7 @@ from hvdgloo.torch._distributed_optimizer import DistributedTorchOptimizer  # no
 from hvdgloo.torch._powersgd import PowerSGD  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
 from tests.contract.test_torch_optimizer import distribute  # noqa: E402
-from tests.support.interrupting import at_each_line, interrupted_at  # noqa: E402
+from tests.support.interrupting import Line, at_each_line, interrupted_at  # noqa: E402
 from tests.support.selection import extended  # noqa: E402
 from tests.support.small_model import loss_of, make_model, part_of  # noqa: E402
 from tests.support.world import World  # noqa: E402
@@ -105,16 +105,17 @@ def plainly(optimizer: DistributedTorchOptimizer) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("stride", [31, *extended(1)])
+@pytest.mark.parametrize("stride", [31, *extended(3)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("which", [0, 1], ids=["the first step", "a later step"])
 def test_a_step_that_is_repeated_after_ctrl_c_reduces_once(
     world: MakeWorld, case: str, which: int, stride: int
 ) -> None:
     two = world(2, stall_warning_time=1.0, stall_shutdown_time=2.0)
-    expected = Training(two, case).run([plainly] * 3)
+    count = which + 2  # the interrupted step, those before it, and one after it
+    expected = Training(two, case).run([plainly] * count)
 
-    def trial(line: int) -> bool:
+    def trial(line: Line) -> None:
         interrupted = False
 
         def finish(optimizer: DistributedTorchOptimizer) -> None:
@@ -126,20 +127,19 @@ def test_a_step_that_is_repeated_after_ctrl_c_reduces_once(
             if interrupted and not (made and optimizer._hvd._stepped is None):  # or it came after the step
                 optimizer.step()
 
-        steps = [plainly] * 3
+        steps = [plainly] * count
         steps[which] = finish
         try:
             actual = Training(two, case).run(steps)
         except Exception as error:
-            raise AssertionError(f"interrupted at line {line}") from error
+            raise AssertionError(f"interrupted at {line}") from error
         for a, b in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, b, msg=f"interrupted at line {line}")
-        return interrupted
+            torch.testing.assert_close(a, b, msg=f"interrupted at {line}")
 
     at_each_line(trial, stride)
 
 
-@pytest.mark.parametrize("stride", [47, *extended(1)])
+@pytest.mark.parametrize("stride", [47, *extended(3)])
 @pytest.mark.parametrize("which", [0, 1], ids=["the first step", "a later step"])
 def test_gradients_that_are_dropped_after_ctrl_c_do_not_go_into_the_next_step(
     world: MakeWorld, which: int, stride: int
@@ -147,7 +147,7 @@ def test_gradients_that_are_dropped_after_ctrl_c_do_not_go_into_the_next_step(
     """Weights stay as they are, so each step's gradient is the same unless something of another is in it."""
     two = world(2, stall_warning_time=1.0, stall_shutdown_time=2.0)
 
-    def trial(line: int) -> bool:
+    def trial(line: Line) -> None:
         training = Training(two, "dense")
         for optimizer in training.optimizers:
             optimizer.param_groups[0]["lr"] = 0.0
@@ -169,12 +169,11 @@ def test_gradients_that_are_dropped_after_ctrl_c_do_not_go_into_the_next_step(
                 optimizer.synchronize()
                 optimizer.zero_grad()
 
-        steps = [finish] * 4
+        steps = [finish] * (which + 3)
         steps[which] = drop
         training.run(steps)
         for each in gradients[1:]:
             for a, b in zip(each, gradients[0], strict=True):
-                torch.testing.assert_close(a, b, msg=f"interrupted at line {line}")
-        return interrupted
+                torch.testing.assert_close(a, b, msg=f"interrupted at {line}")
 
     at_each_line(trial, stride)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import linecache
 import signal
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,36 +16,74 @@ import hvdgloo
 
 _FOLDER = str(Path(hvdgloo.__file__).parent)
 
+_TIMES = 2
+"""The number of a line's runs in a call that are interrupted: a loop's third turn hardly differs from its second."""
 
-def at_each_line(trial: Callable[[int], bool], stride: int = 1) -> None:
-    """Try it with Ctrl-C at each ``stride``-th line, until there is none any more.
+Place = tuple[str, str, int, int]
+"""A file, a function in it, a line, and which of its runs."""
 
-    Args:
-        trial: given the line for ``interrupted_at``, returns its answer.
+
+@dataclass
+class Line:
+    """A line at which a call is interrupted.
+
+    Attributes:
+        place: Ctrl-C comes before it; None if it does not come.
+        known: every place that calls have reached. It grows, since which thread runs the engine is chance.
     """
-    line = 0
-    while trial(line):
-        line += stride
-    assert line > 10, "hardly any line was run"
+
+    place: Place | None
+    known: dict[Place, None] = field(repr=False)
+
+    def __str__(self) -> str:
+        if self.place is None:
+            return "none"
+        file, function, line, run = self.place
+        return f"{Path(file).relative_to(_FOLDER)}:{line} ({function}, run {run})"
 
 
-def interrupted_at(line: int, call: Callable[[], Any]) -> bool:
-    """Call something on the main thread, and have Ctrl-C come before the library's ``line``-th line that runs in it.
+def lines(stride: int = 1) -> Iterator[Line]:
+    """Yield no line, then each ``stride``-th of those that ``interrupted_at`` has met by then."""
+    known: dict[Place, None] = {}
+    yield Line(None, known)
+    index = 0
+    places: list[Place] = []
+    while True:
+        places.extend(list(known)[len(places) :])
+        if index >= len(places):
+            break
+        yield Line(places[index], known)
+        index += stride
+    assert len(places) > 10, "hardly any line was run"
+
+
+def at_each_line(trial: Callable[[Line], None], stride: int = 1) -> None:
+    """Try it with Ctrl-C at each of ``lines``."""
+    for line in lines(stride):
+        trial(line)
+
+
+def interrupted_at(line: Line, call: Callable[[], Any]) -> bool:
+    """Call something on the main thread, and have Ctrl-C come before a line of the library that runs in it.
 
     Returns:
         whether it came, and raised.
     """
-    left = line
     came = False
+    runs: Counter[tuple[str, str, int]] = Counter()
 
     def within(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal left, came
+        nonlocal came
         if event == "line" and not came:
-            code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-            if code.startswith("with "):
+            at = frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
+            runs[at] += 1
+            if runs[at] > _TIMES:
+                return within
+            if linecache.getline(at[0], at[2]).lstrip().startswith("with "):
                 return within  # also traced just before __exit__ is called, where Python never runs a handler
-            left -= 1
-            if left < 0:
+            place = (*at, runs[at])
+            line.known[place] = None
+            if place == line.place:
                 came = True
                 signal.raise_signal(signal.SIGINT)
         return within

@@ -440,14 +440,14 @@ def a_step_that_is_repeated_after_ctrl_c_reduces_once() -> None:
     if BACKEND == "jax":  # whose step is compiled, and does not end in the middle
         return
     rank, rate = hvd.rank(), 0.1
-    interrupted_at = importlib.import_module("interrupting").interrupted_at  # beside this program
+    interrupting = importlib.import_module("interrupting")  # beside this program
     no_grad = importlib.import_module("torch").no_grad if BACKEND == "torch" else contextlib.nullcontext
 
     def apply(optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         with no_grad():
             optimizer.apply(gradients, variables)
 
-    def train(line: int | None, which: int) -> tuple[bool, np.ndarray]:
+    def train(line: Any, which: int, backwards: bool) -> np.ndarray:
         variables = [keras.Variable(np.ones(shape, np.float32), name=f"v{len(shape)}") for shape in ((3,), (2, 2))]
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate))
         optimizer.build(variables)
@@ -460,27 +460,28 @@ def a_step_that_is_repeated_after_ctrl_c_reduces_once() -> None:
             (sum(v.value.sum() for v in variables) * (rank + number + 1.0)).backward()
             return [variable.value.grad for variable in variables]
 
-        interrupted = False
         for number in range(4):
             if line is None or number != which:
                 apply(optimizer, backward(number), variables)
                 continue
             gradients, before = backward(number), keras.ops.convert_to_numpy(variables[0]).copy()
-            interrupted = interrupted_at(line, functools.partial(apply, optimizer, gradients, variables))
+            interrupted = interrupting.interrupted_at(line, functools.partial(apply, optimizer, gradients, variables))
             is_made = not optimizer._hvd.sync.arrived and (keras.ops.convert_to_numpy(variables[0]) != before).any()
             if interrupted and not is_made:  # or it came after the step
-                apply(optimizer, backward(number) if line % 2 else gradients, variables)
-        return interrupted, np.concatenate([keras.ops.convert_to_numpy(v).reshape(-1) for v in variables])
+                apply(optimizer, backward(number) if backwards else gradients, variables)
+        return np.concatenate([keras.ops.convert_to_numpy(v).reshape(-1) for v in variables])
 
     expected = 1.0 - rate * sum(number + 1 + (hvd.size() - 1) / 2 for number in range(4))
     for which in (0, 1, 3):
-        line, goes_on = which, True
-        while goes_on:
-            interrupted, weights = train(line if rank == 0 else None, which)
-            np.testing.assert_allclose(weights, expected, rtol=1e-5, err_msg=f"step {which}, line {line}")
-            goes_on = hvd.broadcast_object(interrupted, 0, "interrupted")
-            line += 211
-        assert line > 400
+        lines, trials = iter(interrupting.lines(199)), 0
+        while True:
+            line = next(lines, None) if rank == 0 else None
+            if not hvd.broadcast_object(line is not None, 0, "goes on"):
+                break
+            weights = train(line, which, trials % 2 == 1)
+            np.testing.assert_allclose(weights, expected, rtol=1e-5, err_msg=f"step {which}, interrupted at {line}")
+            trials += 1
+        assert trials > 4
 
 
 @case

@@ -15,7 +15,7 @@ from hvdgloo.tensorflow import _distributed_optimizer as v1
 from hvdgloo.tensorflow import _tape as tape
 from hvdgloo.tensorflow._gradients import GradientSync, _interrupted
 from hvdgloo.types import ReduceOp
-from tests.support.interrupting import at_each_line, interrupted_at
+from tests.support.interrupting import Line, at_each_line, interrupted_at
 from tests.support.selection import extended
 from tests.support.ways import frontend_of
 from tests.support.world import World
@@ -88,7 +88,7 @@ def test_a_reduction_that_is_repeated_after_ctrl_c_is_made_once(
     two = ranks(2, stall_warning_time=1.0, stall_shutdown_time=2.0)
     expected = Training(two, case).run([plainly] * 4)
 
-    def trial(line: int) -> bool:
+    def trial(line: Line) -> None:
         interrupted = False
 
         def repeatedly(compute: Callable[[], list[Any]]) -> list[Any]:
@@ -102,10 +102,9 @@ def test_a_reduction_that_is_repeated_after_ctrl_c_is_made_once(
         try:
             actual = Training(two, case).run(calls)
         except Exception as error:
-            raise AssertionError(f"interrupted at line {line}") from error
+            raise AssertionError(f"interrupted at {line}") from error
         for a, b in zip(actual, expected, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=f"interrupted at line {line}")
-        return interrupted
+            np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=f"interrupted at {line}")
 
     at_each_line(trial, stride)
 
@@ -122,7 +121,7 @@ def test_a_step_that_is_not_repeated_is_brought_to_its_end(ranks: Ranks, stride:
         (gradient,) = sync.reduce([tf.fill([2], value)], models[rank][which])
         return float(gradient[0])
 
-    def trial(line: int) -> bool:
+    def trial(line: Line) -> None:
         theirs: list[float] = []
 
         def other() -> None:
@@ -131,15 +130,14 @@ def test_a_step_that_is_not_repeated_is_brought_to_its_end(ranks: Ranks, stride:
         thread = threading.Thread(target=other, daemon=True)
         thread.start()
         made: list[float] = []
-        interrupted = interrupted_at(line, lambda: made.append(reduced(0, 0, 10.0)))
+        interrupted_at(line, lambda: made.append(reduced(0, 0, 10.0)))
         if not made and two.contexts[0] not in _interrupted:  # it came before anything was sent
             reduced(0, 0, 10.0)
         ours = [reduced(0, which, value) for which, value in ((1, 20.0), (0, 30.0), (1, 40.0))]
         thread.join(20)
         assert not thread.is_alive()
-        assert theirs == [11.0, 22.0, 33.0, 44.0], f"interrupted at line {line}"
-        assert ours == [22.0, 33.0, 44.0], f"interrupted at line {line}"
-        return interrupted
+        assert theirs == [11.0, 22.0, 33.0, 44.0], f"interrupted at {line}"
+        assert ours == [22.0, 33.0, 44.0], f"interrupted at {line}"
 
     at_each_line(trial, stride)
 
@@ -148,7 +146,7 @@ def test_a_step_that_is_not_repeated_is_brought_to_its_end(ranks: Ranks, stride:
 def test_an_optimizer_of_tensorflow_1_goes_on(ranks: Ranks, stride: int) -> None:
     two = ranks(2, stall_warning_time=1.0, stall_shutdown_time=2.0)
 
-    def trial(line: int) -> bool:
+    def trial(line: Line) -> None:
         weights = [tf.Variable([1.0, 2.0], name="weight") for _ in range(2)]
         optimizers = [
             v1.wrap(frontend_of(c), tf.compat.v1.train.GradientDescentOptimizer(0.1), GradientOptions())
@@ -168,14 +166,13 @@ def test_an_optimizer_of_tensorflow_1_goes_on(ranks: Ranks, stride: int) -> None
         thread = threading.Thread(target=other, daemon=True)
         thread.start()
         found: list[list[Any]] = []
-        interrupted = interrupted_at(line, lambda: found.append(computed(0)))
+        interrupted_at(line, lambda: found.append(computed(0)))
         optimizers[0].apply_gradients(found[0] if found else computed(0))
         for _ in range(2):
             optimizers[0].apply_gradients(computed(0))
         thread.join(20)
         assert not thread.is_alive()
         for weight in weights:
-            np.testing.assert_allclose(weight.numpy(), [0.55, 1.55], rtol=1e-6, err_msg=f"interrupted at line {line}")
-        return interrupted
+            np.testing.assert_allclose(weight.numpy(), [0.55, 1.55], rtol=1e-6, err_msg=f"interrupted at {line}")
 
     at_each_line(trial, stride)

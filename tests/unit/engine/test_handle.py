@@ -12,7 +12,7 @@ from hvdgloo._engine.handle import Handle
 from hvdgloo._observe.counters import Counters
 from hvdgloo.errors import PeerLostError, WaitTimeoutError
 from hvdgloo.types import Buffer
-from tests.support.interrupting import at_each_line, interrupted_at
+from tests.support.interrupting import Line, at_each_line, interrupted_at
 
 
 def in_threads(count: int, function: object) -> list[threading.Thread]:
@@ -174,18 +174,17 @@ def test_the_time_of_a_result_that_comes_with_the_order_is_spent_waiting(known: 
 
 
 def test_a_wait_that_ctrl_c_ended_has_not_taken_place() -> None:
-    def trial(line: int) -> bool:
+    def trial(line: Line) -> None:
         handle = Handle("x")
 
         def wait() -> None:
             with pytest.raises(WaitTimeoutError):
                 handle.wait(0.0)
 
-        interrupted = interrupted_at(line, wait)
+        interrupted_at(line, wait)
         wait()
         assert handle.resolve(value=5)
         handle.wait()
         assert handle.value == 5
-        return interrupted
 
     at_each_line(trial)
