@@ -7,9 +7,7 @@ host.
 There are two processes. The watchdog (``watchdog``) forks before anything else, adopts every orphan below it, and
 waits. However the agent proper ends, the watchdog then ends the rest of the job and closes the stream.
 
-The agent proper has one thread and one selector, and never blocks. It reads a worker's pipe only as far ahead as the
-launcher has given credit for, so a blocked terminal costs bounded memory here, while other frames and heartbeats
-continue.
+The agent proper has one thread and one selector, and never blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import FrameType
 from typing import IO, Any
 
@@ -42,6 +39,7 @@ from hvdgloo.runner.agent.probes import HostDiscovery
 from hvdgloo.runner.agent.recorded import RecordedErrors, folder_of, remove_recorded
 from hvdgloo.runner.agent.relaying import RelayListener
 from hvdgloo.runner.agent.watchdog import Mark
+from hvdgloo.runner.agent.worker_pipes import WorkerPipes
 from hvdgloo.runner.processes import reaper
 from hvdgloo.runner.processes.worker_process import WorkerProcess
 from hvdgloo.runner.protocol import heartbeat
@@ -50,12 +48,9 @@ from hvdgloo.runner.protocol.frames import (
     CHUNK,
     PREAMBLE,
     PROTOCOL,
-    STDERR,
-    STDOUT,
     Beat,
     Blob,
     Cleared,
-    Credit,
     Dying,
     Examine,
     Examined,
@@ -64,7 +59,6 @@ from hvdgloo.runner.protocol.frames import (
     Frame,
     Hello,
     Leaving,
-    Output,
     Require,
     Result,
     Signal,
@@ -72,8 +66,6 @@ from hvdgloo.runner.protocol.frames import (
     Spawned,
     SpawnFailed,
     Start,
-    Stdin,
-    StdinTaken,
     Stop,
     StopWorker,
     Suspend,
@@ -131,6 +123,7 @@ class Agent:
         self._discovery = HostDiscovery(self._selector, channel.send, environ)
         self._relay = RelayListener(self._selector, channel.send)
         self._observing = Observing(self._selector, channel)
+        self._pipes = WorkerPipes(self._selector, channel, self._workers)
         self._recorded = RecordedErrors()
         self._foreign_mpi = ForeignMpiWatch(channel.send)
         self._observer: dict[str, str] = {}  # the variable that tells workers where to report
@@ -150,8 +143,6 @@ class Agent:
             Start: self._on_start,
             Blob: self._on_blob,
             Spawn: self._on_spawn,
-            Stdin: self._on_stdin,
-            Credit: self._on_credit,
             Signal: self._on_signal,
             Stop: self._on_stop,
             StopWorker: self._on_stop_worker,
@@ -163,6 +154,7 @@ class Agent:
             **self._discovery.handlers,
             **self._relay.handlers,
             **self._observing.handlers,
+            **self._pipes.handlers,
         }
 
     # The loop.
@@ -335,8 +327,7 @@ class Agent:
             self._channel.send(SpawnFailed(spawn.number, str(error), 127 if missing else 126))
             return
         self._workers[worker.number] = self._by_pid[worker.pid] = worker
-        for stream in (STDOUT, STDERR):
-            self._read_from(worker, stream)
+        self._pipes.read(worker)
         if not self._start.elastic:  # an elastic job waits for all of its workers to call hvd.init()
             self._foreign_mpi.started(worker, environ)
         self._channel.send(Spawned(worker.number, worker.pid))
@@ -387,67 +378,6 @@ class Agent:
         self._order_to_die = reason
         self._channel.send(Dying(reason))
         self._on_stop(Stop(signal.SIGTERM, self._start.grace if self._start else 0.0))
-
-    # Workers' input and output.
-
-    def _read_from(self, worker: WorkerProcess, stream: int) -> None:
-        self._selector.register(worker.streams[stream], selectors.EVENT_READ, partial(self._on_output, worker, stream))
-
-    def _on_output(self, worker: WorkerProcess, stream: int) -> None:
-        if worker.paused:
-            return  # both of its pipes had data, and the first used up the credit
-        data = worker.read(stream)
-        if data is None:
-            return
-        if not data:
-            self._selector.unregister(worker.streams[stream])
-            worker.streams.pop(stream).close()
-            return
-        if self._channel.lost:
-            return  # read on, so that workers do not stop at a full pipe while they have time to save their work
-        worker.unacknowledged += len(data)
-        self._channel.send(Output(worker.number, stream, data))
-        if not worker.may_be_read:
-            worker.paused = True
-            for pipe in worker.streams.values():
-                self._selector.unregister(pipe)
-
-    def _on_credit(self, credit: Credit) -> None:
-        worker = self._workers.get(credit.number)
-        if worker is None:
-            return  # its last output has been dealt with
-        worker.unacknowledged -= credit.amount
-        if worker.paused and worker.may_be_read:
-            worker.paused = False
-            for stream in worker.streams:
-                self._read_from(worker, stream)
-
-    def _on_stdin(self, frame: Stdin) -> None:
-        worker = self._workers.get(frame.number)
-        if worker is None or worker.stdin is None:
-            return
-        if not frame.data:
-            worker.close_stdin()
-            return
-        self._write_stdin(worker, memoryview(frame.data), registered=False)
-
-    def _write_stdin(self, worker: WorkerProcess, data: memoryview, *, registered: bool) -> None:
-        assert worker.stdin is not None
-        if registered:
-            self._selector.unregister(worker.stdin)
-        try:
-            data = data[os.write(worker.stdin.fileno(), data) :]
-        except BlockingIOError:
-            pass
-        except OSError:
-            worker.close_stdin()  # it no longer reads; what comes is dropped
-            return
-        if data:
-            self._selector.register(
-                worker.stdin, selectors.EVENT_WRITE, partial(self._write_stdin, worker, data, registered=True)
-            )
-        else:
-            self._channel.send(StdinTaken(worker.number))
 
     # Ends.
 
@@ -548,20 +478,15 @@ class Agent:
     def _drain(self) -> None:
         """Pass on the rest of the workers' output, as fast as the launcher gives credit."""
         quiet_since = time.monotonic()
-        while any(worker.streams for worker in self._workers.values()) and not self._order_to_die:
-            before = self._output_position()
+        while self._pipes.open and not self._order_to_die:
+            before = self._pipes.position
             self._turn(0.05)
             now = time.monotonic()
             self._keep_time()
-            waiting_for_credit = any(not worker.may_be_read for worker in self._workers.values())
-            if self._output_position() != before or waiting_for_credit:
+            if self._pipes.position != before or self._pipes.await_credit:
                 quiet_since = now
             elif now - quiet_since > DRAIN_TIME:
                 return
-
-    def _output_position(self) -> tuple[int, int]:
-        workers = self._workers.values()
-        return sum(w.unacknowledged for w in workers), sum(len(w.streams) for w in workers)
 
     def _flush_out(self) -> None:
         while self._channel.pending and not self._channel.lost and not self._order_to_die:
