@@ -4,8 +4,8 @@
 
 The node under test has real connections (Unix sockets to the ranks of its host, TCP to other leaders), at whose other
 ends one process says what the others would say. All of them say it at once; in the last case, other leaders send what
-came while they waited for an answer together, as they do (``tree.BATCH_SECONDS``). Neither the tensors nor what the
-node's own rank does with the order are part of it. The least of a few rounds, in milliseconds, and the range.
+came while they waited for an answer together, as they do (``tree_operations.BATCH_SECONDS``). Neither the tensors nor
+what the node's own rank does with the order are part of it. The least of a few rounds, in milliseconds, and the range.
 
     python benchmarks/tree.py --processes 256 [--hosts 16] [--fanin 4] [--seconds 20]
 

@@ -387,12 +387,12 @@ class Control:
     def _gather(self, aggregator: Aggregator, now: float) -> None:
         """Leaders: send up what has been gathered, and down what is for some of those below."""
         while True:
-            for message in aggregator.take(now):
+            for message in aggregator.up.take(now):
                 if self._coordinator is None:
                     self._send(self._parent, frame(message))
                     continue
                 for ranks, numbers in self._coordinator.hear(message, now):
-                    aggregator.ask_back(ranks, numbers)
+                    aggregator.operations.ask_back(ranks, numbers)
             if not aggregator.down:
                 return
             down, aggregator.down = aggregator.down, []
@@ -409,7 +409,9 @@ class Control:
         self._deliver(coordinator, now)
         coordinator.busy = self._executor.backlog > 0
         aggregator = self._aggregator
-        coordinator.gathering = aggregator is not None and (aggregator.holds or aggregator.asked_from_below(now))
+        coordinator.gathering = aggregator is not None and (
+            aggregator.operations.holds or aggregator.asked_from_below(now)
+        )
 
     def _deliver(self, coordinator: Coordinator, now: float) -> None:
         """Rank 0: send the coordinator's messages, and log its warnings."""
@@ -535,7 +537,7 @@ class Control:
             if not self._finished:
                 self._parent_lost(reason)
         elif self._aggregator is not None:
-            self._aggregator.lost(peer, reason, now)
+            self._aggregator.lost(peer, reason)
         elif self._coordinator is not None:
             self._coordinator.lost(peer, reason, now)
 

@@ -38,6 +38,14 @@ class TreePosition:
     levels: int
 
     @property
+    def everyone(self) -> int:
+        """All ranks that it speaks for, as a mask."""
+        ranks = 0
+        for below in self.below.values():
+            ranks |= below
+        return ranks
+
+    @property
     def children(self) -> tuple[int, ...]:
         """Those that have a connection with this rank and report to it."""
         return tuple([child for child in self.below if child != self.rank])

@@ -197,7 +197,7 @@ class Below:
                 self.aggregator.receive(child, joins, 0.0)
 
     def sent(self) -> int:
-        return len(self.aggregator.take(0.0)) + len(self.aggregator.down)
+        return len(self.aggregator.up.take(0.0)) + len(self.aggregator.down)
 
 
 NUMBERS = range(TENSORS)

@@ -51,7 +51,8 @@ from hvdgloo._engine.messages import (
 )
 from hvdgloo._engine.readiness import masks_of
 from hvdgloo._engine.run_lengths import mask_of_runs, masks_of_runs, runs_of_mask, runs_of_masks
-from hvdgloo._engine.tree import BATCH_SECONDS, Aggregator
+from hvdgloo._engine.tree import Aggregator
+from hvdgloo._engine.tree_operations import BATCH_SECONDS
 from hvdgloo._engine.tree_position import position_of
 from hvdgloo.errors import PeerLostError
 from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
@@ -136,12 +137,12 @@ class Network:
 
     def climb(self, leader: int) -> None:
         aggregator = self.aggregators[leader]
-        for message in aggregator.take(self.now):
+        for message in aggregator.up.take(self.now):
             if leader:
                 self.up[leader].append(encode(message))
                 continue
             for ranks, numbers in self.coordinator.hear(message, self.now):
-                aggregator.ask_back(ranks, numbers)
+                aggregator.operations.ask_back(ranks, numbers)
         down, aggregator.down = aggregator.down, []
         for child, message in down:
             if child == leader:
@@ -185,7 +186,7 @@ class Network:
             if leader not in self.mute:
                 aggregator.tick(self.now)
         root = self.aggregators[0]
-        self.coordinator.gathering = root.holds or root.asked_from_below(self.now)
+        self.coordinator.gathering = root.operations.holds or root.asked_from_below(self.now)
         self.coordinator.tick(self.now)
 
     def deadline(self) -> float:
@@ -209,7 +210,7 @@ class Network:
             while queue:
                 self.absorb(victim)
             self.mute.add(victim)
-            self.aggregators[parent].lost(victim, "its connection ended", self.now)
+            self.aggregators[parent].lost(victim, "its connection ended")
 
     def settle(self) -> bool:
         """Let everything arrive that is on its way, in the order of ranks; whether there was anything."""
@@ -217,7 +218,7 @@ class Network:
             actions = self.actions()
             if actions:
                 actions[0]()
-            elif any(g._whole or g._parts for leader, g in self.aggregators.items() if leader not in self.mute):
+            elif any(g.up.deadline is not None for leader, g in self.aggregators.items() if leader not in self.mute):
                 self.now += BATCH_SECONDS
             else:
                 return turn > 0
@@ -226,8 +227,8 @@ class Network:
     @property
     def at_rest(self) -> bool:
         return not any(
-            aggregator.holds or aggregator._asked or aggregator._joined or aggregator._late_joins
-            for aggregator in self.aggregators.values()
+            below.holds or below._asked or below._joined or below._late_joins
+            for below in (aggregator.operations for aggregator in self.aggregators.values())
         )
 
 
@@ -647,7 +648,7 @@ class Leader:
         self.is_told(Execute(tuple(Response(request(name), signature=at) for at, name in enumerate(names))))
 
     def sends_up(self) -> list[Message]:
-        return self.aggregator.take(self.now)
+        return self.aggregator.up.take(self.now)
 
     def sends_down(self) -> list[tuple[int, Message]]:
         down, self.aggregator.down = self.aggregator.down, []
@@ -985,7 +986,7 @@ class TestForgotten:
         both = Part((2, 1, 4, 2), 0), Part((3, 1), request("a"))
         assert leader.sends_up() == [Gathered((), both)]
         leader.now += BATCH_SECONDS
-        leader.aggregator.ask_back(0b110100, [0])  # as the root does, which has just forgotten it
+        leader.aggregator.operations.ask_back(0b110100, [0])  # as the root does, which has just forgotten it
         leader.hears(2, Submit((), (request("a"),), resent=True))
         assert leader.sends_up() == [Gathered((), (Part((2, 1), request("a")),))]
 
@@ -1002,9 +1003,9 @@ class TestForgotten:
         leader.is_told(Execute((Response(replace_ranks("add", (0, 2, 3)), value=2),)))
         leader.is_told(Execute((Response(request("a", 2), signature=5),)))
         leader.hears(3, Submit((5,), (request("b", 2),)))
-        assert leader.aggregator.holds
+        assert leader.aggregator.operations.holds
         leader.is_told(Execute((Response(change, value=2),), (5,)))
-        assert not leader.aggregator.holds
+        assert not leader.aggregator.operations.holds
         assert leader.sends_down() == []
         leader.hears(2, Submit((), (request("b", 2),)))
         assert leader.sends_up() == []
@@ -1163,7 +1164,7 @@ class TestTheEnd:
         leader = Leader()
         leader.is_told(End(5))
         leader.hears(3, Drained())
-        leader.aggregator.lost(3, "its connection ended", leader.now)
+        leader.aggregator.lost(3, "its connection ended")
         assert leader.sends_up() == [Drained((3, 1)), Lost(3, "its connection ended")]
 
     def test_a_leader_that_is_lost_ends_the_ranks_below_it_that_have_not_drained(self) -> None:
@@ -1181,7 +1182,7 @@ class TestTheEnd:
         leader = Leader()
         leader.hears(2, Submit((), (request("a"),)))
         leader.is_told(End(5))
-        assert not leader.aggregator.holds
+        assert not leader.aggregator.operations.holds
         leader.hears(3, Submit((), (request("a"),)))
         leader.hears(4, Gathered((), (Part((4, 2), request("a")),)))
         assert leader.sends_up() == []
