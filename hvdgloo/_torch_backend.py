@@ -44,16 +44,10 @@ def _replace_gloo(c10d: Any) -> None:
         )
         return
 
-    told = False
-
     def get_device_backend_map(self: Any) -> dict[str, str]:
         backends: dict[str, str] = original(self)
         if backends.get("cpu") != "gloo" or set(backends.values()) != {"gloo"}:
             return backends
-        nonlocal told
-        if not told:
-            _logger().info("torch.distributed's groups of the backend gloo are made by hvdgloo (HVDGLOO_AS_GLOO)")
-            told = True
         return {"cpu": "hvdgloo"}
 
     config.get_device_backend_map = get_device_backend_map

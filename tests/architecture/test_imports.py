@@ -62,6 +62,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.torch": {"_backends", "_collectives", "_job", "_platform", "_training", "common", "config", "elastic"},
     "hvdgloo.torch.distributed": {
         "_backends",
+        "_job",
         "_net",
         "_platform",
         "_torch_backend",

@@ -567,7 +567,7 @@ print(sorted(name for name in sys.modules if name.partition(".")[0] in ("hvdgloo
 
 
 def test_a_program_that_says_gloo_gets_hvdgloo_where_that_is_asked_for(tmp_path: Path) -> None:
-    """And only where gloo is a group's only backend."""
+    """And only where gloo is a group's only backend. The log says so, once."""
     code = """
 import os, sys
 import torch, torch.distributed as dist
@@ -581,10 +581,11 @@ print(dist.get_backend(), type(dist.group.WORLD).__name__, type(dist.new_group()
 print(type(dist.new_group(backend="cpu:gloo,cuda:gloo")).__name__)
 dist.destroy_process_group()
 """
-    with Job(2, code, tmp_path, fresh=True, HVDGLOO_AS_GLOO="1") as job:
+    with Job(2, code, tmp_path, fresh=True, HVDGLOO_AS_GLOO="1", HVDGLOO_LOG_LEVEL="info") as job:
         ended = job.wait()
     for each in ended:
         assert each.returncode == 0, each.stderr
+        assert each.stderr.count("groups of the backend gloo are made by hvdgloo") == 1, each.stderr
         first, other = each.stdout.splitlines()
         assert first == "gloo HvdglooProcessGroup HvdglooProcessGroup [2.0, 2.0, 2.0]"
         assert other in ("HvdglooProcessGroup", "ProcessGroup")

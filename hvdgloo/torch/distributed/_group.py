@@ -7,6 +7,7 @@ those for which torch has a trampoline.
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections import Counter
@@ -19,12 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
+from hvdgloo._job.logging import configure_logging
+from hvdgloo.config import Config
 from hvdgloo.torch.distributed import _tensors
 from hvdgloo.torch.distributed._connection import Connection
 from hvdgloo.torch.distributed._messages import Messages
 from hvdgloo.torch.distributed._queue import OperationQueue
 from hvdgloo.torch.distributed._reductions import Reductions
 from hvdgloo.torch.distributed._transfers import Transfers
+
+logger = logging.getLogger(__name__)
 
 _opened: Counter[str] = Counter()
 """The number of groups of each name that this process has made: a store may still hold the keys of an earlier one."""
@@ -155,7 +160,16 @@ class HvdglooProcessGroup(Reductions, Transfers, _ProcessGroup):  # type: ignore
 
 
 def create(options: Any, pg_options: Any = None) -> HvdglooProcessGroup:
-    """Make a group, as torch.distributed asks for it."""
+    """Make a group, as torch.distributed asks for it.
+
+    Raises:
+        ConfigError: a variable in the environment has a value that it cannot have.
+    """
+    if not _opened:  # there may be no hvd.init(), which does it otherwise
+        config = Config.from_env()
+        configure_logging(config, (options.global_ranks_in_group or range(options.group_size))[options.group_rank])
+        if config.as_gloo:
+            logger.info("torch.distributed's groups of the backend gloo are made by hvdgloo (HVDGLOO_AS_GLOO)")
     return HvdglooProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)
 
 
