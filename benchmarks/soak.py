@@ -1,6 +1,6 @@
 """Random collectives for a long time, all results checked: shapes, types, orders, process sets, several threads.
 
-    python benchmarks/soak.py --seconds 600 [--plane gloo|segment|in-place]
+    python benchmarks/soak.py --seconds 600 [--plane gloo|shm]
     python benchmarks/soak.py --seconds 600 --plane hierarchical --hosts h1:2,h2:2
     python benchmarks/soak.py --seconds 600 --np 2 --alternating 3
 
@@ -38,8 +38,7 @@ _SHARE = 5  # one thread may have so many times the operations of another
 PLANES: dict[str, dict[str, str]] = {
     "default": {},
     "gloo": {"HVDGLOO_CPU_OPERATIONS": "gloo"},
-    "segment": {"HVDGLOO_CPU_OPERATIONS": "shm", "HVDGLOO_SHM_DIRECT": "0"},
-    "in-place": {"HVDGLOO_CPU_OPERATIONS": "shm", "HVDGLOO_SHM_DIRECT": "1"},
+    "shm": {"HVDGLOO_CPU_OPERATIONS": "shm"},
     "hierarchical": {"HVDGLOO_HIERARCHICAL_THRESHOLD": "1", "HVDGLOO_HIERARCHICAL_DISTRIBUTION_THRESHOLD": "1"},
 }
 KINDS = ("allreduce", "grouped_allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
@@ -191,10 +190,7 @@ def plane_in_use() -> str:
     """The world's data plane, as ``--plane`` spells it."""
     from hvdgloo._job.process import current
 
-    backend: Any = current().engine._groups[0].host.backend
-    if backend.name != "shm":
-        return str(backend.name)
-    return "in-place" if backend.is_direct else "segment"
+    return str(current().engine._groups[0].host.backend.name)
 
 
 def worker(seconds: float, seed: int, plane: str, alternating: int) -> dict[str, Any]:

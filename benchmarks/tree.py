@@ -6,6 +6,7 @@ The node under test has real connections (Unix sockets to the ranks of its host,
 ends one process says what the others would say. All of them say it at once; in the last case, other leaders send what
 came while they waited for an answer together, as they do (``tree_operations.BATCH_SECONDS``). Neither the tensors nor
 what the node's own rank does with the order are part of it. The least of a few rounds, in milliseconds, and the range.
+With ``--fanin 0``, what rank 0 takes without a tree.
 
     python benchmarks/tree.py --processes 256 [--hosts 16] [--fanin 4] [--seconds 20]
 
@@ -86,7 +87,7 @@ class Idle:
     def execute(self, *_: object, **__: object) -> None: ...
     def execute_queued(self) -> None: ...
     def drain(self, *, idle: bool) -> None: ...
-    def accept(self, message: Execute) -> list[object]:
+    def accept(self, message: Execute, now: float) -> list[object]:
         return []
 
 
@@ -167,13 +168,14 @@ class Node:
     """One rank's control thread."""
 
     def __init__(self, rank: int, slots: Sequence[int], fanin: int) -> None:
-        self.place = position_of(rank, slots, fanin)
         size = sum(slots)
+        place = position_of(rank, slots, fanin) if fanin else None
+        self.place = place or TreePosition(rank, -1, {r: 1 << r for r in range(size)}, frozenset(), 0, 0)
         everyone = {0: tuple(range(size))}
         ends: dict[int, tuple[socket.socket, socket.socket]] = {}
         with socket.create_server(("127.0.0.1", 0)) as listener:
             for peer in (*self.place.children, *([self.place.parent] if self.place.parent >= 0 else [])):
-                ends[peer] = socket.socketpair() if peer in self.place.members else tcp_pair(listener)
+                ends[peer] = socket.socketpair() if place and peer in place.members else tcp_pair(listener)
         context = multiprocessing.get_context("fork")
         self._orders, theirs = context.Pipe()
         self._process = context.Process(target=self._play, args=({p: b for p, (_, b) in ends.items()}, theirs))
@@ -186,9 +188,9 @@ class Node:
             links,
             idle,
             idle,
-            Coordinator(size, everyone, rules, str, self.place) if rank == 0 else None,
+            Coordinator(size, everyone, rules, str, place) if rank == 0 else None,
             parent=self.place.parent,
-            aggregator=Aggregator(self.place, everyone, PATIENCE_SECONDS, _TIMEOUT),
+            aggregator=Aggregator(place, everyone, PATIENCE_SECONDS, _TIMEOUT) if place else None,
             operation_timeout=_TIMEOUT,
             spin_time=0.0,
             describe=str,
@@ -333,7 +335,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--hosts", type=int, help="hosts (default 128, with --processes 16)")
     parser.add_argument("--slots", type=int, default=8, help="ranks on each (default 8)")
-    parser.add_argument("--fanin", type=int, help="leaders that report to one (default 16, with --processes 4)")
+    parser.add_argument("--fanin", type=int, help="leaders that report to one (default 16; 0: no tree)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
     parser.add_argument("--processes", type=int, help="instead: so many ranks that agree, a process each")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long they do (default 20)")
@@ -341,10 +343,12 @@ def main() -> None:
     if options.processes:
         agree(options.processes, options.hosts or 16, options.fanin or 4, options.seconds)
         return
-    hosts, fanin = options.hosts or 128, options.fanin or 16
+    hosts, fanin = options.hosts or 128, 16 if options.fanin is None else options.fanin
     slots = [options.slots] * hosts
     # The root, the busiest other leader, and one that has no others below it.
-    nodes = {"root": 0, "inner leader": options.slots, "last leader": options.slots * (hosts - 1)}
+    nodes = {"root": 0}
+    if fanin:
+        nodes |= {"inner leader": options.slots, "last leader": options.slots * (hosts - 1)}
     print(f"{hosts} hosts x {options.slots}, fan-in {fanin}; milliseconds of processor time per step")
     for name, rank in nodes.items():
         for tensors, messages in CASES:

@@ -217,15 +217,6 @@ def _port_range(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _in_place(text: str) -> str:
-    if text.strip().lower() == "auto":
-        return "auto"
-    try:
-        return str(int(_boolean(text)))
-    except ValueError:
-        raise ValueError("expected auto, 1 or 0") from None
-
-
 def _cores(text: str) -> str:
     cores = [part.strip() for part in text.split(",")]
     if not all(core.isascii() and core.isdigit() for core in cores):
@@ -621,15 +612,6 @@ class Config:
         parse=_integer(1 << 16),
         help="the most shared memory that each rank takes for each process set; larger payloads pass through it piece "
         "by piece",
-    )
-    shm_direct: str = _setting(
-        "auto",
-        env="HVDGLOO_SHM_DIRECT",
-        flag="--shm-direct",
-        yaml="params.shm_direct",
-        parse=_in_place,
-        help="1: with shared memory, read large tensors of other ranks in place, if the kernel permits it (as a "
-        "debugger reads memory); 0: copy them through the segment; auto: 1 where the system gives programs large pages",
     )
     gradient_bucket: int = _setting(
         25 * 1024 * 1024,

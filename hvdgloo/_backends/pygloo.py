@@ -13,6 +13,7 @@ is not used, since it takes the same size from all ranks and otherwise crashes w
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import select
@@ -439,7 +440,7 @@ class PyglooBackend:
         for root, size in enumerate(nbytes):
             place, left = target.address + begins[root] + common, size - common
             if root == self._rank:
-                system.copy_memory(place, source.address + common, left)
+                ctypes.memmove(place, source.address + common, left)
                 yield from self._spread(root, left, source.address + common, 0)
             else:
                 yield from self._spread(root, left, 0, place)
@@ -459,7 +460,7 @@ class PyglooBackend:
         first, and the other receives."""
         outgoing = list(accumulate(sent, initial=source.address))
         incoming = list(accumulate(received, initial=target.address))
-        system.copy_memory(incoming[self._rank], outgoing[self._rank], sent[self._rank])
+        ctypes.memmove(incoming[self._rank], outgoing[self._rank], sent[self._rank])
         for peer in rounds(self._rank, self._size):
             sends = [
                 Piece(Command(Verb.SEND, peer=peer, count=count), load=_load(outgoing[peer] + begin, count))
@@ -504,11 +505,11 @@ def _cut(total: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _load(address: int, nbytes: int) -> Callable[[int], object]:
-    return lambda slot: system.copy_memory(slot, address, nbytes)
+    return lambda slot: ctypes.memmove(slot, address, nbytes)
 
 
 def _store(address: int, nbytes: int) -> Callable[[int], object]:
-    return lambda slot: system.copy_memory(address, slot, nbytes)
+    return lambda slot: ctypes.memmove(address, slot, nbytes)
 
 
 def _store_blocks(places: Sequence[int], nbytes: int) -> Callable[[int], object]:
@@ -516,7 +517,7 @@ def _store_blocks(places: Sequence[int], nbytes: int) -> Callable[[int], object]
 
     def store(slot: int) -> None:
         for number, place in enumerate(places, 1):
-            system.copy_memory(place, slot + number * nbytes, nbytes)
+            ctypes.memmove(place, slot + number * nbytes, nbytes)
 
     return store
 

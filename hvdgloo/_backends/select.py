@@ -49,7 +49,6 @@ def plane_settings(config: Config) -> dict[str, Any]:
         "gloo_provider": gloo_provider(config.gloo_provider),
         "hierarchical_thresholds": (config.hierarchical_threshold, config.hierarchical_distribution_threshold),
         "shm_segment": config.shm_segment,
-        "shm_direct": reads_in_place(config.shm_direct),
     }
 
 
@@ -274,7 +273,7 @@ class Planes:
             return None, "the ranks are on several hosts"
         assert self._config.secret is not None
 
-        from hvdgloo._backends.shm.backend import DIRECT_FROM, ShmBackend, Unsupported
+        from hvdgloo._backends.shm.backend import ShmBackend, Unsupported
 
         try:
             backend = ShmBackend(
@@ -286,7 +285,6 @@ class Planes:
                 lambda member: self._topology.describe(members[member]),
                 connect_timeout=self._config.connect_timeout,
                 limit=int(self._decided["shm_segment"]),
-                direct_from=DIRECT_FROM if self._decided["shm_direct"] else None,
                 arena=self._arena,
                 cancelled=cancelled,
             )
@@ -299,20 +297,8 @@ class Planes:
                 logger.warning("no shared memory between ranks %s, but Gloo: %s", _ranges(members), error)
             return None, str(error)
         if place == 0:
-            how = "large tensors are read in place" if backend.is_direct else "tensors pass through a segment"
-            logger.info("shared memory between ranks %s; %s", _ranges(members), how)
+            logger.info("shared memory between ranks %s", _ranges(members))
         return backend, ""
-
-
-def reads_in_place(setting: str) -> bool:
-    """Return whether to read other ranks' tensors in place: it pays only where the system gives large pages unasked."""
-    if setting != "auto":
-        return setting == "1"
-    try:
-        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
-            return "[always]" in file.read()
-    except OSError:
-        return False
 
 
 def share_a_host(topology: Topology, members: Sequence[int]) -> bool:

@@ -64,7 +64,6 @@ _SECTIONS = {
     "library_options.thread_affinity": "tuning",
     "library_options.cpu_operations": "tuning",
     "library_options.shm_segment_mb": "tuning",
-    "library_options.shm_direct": "tuning",
     "params": "tuning",
     "autotune": "tuning",
     "stall_check": "stalls",

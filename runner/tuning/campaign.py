@@ -182,11 +182,8 @@ def _variants(main: Measured, spec: LaunchSpec) -> list[Variant]:
     given, default = Config.from_env(spec.environ), Config()
     variants = []
     if main.plane == "shm":
-        there = "copied through a segment" if main.direct else "read in place"
-        variants.append(Variant(f"shared memory, large tensors {there}", {"shm_direct": str(int(not main.direct))}))
-        if not main.direct:
-            text = f"shared memory with segments of {_LARGE_SEGMENT >> 20} MiB"
-            variants.append(Variant(text, {"shm_segment": str(_LARGE_SEGMENT)}))
+        text = f"shared memory with segments of {_LARGE_SEGMENT >> 20} MiB"
+        variants.append(Variant(text, {"shm_segment": str(_LARGE_SEGMENT)}))
     if main.plane == "hierarchical":
         variants.append(Variant("Gloo alone, not reduced in each host first", {"hierarchical_threshold": "0"}))
     return [

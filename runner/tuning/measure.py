@@ -85,7 +85,6 @@ class Measured:
     Attributes:
         plane: the data plane of the set of all ranks.
         ranks, hosts: their numbers.
-        direct: True if large tensors are read in place in shared memory.
         sweep: seconds of an allreduce by its size in bytes.
         found: the results for each workload.
     """
@@ -93,7 +92,6 @@ class Measured:
     plane: str
     ranks: int
     hosts: int
-    direct: bool
     sweep: dict[int, float]
     found: tuple[Found, ...]
 
@@ -130,8 +128,7 @@ def measure(workloads: Sequence[Workload], seconds: float, bucket: int, *, searc
             found.append(Found(bench.sent, part, start, before, best, before / gain, tuple(middle.items())))
         if hvd.rank() != 0:
             return None
-        direct = bool(getattr(backend, "is_direct", False))
-        return Measured(backend.name, hvd.size(), hvd.cross_size(), direct, sweep, tuple(found))
+        return Measured(backend.name, hvd.size(), hvd.cross_size(), sweep, tuple(found))
     finally:
         hvd.shutdown()
 

@@ -34,7 +34,7 @@ BACKENDS = (
     "gloo",
     "inline",  # tiny tensors take another way
     "shm",
-    *extended("shm-segment", "shm-pipes", "hierarchical", "tree"),
+    *extended("shm-pipes", "hierarchical", "tree"),
 )
 SIZE = 3
 ARITHMETIC = [dtype for dtype in DType if dtype is not DType.BOOL]

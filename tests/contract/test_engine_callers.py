@@ -19,7 +19,7 @@ from hvdgloo.types import ReduceOp
 from tests.support.world import World
 
 MakeWorld = Callable[..., World]
-BACKENDS = ("inline", "shm-segment")
+BACKENDS = ("inline", "shm")
 LONG = 5.0
 
 

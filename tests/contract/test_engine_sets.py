@@ -26,7 +26,7 @@ BACKENDS = (
     "gloo",
     "inline",  # tiny tensors take another way
     "shm",
-    *extended("shm-segment", "hierarchical", "tree"),
+    *extended("hierarchical", "tree"),
 )
 SIZE = 3
 

@@ -36,7 +36,7 @@ BACKENDS = (
     "gloo",
     "inline",  # tiny tensors take another way
     "shm",
-    *extended("shm-segment", "hierarchical", "tree"),
+    *extended("hierarchical", "tree"),
 )
 SIZE = 3
 REDUCTIONS: dict[ReduceOp, Callable[[np.ndarray], np.ndarray]] = {

@@ -23,7 +23,8 @@ from hvdgloo._backends import kernels
 from hvdgloo._backends.base import Work
 from hvdgloo._backends.shm import limits, segment_collectives, system
 from hvdgloo._backends.shm.backend import ShmBackend, Unsupported
-from hvdgloo._backends.shm.segment_setup import common_ancestor
+from hvdgloo._backends.shm.tensors import Tensors
+from hvdgloo._backends.shm.zero_copy import RESIDENT_FROM
 from hvdgloo._net import abstract
 from hvdgloo.errors import BackendError, ConnectError
 from hvdgloo.rendezvous import MemoryStore
@@ -31,7 +32,7 @@ from hvdgloo.types import Buffer, DType, ReduceOp
 from tests.support.world import SECRET
 
 T = TypeVar("T")
-BACKENDS = ("shm", "shm-segment", "shm-pipes")
+BACKENDS = ("shm", "shm-pipes")
 KIB = 1 << 10
 
 
@@ -53,7 +54,6 @@ class Ranks:
                 lambda member: f"rank {member}",
                 connect_timeout=5,
                 limit=limit,
-                direct_from=1 if kind == "shm" else None,
                 pipes=kind == "shm-pipes",
             )
 
@@ -262,7 +262,7 @@ def test_no_more_rounds_are_kept_prepared_than_the_limit(
 ) -> None:
     """Many small tensors came first, and then a large one takes their places."""
     monkeypatch.setattr(segment_collectives, "_MOST_ROUNDS", 8)
-    group = make_ranks(2, kind="shm-segment")
+    group = make_ranks(2, kind="shm")
     slot = 64 * KIB // segment_collectives.SLOTS
     sizes = [2 * slot // 8, 2 * slot // 8, 2 * slot // 8, 5 * slot // 8, 2 * slot // 8, 20 * slot // 8]
 
@@ -298,7 +298,7 @@ def test_operations_complete_in_the_order_in_which_they_began(ranks: Callable[..
 
 
 def test_the_segment_grows_on_demand_up_to_its_limit(make_ranks: Callable[..., Ranks]) -> None:
-    group = make_ranks(2, kind="shm-segment", limit=1 << 20)
+    group = make_ranks(2, kind="shm", limit=1 << 20)
 
     def reduce(nbytes: int) -> None:
         def rank(place: int) -> None:
@@ -319,7 +319,7 @@ def test_the_segment_grows_on_demand_up_to_its_limit(make_ranks: Callable[..., R
 def test_a_rank_that_gets_no_more_memory_keeps_all_where_they_are(
     make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = make_ranks(3, kind="shm-segment", limit=1 << 20)
+    group = make_ranks(3, kind="shm", limit=1 << 20)
     poor = threading.local()
 
     def check(nbytes: int) -> None:
@@ -358,7 +358,7 @@ def test_only_a_rank_that_sleeps_is_woken(make_ranks: Callable[..., Ranks], monk
     """A post of a value that no rank sleeps for is no system call; one that a rank sleeps for ends the sleep."""
     if not system.has_strong_order():
         pytest.skip("there is no waking by futex on this processor")
-    ranks = make_ranks(2, kind="shm-segment")
+    ranks = make_ranks(2, kind="shm")
     first, second = (backend._signals for backend in ranks.backends)
     woken: list[int] = []
     original = system.futex_wake
@@ -415,46 +415,27 @@ def test_an_abort_ends_a_wait_at_once(ranks: Callable[..., Ranks], who: str) -> 
         group.backends[0].broadcast(Buffer.of_array(data(0, 5)), 0)
 
 
-def test_what_was_read_from_a_rank_that_gave_up_is_not_believed(
+def test_results_of_a_rank_that_gave_up_are_not_believed(
     make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes its memory back while a slow peer still reads: that peer's operation fails, it does not return that."""
+    """It takes its tensor back while a slow peer still reads there: the peer's operation fails."""
     group = make_ranks(2, kind="shm")
-    source, gathered = data(0, 1000), np.zeros(2000, np.float32)
-    target = Buffer.of_array(np.zeros(2000, np.float32))
-    first = group.backends[0].allgather(Buffer.of_array(source), target, [4000, 4000])
-    real = system.read_memory
-
-    def slow_reader(*arguments: Any) -> int:
-        group.backends[0].abort()
-        source[:] = -1  # its owner uses it for something else
-        return real(*arguments)
-
-    monkeypatch.setattr(system, "read_memory", slow_reader)
-    with pytest.raises(BackendError, match="rank 0 of the set has given up"):
-        finish(group.backends[1].allgather(Buffer.of_array(data(1, 1000)), Buffer.of_array(gathered), [4000, 4000]))
-    with pytest.raises(BackendError):
-        first.completes_within(5)
-
-
-def test_results_of_a_rank_that_gave_up_are_not_believed_either(
-    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As above, while the last slice of an allreduce is taken from it."""
-    group = make_ranks(2, kind="shm")
-    arrays = [data(0, 1000), data(1, 1000)]
+    count = RESIDENT_FROM // 4
+    arrays = []
+    for backend in group.backends:
+        arrays.append(np.frombuffer(backend.allocate(4 * count), np.float32))
+        arrays[-1][:] = 1
     works = [group.backends[rank].allreduce(Buffer.of_array(arrays[rank]), ReduceOp.SUM) for rank in (0, 1)]
-    # Both have reduced their slice, and rank 0 has taken rank 1's slice, after these:
-    assert not works[1].completes_within(0)
-    assert not works[0].completes_within(0.05)
-    real = system.read_memory
+    copy_from = Tensors.copy_from
 
-    def slow_reader(*arguments: Any) -> int:
+    def slow_reader(self: Tensors, source: Any, begin: int, end: int) -> None:
         group.backends[0].abort()
-        arrays[0][:] = -1
-        return real(*arguments)
+        arrays[0][:] = -1  # its owner uses it for something else
+        copy_from(self, source, begin, end)
 
-    monkeypatch.setattr(system, "read_memory", slow_reader)
+    assert not works[1].completes_within(0)
+    assert not works[0].completes_within(0.05)  # it has taken rank 1's slice, and rank 1 has only reduced its own
+    monkeypatch.setattr(Tensors, "copy_from", slow_reader)
     with pytest.raises(BackendError, match="rank 0 of the set has given up"):
         works[1].completes_within(5)
 
@@ -510,25 +491,6 @@ def test_what_one_member_cannot_do_none_does(
     assert all(isinstance(result, Unsupported) for result in results), results
     assert len({str(result) for result in results}) == 1
     assert reason in str(results[0])
-
-
-def test_one_member_that_may_not_read_keeps_all_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    thread_ranks(monkeypatch, "read_memory", 2, OSError(errno.EPERM, "Operation not permitted"))
-    results = meet(3)
-    assert [isinstance(result, ShmBackend) and result.is_direct for result in results] == [False] * 3
-    for result in results:
-        assert isinstance(result, ShmBackend)
-        result.close()
-
-
-def test_a_process_of_the_same_number_elsewhere_is_not_taken_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers may share a network and number their processes each for itself."""
-    # There is memory at that address, and it does not hold what the rank has put up.
-    monkeypatch.setattr(system, "read_memory", lambda pid, local, remote: local[0][1])
-    for result in meet(2):
-        assert isinstance(result, ShmBackend)
-        assert not result.is_direct
-        result.close()
 
 
 def test_who_does_not_know_the_secret_gets_no_memory() -> None:
@@ -647,12 +609,3 @@ def test_a_memory_limit_is_looked_at_before(monkeypatch: pytest.MonkeyPatch) -> 
         result.close()
     files["/a", "memory.max"] = 51 << 20
     assert "below the memory limit" in str(meet(2)[1])
-
-
-@pytest.mark.parametrize(
-    ("pids", "expected"),
-    [([5, 6], 4), ([5, 8], 2), ([5, 4], 4), ([5, 9], 1), ([5, 11], 0)],
-)
-def test_the_nearest_common_ancestor(pids: list[int], expected: int) -> None:
-    parents = {1: 0, 2: 1, 4: 2, 5: 4, 6: 4, 8: 2, 9: 1, 11: 0}
-    assert common_ancestor(pids, parents.__getitem__) == expected

@@ -494,7 +494,7 @@ def test_a_gradient_stays_as_it_is_while_a_slow_peer_reads_it(monkeypatch: pytes
         yield from original(self, step)
 
     monkeypatch.setattr(ZeroCopy, "_end", slow_end)
-    world = World(2, "shm-segment")
+    world = World(2, "shm")
 
     def rank_body(context: Context) -> None:
         memory = context.engine.allocate(0, 1 << 16)
@@ -530,7 +530,7 @@ def test_all_go_another_way_where_one_ranks_tensor_is_elsewhere(world: MakeWorld
 
 class TestArena:
     def test_memory_comes_back_and_is_found_where_it_is(self) -> None:
-        with World(2, "shm-segment") as world:
+        with World(2, "shm") as world:
             arena = world.contexts[0].engine._groups[0].host.backend._arena  # type: ignore[attr-defined]
             blocks = [arena.allocate(size) for size in (5000, 1, 70_000)]
             places = [Buffer.of_array(np.frombuffer(block, np.uint8)).address for block in blocks]
@@ -545,7 +545,7 @@ class TestArena:
             assert arena.offset_of(Buffer.of_array(np.frombuffer(again, np.uint8)).address, 1) == 8192
 
     def test_memory_outlives_the_job(self) -> None:
-        with World(2, "shm-segment") as world:
+        with World(2, "shm") as world:
             memory = world.contexts[0].engine.allocate(0, 1 << 16)
             tensor = torch.frombuffer(memory, dtype=torch.float32)
             tensor.fill_(7.0)
@@ -557,7 +557,7 @@ class TestArena:
         def no_room(nbytes: int) -> None:
             raise OSError(12, "no room")
 
-        with World(2, "shm-segment") as world:
+        with World(2, "shm") as world:
             monkeypatch.setattr("hvdgloo._backends.shm.limits.check_room", no_room)
             assert world.contexts[0].engine.allocate(0, 1 << 16) is None
             monkeypatch.undo()

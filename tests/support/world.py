@@ -49,10 +49,10 @@ class World:
 
     Args:
         backend: "local", "gloo" (torch's, or pygloo's where there is no torch), or "inline": local, and tiny tensors
-            travel with the agreement as they do by default; "shm" reading whatever there is from the peers' memory,
-            "shm-segment" nothing, "shm-pipes" as on processors that reorder stores; "hierarchical" what a job gets that
-            has two ranks on each host, whatever the tensor's size; "tree" as "inline", but ranks speak to rank 0 by way
-            of leaders, as if they were on several hosts.
+            travel with the agreement as they do by default; "shm",
+            and "shm-pipes" as on processors that reorder stores; "hierarchical" what a job gets that has two ranks on
+            each host, whatever the tensor's size; "tree" as "inline", but ranks speak to rank 0 by way of leaders, as
+            if they were on several hosts.
         wrap: applied to each rank's backend, to inject faults.
         open_device: from a rank and what ``Engine`` asks for, the planes of tensors that claim to be a GPU's.
         spin_time: see ``EngineSettings``.
@@ -199,7 +199,7 @@ class World:
             return gloo_backend(provider, self._store, prefix, place, size, "127.0.0.1", timeout, cancelled)
         if size == 1:
             return LocalGroup(1).backend(0)
-        backend = ShmBackend(
+        return ShmBackend(
             self._store,
             prefix,
             place,
@@ -208,12 +208,9 @@ class World:
             lambda rank: f"rank {rank}",
             connect_timeout=config.connect_timeout,
             limit=config.shm_segment,
-            direct_from=1 if self.backend == "shm" else None,
             pipes=self.backend == "shm-pipes",
             cancelled=cancelled,
         )
-        assert backend.is_direct == (self.backend == "shm")
-        return backend
 
     def _on_hosts(self, rank: int, config: Config) -> Planes:
         hosts = tuple(Host(f"h{number}", f"identity of h{number}") for number in range((self.size + 1) // 2))

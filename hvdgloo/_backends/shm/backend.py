@@ -18,15 +18,14 @@ from hvdgloo._backends.base import Done, RendezvousStore, Work
 from hvdgloo._backends.shm import system
 from hvdgloo._backends.shm.arena import Arena, arena_bytes
 from hvdgloo._backends.shm.calls import Calls
-from hvdgloo._backends.shm.direct import CHUNK, MOST_RANKS, Direct
 from hvdgloo._backends.shm.reduction import Reducer, Reduction, scale
 from hvdgloo._backends.shm.segment import PAGE, smallest
 from hvdgloo._backends.shm.segment_collectives import Course, SegmentCollectives, Steps, Wait
 from hvdgloo._backends.shm.segment_setup import SegmentSetup
 from hvdgloo._backends.shm.small import SmallCollectives
 from hvdgloo._backends.shm.system import Unsupported
-from hvdgloo._backends.shm.tensors import MAX_TENSORS, Tensors
-from hvdgloo._backends.shm.zero_copy import RESIDENT_FROM, ZeroCopy
+from hvdgloo._backends.shm.tensors import Tensors
+from hvdgloo._backends.shm.zero_copy import CHUNK, RESIDENT_FROM, ZeroCopy
 from hvdgloo._net.descriptors import close_keeping_numbers
 from hvdgloo._net.handshake import Handshake
 from hvdgloo.errors import BackendError
@@ -35,12 +34,6 @@ from hvdgloo.types import Buffer, ReduceOp
 __all__ = ["ShmBackend", "Unsupported"]
 
 logger = logging.getLogger(__name__)
-
-DIRECT_FROM = 1 << 20
-"""Bytes of a tensor from which reading it in place pays, where its pages are large: the kernel looks up each page that
-it reads from. Measured with 2 ranks and a broadcast of 100 MB: with pages of 2 MiB 6.2 ms in place and 9.5 through the
-segment, with pages of 4 KiB 13.4 and 7.1."""
-
 
 _MOST_KNOWN = 32
 """Sets of tensors whose pieces are kept: what a training step has in flight."""
@@ -72,8 +65,6 @@ class ShmBackend:
         describe: names a rank of the set.
         connect_timeout: seconds within which the others must arrive.
         limit: bytes of the segment per rank at most.
-        direct_from: bytes of a tensor, on average, from which it is read in place; None to leave the peers' memory
-            alone.
         arena: bytes per rank that ``allocate`` can give out; None for as much as this machine has.
         pipes: whether numbers travel through pipes; None to decide by the processor.
         cancelled: asked now and then whether to give up connecting.
@@ -101,13 +92,12 @@ class ShmBackend:
         *,
         connect_timeout: float,
         limit: int,
-        direct_from: int | None = DIRECT_FROM,
         arena: int | None = None,
         pipes: bool | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> None:
         self._rank = rank
-        met = SegmentSetup(
+        self._segment, self._signals = SegmentSetup(
             store,
             prefix,
             rank,
@@ -117,16 +107,11 @@ class ShmBackend:
             timeout=connect_timeout,
             limit=max(limit // PAGE * PAGE, smallest(size)),
             arena=arena_bytes(size) if arena is None else arena // PAGE * PAGE,
-            direct_from=direct_from if size <= MOST_RANKS else None,
             pipes=not system.has_strong_order() if pipes is None else pipes,
             cancelled=cancelled,
         ).meet()
-        self._segment, self._signals = met.segment, met.signals
-        self.is_direct = met.pids is not None
-        self._direct_from = met.direct_from
         reducer, course = Reducer(rank, size, max(CHUNK, self._segment.limit)), Course()
         self._rounds = SegmentCollectives(self._segment, self._signals, reducer, course)
-        self._direct = Direct(self._segment, self._signals, reducer, course, met.pids) if met.pids is not None else None
         self._arena = Arena(self._segment)
         self._resident = None
         if self._segment.arena:
@@ -160,17 +145,12 @@ class ShmBackend:
             (source, target), nbytes = pairs[0], pairs[0][0].nbytes
             return self._begin("allreduce", nbytes, self._allreduce_one(source, target, reduction), pairs)
 
-        def steps() -> Steps:
-            for at in range(0, len(pairs), MAX_TENSORS):
-                some = pairs[at : at + MAX_TENSORS]
-                source, target = self._tensors([pair[0] for pair in some]), self._tensors([pair[1] for pair in some])
-                yield from self._way(source.nbytes // source.count).allreduce(source, target, reduction)
-
-        return self._begin("allreduce", sum(source.nbytes for source, _ in pairs), steps(), pairs)
+        several, results = self._tensors([pair[0] for pair in pairs]), self._tensors([pair[1] for pair in pairs])
+        return self._begin("allreduce", several.nbytes, self._rounds.allreduce(several, results, reduction), pairs)
 
     def _allreduce_one(self, source: Buffer, target: Buffer, reduction: Reduction) -> Steps:
         one, result = self._tensors([source]), self._tensors([target])
-        elsewhere = self._way(one.nbytes).allreduce(one, result, reduction)
+        elsewhere = self._rounds.allreduce(one, result, reduction)
         if self._resident is None or one.nbytes < RESIDENT_FROM:
             return elsewhere
         in_place = source.address == target.address
@@ -211,21 +191,20 @@ class ShmBackend:
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
         total = sum(nbytes)
-        steps = self._way(total).allgather(source, target, nbytes)
+        steps = self._rounds.allgather(source, target, nbytes)
         return self._begin("allgather", total, steps, (source, target)) if total else Done()
 
     def broadcast(self, buffer: Buffer, root: int) -> Work:
-        steps = self._way(buffer.nbytes).broadcast(buffer, root)
+        steps = self._rounds.broadcast(buffer, root)
         return self._begin("broadcast", buffer.nbytes, steps, (buffer,)) if buffer.nbytes else Done()
 
     def alltoall(self, source: Buffer, target: Buffer, sent: Sequence[int], received: Sequence[int]) -> Work:
-        # Ranks know only their own sizes, so what is decided by them would not be the same everywhere.
-        steps = (self._direct or self._rounds).alltoall(source, target, sent, received)
+        steps = self._rounds.alltoall(source, target, sent, received)
         return self._begin("alltoall", sum(received), steps, (source, target))
 
     def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], op: ReduceOp) -> Work:
         total = sum(nbytes)
-        steps = self._way(total).reducescatter(source, target, nbytes, Reduction(source.dtype, op))
+        steps = self._rounds.reducescatter(source, target, nbytes, Reduction(source.dtype, op))
         return self._begin("reducescatter", total, steps, (source, target)) if total else Done()
 
     def scale(self, buffer: Buffer, factor: float) -> None:
@@ -286,7 +265,3 @@ class ShmBackend:
                 signals.check_peers()
                 if time.monotonic() >= deadline:
                     return False
-
-    def _way(self, nbytes: int) -> Direct | SegmentCollectives:
-        """Return the way for tensors of this average size on all ranks."""
-        return self._direct if self._direct is not None and nbytes >= self._direct_from else self._rounds

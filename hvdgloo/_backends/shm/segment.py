@@ -1,8 +1,8 @@
-"""The memory that the ranks of a set share: for each of them a page of words, a table, and room for data.
+"""The memory that the ranks of a set share: for each of them a page of words, and room for data.
 
 ::
 
-    rank 0: words | table     rank 1: words | table     ...     rank 0: data     rank 1: data     ...
+    rank 0: words     rank 1: words     ...     rank 0: data     rank 1: data     ...
 
 Every rank writes its own part only, and reads the others'. All of it is one memfd, as large as it may ever become, and
 mapped once: nothing is remapped while it is in use. Memory is taken where it is first used: a rank's room for data
@@ -23,17 +23,11 @@ import numpy.typing as npt
 from hvdgloo._backends.shm import limits, system
 
 PAGE = 4096
-TABLE_ENTRIES = 1024
-"""Numbers of 64 bits that a rank can show to the others: addresses of tensors, offsets."""
-
-_CONTROL = PAGE + TABLE_ENTRIES * 8
 SMALLEST = 1 << 16
 """Bytes of data per rank that are reserved from the beginning, if the ranks are not many, and the least limit."""
 
 # Words of 64 bits, each on a cache line of its own where a rank polls it.
-PROGRESS, RELEASED, GONE, PID, ADDRESS, GRANTED, ASLEEP, PLACE, CALLS = 0, 8, 16, 24, 25, 32, 96, 104, 256
-NONCE, NONCE_BYTES = 256, 32
-"""The places of the bytes that a peer must find when it reads this rank's memory (in bytes; the others in words)."""
+PROGRESS, RELEASED, GONE, GRANTED, ASLEEP, PLACE, CALLS = 0, 8, 16, 32, 96, 104, 256
 
 _MOST_GRANTS = 64
 
@@ -60,9 +54,7 @@ class Segment:
         memory = (ctypes.c_ubyte * self._nbytes).from_address(self._address)
         view = memoryview(memory).cast("B")
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(view, np.uint8)
-        self._words = [view[at : at + PAGE].cast("Q") for at in map(_control, range(size))]
-        tables = [view[at + PAGE : at + _CONTROL] for at in map(_control, range(size))]
-        self._tables: list[npt.NDArray[np.uint64]] = [np.frombuffer(table, np.uint64) for table in tables]
+        self._words = [view[at : at + PAGE].cast("Q") for at in range(0, size * PAGE, PAGE)]
         self._grants = 0
 
     @staticmethod
@@ -73,12 +65,12 @@ class Segment:
             Unsupported, OSError: there is no such memory here, or no room or descriptor for it.
         """
         first = smallest(size)
-        limits.check_room(size * (_CONTROL + first))
+        limits.check_room(size * (PAGE + first))
         descriptor = system.create_memory("hvdgloo", total_bytes(size, limit, arena))
         try:
-            os.posix_fallocate(descriptor, 0, size * _CONTROL)
+            os.posix_fallocate(descriptor, 0, size * PAGE)
             for rank in range(size):
-                os.posix_fallocate(descriptor, size * _CONTROL + rank * limit, first)
+                os.posix_fallocate(descriptor, size * PAGE + rank * limit, first)
         except BaseException:
             os.close(descriptor)
             raise
@@ -98,24 +90,11 @@ class Segment:
     def word_address(self, rank: int, index: int) -> int:
         """Return the address of the word; its lower 32 bits begin there, too, on every machine that we know the futex
         number of."""
-        return self._address + _control(rank) + 8 * index
-
-    def nonce(self, rank: int) -> memoryview[int]:
-        """The bytes that a rank has put up to be found in its memory."""
-        return self._words[rank].cast("B")[NONCE : NONCE + NONCE_BYTES]
-
-    def show(self, numbers: list[int]) -> None:
-        """Put numbers of 64 bits into this rank's table."""
-        self._tables[self.rank][: len(numbers)] = numbers
-
-    def shown(self, rank: int, count: int) -> list[int]:
-        """The first numbers in a rank's table."""
-        numbers: list[int] = self._tables[rank][:count].tolist()
-        return numbers
+        return self._address + rank * PAGE + 8 * index
 
     def data(self, rank: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         """A stretch of a rank's room for data."""
-        at = self.size * _CONTROL + rank * self.limit + offset
+        at = self.size * PAGE + rank * self.limit + offset
         return self.bytes[at : at + nbytes]
 
     def arena_at(self, rank: int, offset: int) -> int:
@@ -133,7 +112,7 @@ class Segment:
         The answer is 0 if there is no more; each call has a word of its own, so that a fast rank's next answer does not
         overwrite one that a slow rank has yet to read.
         """
-        granted = self.back(self.size * _CONTROL + self.rank * self.limit, nbytes)
+        granted = self.back(self.size * PAGE + self.rank * self.limit, nbytes)
         self.set_word(GRANTED + self._grants % _MOST_GRANTS, nbytes if granted else 0)
         self._grants += 1
 
@@ -157,7 +136,6 @@ class Segment:
         """Give the memory back, which no thread uses any more."""
         if self._address:
             self._words.clear()
-            self._tables.clear()
             self.bytes = np.empty(0, np.uint8)
             system.unmap_memory(self._address, self._nbytes)
             self._address = 0
@@ -168,16 +146,12 @@ class Segment:
 
 def total_bytes(size: int, limit: int, arena: int = 0) -> int:
     """Return the largest size of the memory of ``size`` ranks."""
-    return size * (_CONTROL + limit + arena)
+    return size * (PAGE + limit + arena)
 
 
 def smallest(size: int) -> int:
     """Bytes of data that each of ``size`` ranks has from the beginning: a few hundred for each peer at least."""
     return max(SMALLEST, -(-size * 1024 // PAGE) * PAGE)
-
-
-def _control(rank: int) -> int:
-    return rank * _CONTROL
 
 
 # All of this process's memory, of which slices are taken: ctypes would make a type for every size, which takes longer

@@ -10,15 +10,12 @@ all members say whether they can, and rank 0 says what holds for all::
     member -> rank 0   handshake (``_net.handshake``), then settings back
     rank 0 -> member   descriptors (SCM_RIGHTS): the memory, and pipes where numbers travel through them
     member -> rank 0   "it is mapped"                         rank 0 -> member   go on
-    member -> rank 0   "who must may read my memory"          rank 0 -> member   go on
-    member -> rank 0   "I have read every rank's memory"       rank 0 -> member   direct, or segment
 
 Whatever one member cannot do, none does: it is ``Unsupported`` on all of them, with the same reason.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import secrets
@@ -54,20 +51,6 @@ _MOST_DESCRIPTORS = 250
 """That one message carries (SCM_MAX_FD is 253)."""
 
 
-class Met:
-    """The result of a meeting.
-
-    Attributes:
-        segment, signals: shared with all members.
-        pids: of all ranks of the set, if their memory can be read; else None.
-        direct_from: bytes of a payload that is read in place.
-    """
-
-    def __init__(self, segment: Segment, signals: Signals, pids: list[int] | None, direct_from: int = 0) -> None:
-        self.segment, self.signals, self.pids = segment, signals, pids
-        self.direct_from = direct_from
-
-
 class SegmentSetup:
     """One rank's part in it.
 
@@ -79,8 +62,7 @@ class SegmentSetup:
         timeout: seconds that the others have to come.
         limit: bytes of data per rank that the segment has at most; rank 0's word counts.
         arena: bytes per rank for tensors that live in the segment; rank 0's word counts.
-        direct_from: bytes of a payload that is read in place, None for none; rank 0's word counts, as for ``pipes``.
-        pipes: True if numbers travel through pipes.
+        pipes: True if numbers travel through pipes; rank 0's word counts.
         cancelled: asked now and then whether to give up, if that may be.
     """
 
@@ -96,7 +78,6 @@ class SegmentSetup:
         timeout: float,
         limit: int,
         arena: int,
-        direct_from: int | None,
         pipes: bool,
         cancelled: Callable[[], bool] | None,
     ) -> None:
@@ -107,7 +88,6 @@ class SegmentSetup:
         self._settings: dict[str, Any] = {
             "limit": limit,
             "arena": arena,
-            "direct_from": direct_from,
             "pipes": pipes,
         }
         self._socks: dict[int, socket.socket] = {}
@@ -115,8 +95,11 @@ class SegmentSetup:
         self._segment: Segment | None = None
         self._signals: FutexSignals | PipeSignals | None = None
 
-    def meet(self) -> Met:
+    def meet(self) -> tuple[Segment, Signals]:
         """Take part.
+
+        Returns:
+            what this rank shares with all members.
 
         Raises:
             Unsupported: some member cannot share memory; raised on all of them.
@@ -132,26 +115,14 @@ class SegmentSetup:
             for sock in self._socks.values():
                 sock.close()
 
-    def _meet(self) -> Met:
+    def _meet(self) -> tuple[Segment, Signals]:
         descriptors = self._lead() if self._rank == 0 else self._join()
         pipes = bool(self._settings["pipes"])
         problem = self._attempt(lambda: self._map(descriptors, pipes))
         self._agree(problem)
-        segment, signals = self._segment, self._signals
-        assert segment is not None
-        assert signals is not None
-        pids = [segment.word(rank, layout.PID) for rank in range(self._size)]
-        direct_from = self._settings["direct_from"]
-        if direct_from is None:
-            return Met(segment, signals, None)
-        self._attempt(lambda: _permit(pids))
-        self._agree(None)
-        problem = self._attempt(lambda: self._read_everybody(segment, pids))
-        try:
-            self._agree(problem)
-        except Unsupported:
-            return Met(segment, signals, None)
-        return Met(segment, signals, pids, direct_from)
+        assert self._segment is not None
+        assert self._signals is not None
+        return self._segment, self._signals
 
     def _lead(self) -> list[int]:
         """Rank 0: make everything, and hand it to all."""
@@ -268,20 +239,6 @@ class SegmentSetup:
         else:
             self._signals = FutexSignals(self._segment)
             system.futex_wake(self._segment.word_address(self._rank, layout.PROGRESS))  # is it permitted?
-        # What the others look for in this process's memory.
-        self._nonce = ctypes.create_string_buffer(os.urandom(layout.NONCE_BYTES), layout.NONCE_BYTES)
-        self._segment.nonce(self._rank)[:] = self._nonce.raw
-        self._segment.set_word(layout.ADDRESS, ctypes.addressof(self._nonce))
-        self._segment.set_word(layout.PID, os.getpid())
-
-    def _read_everybody(self, segment: Segment, pids: Sequence[int]) -> None:
-        found = ctypes.create_string_buffer(layout.NONCE_BYTES)
-        here = [(ctypes.addressof(found), layout.NONCE_BYTES)]
-        for rank, pid in enumerate(pids):
-            there = [(segment.word(rank, layout.ADDRESS), layout.NONCE_BYTES)]
-            if system.read_memory(pid, here, there) != layout.NONCE_BYTES or found.raw != bytes(segment.nonce(rank)):
-                # Containers that share a network may number processes each for itself.
-                raise Unsupported(f"process {pid} is not rank {rank}")
 
     def _attempt(self, action: Callable[[], None]) -> str | None:
         """Do something; why it could not be done."""
@@ -407,43 +364,6 @@ def _receive_descriptors(sock: socket.socket, count: int) -> list[int]:
     for descriptor in found:
         os.set_inheritable(descriptor, False)
     return found
-
-
-def _permit(pids: Sequence[int]) -> None:
-    """Permit reading this process, where Yama lets only its ancestors do so, to all descendants of the ranks' common
-    one.
-
-    In a job of a launcher that is the launcher's agent. There is no process to name if the ranks have nothing but the
-    system's first process in common; then the segment does.
-    """
-    try:
-        with open("/proc/sys/kernel/yama/ptrace_scope", encoding="ascii") as file:
-            if int(file.read()) != 1:
-                return
-    except (OSError, ValueError):
-        return
-    ancestor = common_ancestor(list(pids), _parent)
-    if ancestor > 1:
-        system.permit_reading_by_descendants_of(ancestor)
-
-
-def common_ancestor(pids: Sequence[int], parent: Callable[[int], int]) -> int:
-    """The nearest process that all descend from, or that is one of them; 0 if there is none."""
-    lines: list[list[int]] = []
-    for pid in pids:
-        line = [pid]
-        while line[-1] > 0:
-            line.append(parent(line[-1]))
-        lines.append(line)
-    return next((pid for pid in lines[0] if all(pid in line for line in lines)), 0)
-
-
-def _parent(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return int(file.read().rpartition(")")[2].split()[1])  # the name, in brackets, may hold anything
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def _text(error: BaseException) -> str:

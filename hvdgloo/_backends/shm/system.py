@@ -11,19 +11,11 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
 from typing import Any
-
-Run = tuple[int, int]
-"""Address and number of bytes of a stretch of memory."""
-
-MAX_RUNS = 1024
-"""Stretches that one process_vm_readv takes on each side (IOV_MAX)."""
 
 _FUTEX_NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98}
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
-_PR_SET_PTRACER = 0x59616D61
 _MFD_NOEXEC_SEAL = 0x8
 _MAP_NORESERVE = 0x4000
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
@@ -85,48 +77,6 @@ def futex_wake(address: int) -> None:
     if _wake(_number, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0) < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"futex: {os.strerror(code)}")
-
-
-_readv: Any = _libc["process_vm_readv"] if hasattr(_libc, "process_vm_readv") else None
-if _readv is not None:
-    _readv.restype = ctypes.c_ssize_t
-    _readv.argtypes = [
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_void_p,
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    ]
-
-
-def read_memory(pid: int, local: Sequence[Run], remote: Sequence[Run]) -> int:
-    """Copy from another process's memory into this one's, stretch after stretch; both sides are equally long in all.
-
-    Returns:
-        the number of bytes read, which is less than asked for if a stretch does not exist.
-
-    Raises:
-        OSError: the kernel forbids it (EPERM, ENOSYS), the process is gone (ESRCH), the memory does not exist (EFAULT).
-    """
-    if _readv is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    to = (ctypes.c_uint64 * (2 * len(local)))(*[number for run in local for number in run])
-    of = (ctypes.c_uint64 * (2 * len(remote)))(*[number for run in remote for number in run])
-    done = _readv(pid, to, len(local), of, len(remote), 0)
-    if done < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return int(done)
-
-
-copy_memory = ctypes.memmove
-"""Copy bytes within this process: to, from, how many."""
-
-
-def permit_reading_by_descendants_of(pid: int) -> None:
-    """Let that process and its descendants read this one's memory where Yama's ptrace_scope is 1; 0 withdraws that."""
-    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)  # fails where there is no Yama, and nothing to permit
 
 
 _SEALS = 0

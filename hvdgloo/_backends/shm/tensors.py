@@ -11,13 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdgloo._backends.shm.segment import array_at
-from hvdgloo._backends.shm.system import MAX_RUNS, Run
 from hvdgloo.types import Buffer
 
 Array = npt.NDArray[Any]
-
-MAX_TENSORS = MAX_RUNS // 2
-"""Tensors in one stretch: each rank shows two addresses per tensor, and one system call takes all of them."""
 
 
 class Tensors:
@@ -53,11 +49,6 @@ class Tensors:
             begin = stop
             index += 1
         return found
-
-    def runs(self, begin: int, end: int, addresses: Sequence[int] | None = None) -> list[Run]:
-        """The memory of a stretch, here or where ``addresses`` say that the same tensors lie."""
-        places = self.addresses if addresses is None else addresses
-        return [(places[index] + offset, nbytes) for index, offset, nbytes in self.spans(begin, end)]
 
     def arrays(self, begin: int, end: int) -> list[Array]:
         """The elements of a stretch, which begins and ends between elements."""

@@ -143,7 +143,6 @@ def for_shared_memory(rank: int) -> Callable[[ExitStack, Event], object]:
             timeout=NEVER,
             limit=1 << 20,
             arena=0,
-            direct_from=None,
             pipes=False,
             cancelled=event,
         ).meet()

@@ -164,8 +164,8 @@ def found(in_buckets: bool, best: Setup, start_seconds: float, best_seconds: flo
     return Found(sent, 1.0, START, start_seconds, best, best_seconds, tried)
 
 
-def measured(plane: str, *each: Found, direct: bool = False) -> Measured:
-    return Measured(plane, 4, 2, direct, {1 << 10: 1e-4, 1 << 20: 2e-3, 1 << 26: 1.5}, each)
+def measured(plane: str, *each: Found) -> Measured:
+    return Measured(plane, 4, 2, {1 << 10: 1e-4, 1 << 20: 2e-3, 1 << 26: 1.5}, each)
 
 
 class Hosts:
@@ -236,21 +236,17 @@ class TestCampaign:
         assert expected in report.as_text(done).splitlines()
         assert json.loads(report.as_json(done))["again"]["seconds"] == 0.15
 
-    def test_shared_memory_is_tried_in_the_other_ways_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for direct, expected in (
-            (True, [{"shm_direct": "0"}]),
-            (False, [{"shm_direct": "1"}, {"shm_segment": "16777216"}]),
-        ):
-            main = measured("shm", found(True, START, 0.2, 0.2), direct=direct)
-            done = conduct(monkeypatch, Hosts(main, lambda settings: 0.2))
-            assert [variant.settings for variant, _ in done.others] == expected
-            assert done.settings == {}
+    def test_shared_memory_is_tried_with_larger_segments(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        main = measured("shm", found(True, START, 0.2, 0.2))
+        done = conduct(monkeypatch, Hosts(main, lambda settings: 0.2))
+        assert [variant.settings for variant, _ in done.others] == [{"shm_segment": "16777216"}]
+        assert done.settings == {}
 
     def test_what_the_user_has_chosen_is_not_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
         main = measured("shm", found(True, START, 0.2, 0.2))
-        spec = replace(SPEC, environ={"HVDGLOO_SHM_DIRECT": "0"})
+        spec = replace(SPEC, environ={"HVDGLOO_SHM_SEGMENT": "8388608"})
         done = conduct(monkeypatch, Hosts(main, lambda settings: 0.2), spec=spec)
-        assert [variant.settings for variant, _ in done.others] == [{"shm_segment": "16777216"}]
+        assert done.others == ()
 
     @pytest.mark.parametrize(
         "program", [["train.py", "-v"], ["python3", "train.py", "-v"], ["/usr/bin/python", "-m", "train", "-v"]]
