@@ -22,6 +22,7 @@ from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
 from hvdgloo.rendezvous._host_identity import host_identity
 from hvdgloo.runner.agent.facts import Facts, examine
 from hvdgloo.runner.console.console import Console
+from hvdgloo.runner.console.progress import REMEDIES
 from hvdgloo.runner.console.startup_view import StartDisplay
 from hvdgloo.runner.doctor.report import all_well, as_json, as_text
 from hvdgloo.runner.doctor.rules import (
@@ -40,6 +41,8 @@ from hvdgloo.runner.network_discovery import explore
 from hvdgloo.runner.protocol.frames import Examine, Examined, Hello, Require
 from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, passed_on
 from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.host_state import HostState, Lost
+from hvdgloo.runner.supervise.startup import Startup
 from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
 from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.select import choose_spawner
@@ -65,7 +68,8 @@ def run(
     """
     spawner = spawner or choose_spawner(spec.hosts, spec.reach)
     with _agents(spec, spawner, stderr) as supervisor:
-        round_ = _Round(supervisor.gather_usable())
+        supervisor.gather_usable()
+        round_ = _Round(supervisor.left_out)
         _look_round(supervisor, spec, spawner, round_)
         _try_addresses(supervisor, spec, round_)
     visits = [_visit(host, round_) for host in spec.hosts]
@@ -98,15 +102,48 @@ class _Round:
     connections: list[Finding] = field(default_factory=list)
 
 
+class _Supervisor(Supervisor):
+    """A supervisor that leaves out hosts that cannot be used, or are lost, instead of ending.
+
+    Attributes:
+        left_out: the hosts that are left out, with the reasons. More may be added while the supervisor runs.
+    """
+
+    left_out: dict[HostEntry, str]
+
+    def gather_usable(self) -> None:
+        """Start agents, and wait until all are up or left out.
+
+        Raises:
+            LaunchError: a command could not be executed here.
+            JobFailedError: a signal interrupted the start.
+        """
+        self.left_out = {}
+        startup = Startup(self._agents.hosts, patient=True)
+        self._bring_up(startup, None)
+        if self.outcome.interrupted is not None:
+            raise JobFailedError("interrupted", exit_code=self.outcome.exit_code)
+        for host in self._agents.hosts:
+            if host.starting_up:
+                late = f"has not answered within {self._spec.start_timeout:g} s; {REMEDIES[host.step]}"
+                self._agents.happen(host, Lost(late))
+        self.left_out.update(startup.reasons())
+        self._agents.release([link for link in self.links if link.gone])
+
+    def lost(self, host: HostState, link: Link | None, text: str) -> None:
+        """Leave out a host that is lost."""
+        self.left_out[host.host] = f"its agent {text}"
+
+
 @contextmanager
-def _agents(spec: LaunchSpec, spawner: Spawner, stderr: TextIO) -> Iterator[Supervisor]:
+def _agents(spec: LaunchSpec, spawner: Spawner, stderr: TextIO) -> Iterator[_Supervisor]:
     """Provide a supervisor that starts agents, and show their progress."""
     console = Console(stdout=stderr, stderr=stderr)
     try:
         states = host_states(spec.hosts, spec)
         display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose, doing="looking at")
         observer = _Observer(console, display)
-        supervisor = Supervisor(spec, spawner, states, secrets.token_hex(16), observer)
+        supervisor = _Supervisor(spec, spawner, states, secrets.token_hex(16), observer)
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
         with passed_on(COMMAND_LINE_SIGNALS, supervisor.interrupt), supervisor, display:
             yield supervisor

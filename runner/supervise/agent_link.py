@@ -7,11 +7,12 @@ import subprocess
 from collections import deque
 
 from hvdgloo.runner.job.spec import HostEntry
-from hvdgloo.runner.protocol.frames import CHUNK, LAST_WORDS, Hello
+from hvdgloo.runner.protocol.frames import CHUNK, LAST_WORDS, Credit, Hello, Output
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import AgentStream
 
 _STDERR_KEPT = 20
+_ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 _HELD_BACK = 200  # lines kept of what arrives before an agent can be used
 
 
@@ -25,7 +26,6 @@ class Link:
         state: the state of the host, which may have several commands in succession.
         hello: the agent's first frame.
         workers: numbers of the workers that the agent was told to start.
-        owed: for each worker, bytes of output without credit.
         held_back: lines that arrived before the agent was usable: from its login shell, or about the reason why there
             is no agent.
         stderr: the last lines of the command's standard error.
@@ -39,7 +39,7 @@ class Link:
         self.channel = stream.channel()
         self.hello: Hello | None = None
         self.workers: list[int] = []
-        self.owed: dict[int, int] = {}
+        self._owed: dict[int, int] = {}  # for each worker, bytes of output without credit
         self.held_back: list[str] = []
         self.stderr: deque[str] = deque(maxlen=_STDERR_KEPT)
         self.listening = False
@@ -78,6 +78,23 @@ class Link:
     def hold_back(self, lines: list[str]) -> None:
         """Keep lines that may be shown later."""
         self.held_back += lines[: _HELD_BACK - len(self.held_back)]
+
+    def owe(self, output: Output) -> None:
+        """Record output for which the agent is to get credit."""
+        self._owed[output.number] = self._owed.get(output.number, 0) + len(output.data)
+
+    def give_credit(self) -> None:
+        """Give the agent credit for its workers' output, unless it is too little to be worth a frame."""
+        for number, amount in self._owed.items():
+            if amount >= _ACKNOWLEDGE:
+                self.channel.send(Credit(number, amount))
+                self._owed[number] = 0
+
+    def release(self, number: int) -> None:
+        """Forget a worker that has ended."""
+        if number in self.workers:
+            self.workers.remove(number)
+        self._owed.pop(number, None)
 
     def close(self) -> None:
         """Collect the command, whose agent has ended, and close our ends of its streams."""

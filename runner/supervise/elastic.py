@@ -23,11 +23,10 @@ from hvdgloo.runner.console.progress import REMEDIES
 from hvdgloo.runner.job.hostlist import check_load, remark_on_load
 from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
-from hvdgloo.runner.protocol.frames import Dying, Exited, Frame, Hello, Leaving, Require, Spawn, SpawnFailed, StopWorker
+from hvdgloo.runner.protocol.frames import Dying, Frame, Hello, Leaving, Require, Spawn, StopWorker
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.audience import Seat, SupervisionObserver
-from hvdgloo.runner.supervise.first_failure import describe_end
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.supervise.supervisor import Supervisor
 from hvdgloo.runner.supervise.survivors import Survivors
@@ -147,7 +146,7 @@ class ElasticSupervisor(Supervisor):
         ranks: dict[int, int],
     ) -> None:
         super().__init__(spec, spawner, hosts, job_id, observer)
-        self._verdict = self.survivors = Survivors(self.outcome, self._stop_after_failure)
+        self._verdict = self.survivors = Survivors(self.outcome, observer.notice, self._stop_after_failure)
         self._agents.open(required)
         self._entry = entry
         self._ranks = ranks
@@ -277,26 +276,8 @@ class ElasticSupervisor(Supervisor):
         ]
         self.audience.placed(assignment.epoch, seats)
 
-    def _on_exited(self, link: Link, frame: Exited) -> None:
-        reason = describe_end(frame)
-        self._has_ended(link, frame.number)
-        self._note_end(frame.number, frame.status, reason)
-        self.survivors.exited(link.host.name, frame)
-        self._report_end(link, frame.number, frame.status, reason)
-
-    def _on_not_spawned(self, link: Link, frame: SpawnFailed) -> None:
-        reason = f"could not be started: {frame.reason}"
-        self._has_ended(link, frame.number)
-        self._note_end(frame.number, frame.status, reason)
-        self.survivors.not_started(link.host.name, frame)
-        self._report_end(link, frame.number, frame.status, reason)
-
-    def _has_ended(self, link: Link, number: int) -> None:
-        if number in link.workers:
-            link.workers.remove(number)
-        link.owed.pop(number, None)
-
-    def _report_end(self, link: Link, number: int, status: int, reason: str) -> None:
+    def _has_ended(self, link: Link, number: int, status: int, reason: str) -> None:
+        link.release(number)
         if not self.settled:
             self.driver.exited(self._ids[number], status, reason)
             visit = self._visit_of(link.state)

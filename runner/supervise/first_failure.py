@@ -3,59 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from hvdgloo._platform.spelling import followed_by
-from hvdgloo.runner.job.outcome import Failure, JobOutcome, describe_status
+from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.protocol.frames import Exited, SpawnFailed
+from hvdgloo.runner.supervise.policy import Policy, describe_end
 
 ECHO_TIME = 2.0
 """Seconds that a worker has to end on its own after another worker's error named it as the reason for its failure."""
-
-
-def describe_end(frame: Exited) -> str:
-    """Describe the end of a worker, including its agent's account of it."""
-    return describe_status(frame.status) + (f"; {frame.account}" if frame.account else "")
-
-
-class Policy(Protocol):
-    """The consequences for a job when one of its workers ends.
-
-    Attributes:
-        running: numbers of workers that have not ended.
-        settled: True if everything that ends from now on ends on request.
-    """
-
-    running: set[int]
-    settled: bool
-
-    @property
-    def over(self) -> bool:
-        """True if no worker runs, and none will be started."""
-
-    @property
-    def next(self) -> float | None:
-        """Time at which ``keep_time`` has something to do, on the monotonic clock."""
-
-    def started(self, number: int) -> None:
-        """Record that a worker was told to start."""
-
-    def exited(self, host: str, frame: Exited) -> None:
-        """Record that a worker has ended."""
-
-    def not_started(self, host: str, frame: SpawnFailed) -> None:
-        """Record that a worker could not be started."""
-
-    def gone(self, numbers: Iterable[int]) -> None:
-        """Record the loss of workers with their host: nothing will report their ends."""
-
-    def fail(self, failure: Failure) -> None:
-        """End the job, which cannot continue."""
-
-    def keep_time(self, now: float) -> None:
-        """Do what is due. Called in each turn of the loop."""
 
 
 @dataclass(frozen=True)
@@ -67,39 +24,32 @@ class _Echo:
     deadline: float
 
 
-class Verdict:
-    """The policy of jobs of a fixed size: the first failure stops the remaining workers.
+class Verdict(Policy):
+    """The policy of jobs of a fixed size: the first failure stops the remaining workers, whose numbers are ranks.
 
     Args:
-        outcome: filled in.
+        stopping: receives a line about the first failure, if there are workers to be stopped.
         culprit: returns the rank that a worker's error names as the reason for its failure, if any.
-        notice: receives a line about the first failure, if there are workers to be stopped.
-        stop: ends the other workers.
-
-    Attributes:
-        running: numbers of workers that have not ended; here, the numbers are ranks.
-        settled: True if everything that ends from now on ends on request.
     """
 
     def __init__(
         self,
         outcome: JobOutcome,
-        culprit: Callable[[int], int | None],
         notice: Callable[[str], None],
         stop: Callable[[], None],
+        stopping: Callable[[str], None],
+        culprit: Callable[[int], int | None],
     ) -> None:
-        self.running: set[int] = set()
-        self.settled = False
-        self._outcome = outcome
+        super().__init__(outcome, notice, stop)
+        self._stopping = stopping
         self._culprit = culprit
-        self._notice = notice
-        self._stop = stop
         self._echo: _Echo | None = None
 
     @property
     def next(self) -> float | None:
         """Time at which ``keep_time`` has something to do, on the monotonic clock."""
-        return self._echo.deadline if self._echo is not None else None
+        times = [super().next, self._echo.deadline if self._echo is not None else None]
+        return min((when for when in times if when is not None), default=None)
 
     @property
     def over(self) -> bool:
@@ -108,13 +58,13 @@ class Verdict:
 
     def started(self, number: int) -> None:
         """Record that a worker was told to start."""
-        self.running.add(number)
+        super().started(number)
         self._outcome.statuses[number] = None
 
     def exited(self, host: str, frame: Exited) -> None:
         """Record that a worker has ended."""
-        self.running.discard(frame.number)
         self._outcome.statuses[frame.number] = frame.status
+        super().exited(host, frame)
         if frame.status != 0:
             self._fail_unless_echo(Failure(frame.number, host, frame.status, describe_end(frame)))
         if self._echo is not None and self._echo.culprit not in self.running:
@@ -122,13 +72,9 @@ class Verdict:
 
     def not_started(self, host: str, frame: SpawnFailed) -> None:
         """Record that a worker could not be started."""
-        self.running.discard(frame.number)
+        super().not_started(host, frame)
         self._outcome.statuses[frame.number] = frame.status
         self.fail(Failure(frame.number, host, frame.status, f"could not be started: {frame.reason}"))
-
-    def gone(self, numbers: Iterable[int]) -> None:
-        """Record the loss of workers with their host: nothing will report their ends."""
-        self.running.difference_update(numbers)
 
     def fail(self, failure: Failure) -> None:
         """Stop the job at the first failure; later failures are consequences of it."""
@@ -138,11 +84,12 @@ class Verdict:
             self._outcome.first = failure
             if self.running:
                 who = f"rank {failure.rank} on host {failure.host} " if failure.rank is not None else ""
-                self._notice(who + followed_by(failure.reason, "stopping the other workers"))
+                self._stopping(who + followed_by(failure.reason, "stopping the other workers"))
         self._stop()
 
     def keep_time(self, now: float) -> None:
         """Treat an echo whose cause does not appear as a failure like any other."""
+        super().keep_time(now)
         if self._echo is not None and now >= self._echo.deadline:
             self._take_echo()
 

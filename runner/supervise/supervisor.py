@@ -18,14 +18,12 @@ from typing import Any
 
 from hvdgloo._net.event_loop import EventLoop
 from hvdgloo.errors import JobFailedError, LaunchError
-from hvdgloo.runner.console.progress import REMEDIES
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol import heartbeat
 from hvdgloo.runner.protocol.frames import (
     CHUNK,
     Blob,
-    Credit,
     Dying,
     Exited,
     ForeignMpi,
@@ -51,9 +49,10 @@ from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.agents import Agents
 from hvdgloo.runner.supervise.audience import Audience, Nobody, SupervisionObserver
-from hvdgloo.runner.supervise.first_failure import Policy, Verdict, describe_end
+from hvdgloo.runner.supervise.first_failure import Verdict
 from hvdgloo.runner.supervise.host_state import HostState, Phase
 from hvdgloo.runner.supervise.init_watch import InitWatch
+from hvdgloo.runner.supervise.policy import Policy, describe_end
 from hvdgloo.runner.supervise.signal_handling import SignalHandling
 from hvdgloo.runner.supervise.startup import Startup
 from hvdgloo.runner.transport.base import Spawner
@@ -68,7 +67,6 @@ FOREIGN_MPI = (
 """The notice about workers that use mpi4py instead of hvdgloo."""
 
 _LATE = 1.0  # the most seconds that one turn of the loop counts for, beyond those that it was meant to take
-_ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 
 
 def host_states(hosts: Sequence[HostEntry], spec: LaunchSpec) -> tuple[HostState, ...]:
@@ -96,10 +94,9 @@ class Supervisor:
         self._observer = observer
         self._loop = EventLoop()
         self._verdict: Policy = Verdict(
-            self.outcome, observer.culprit, self.notice_unless_over, self._stop_after_failure
+            self.outcome, observer.notice, self._stop_after_failure, self.notice_unless_over, observer.culprit
         )
         self._agents = Agents(spec, spawner, hosts, job_id, self._loop, self)
-        self._left_out: dict[HostEntry, str] | None = None
         self._last_beat = time.monotonic()
         self._hard_deadline: float | None = None
         self._announcement: tuple[float, str] | None = None
@@ -107,7 +104,6 @@ class Supervisor:
         self._slept = 0.0
         self._stdin_link: Link | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
-        self._init: InitWatch | None = None
         self._signals = SignalHandling(self, spec.grace_after_signal, observer.suspend)
         self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {
             Output: self._on_output,
@@ -150,29 +146,6 @@ class Supervisor:
         self._check_agents()
         startup.check({link.host.name: link.last_words for link in self.links}, self._spec.start_timeout)
         return self._hellos()
-
-    def gather_usable(self) -> Mapping[HostEntry, str]:
-        """Gather agents, but leave out hosts that cannot be used, or are lost later, instead of ending the job.
-
-        Returns:
-            the hosts that are left out, with the reasons. More may be added while the supervisor runs.
-
-        Raises:
-            LaunchError: a command could not be executed here.
-            JobFailedError: a signal interrupted the start.
-        """
-        self._left_out = left_out = dict[HostEntry, str]()
-        startup = Startup(self._agents.hosts, patient=True)
-        self._bring_up(startup, None)
-        if self.outcome.interrupted is not None:
-            raise JobFailedError("interrupted", exit_code=self.outcome.exit_code)
-        for host in self._agents.hosts:
-            if host.starting_up:
-                late = f"has not answered within {self._spec.start_timeout:g} s; {REMEDIES[host.step]}"
-                self._agents.happen(host, host_state.Lost(late))
-        left_out.update(startup.reasons())
-        self._agents.release([link for link in self.links if link.gone])
-        return left_out
 
     def _bring_up(self, startup: Startup, required: Callable[[HostEntry], Require] | None) -> None:
         deadline = time.monotonic() + self._spec.start_timeout
@@ -277,7 +250,7 @@ class Supervisor:
         Args:
             init: knows which ranks the others wait for at the start.
         """
-        self._init = init
+        self._verdict.init = init
         self._run(self._nothing_left)
         return self.outcome
 
@@ -354,8 +327,6 @@ class Supervisor:
         times = [self._last_beat + self._beat_interval, deadline, self._observer.tick(), self._hard_deadline]
         times += [self._agents.next(now), self._verdict.next]
         times.append(self._announcement[0] if self._announcement is not None else None)
-        if self._init is not None:
-            times.append(self._init.next)
         if self._observer.congested:
             times.append(now + 0.1)
         return min(when for when in times if when is not None)
@@ -377,7 +348,6 @@ class Supervisor:
         if self._hard_deadline is not None and now >= self._hard_deadline:
             self._hard_deadline = None
             self._agents.offer(host_state.Lost("did not end its workers"))
-        self._watch_init(now)
         if self._announcement is not None and now >= self._announcement[0]:
             (_, text), self._announcement = self._announcement, None
             if self.running:
@@ -423,9 +393,6 @@ class Supervisor:
 
     def lost(self, host: HostState, link: Link | None, text: str) -> None:
         """Record the loss of a host; ``text`` continues ``the agent on host h1 ...``."""
-        if self._left_out is not None:
-            self._left_out[host.host] = f"its agent {text}"
-            return
         self.audience.host(host.name, "lost", f"its agent {text}")
         self._verdict.gone(link.workers if link is not None else ())
         self.fail(Failure(None, host.name, 1, f"the agent on host {host.name} {text}"))
@@ -448,7 +415,7 @@ class Supervisor:
 
     def _on_output(self, link: Link, frame: Output) -> None:
         self._observer.output(frame.number, frame.stream, frame.data)
-        link.owed[frame.number] = link.owed.get(frame.number, 0) + len(frame.data)
+        link.owe(frame)
 
     def _on_observed(self, link: Link, frame: Frame) -> None:
         self.audience.reported(link.host.name, frame)
@@ -464,29 +431,30 @@ class Supervisor:
             if link.state.phase is Phase.RUNNING:
                 link.channel.send(frame)
 
-    def _note_end(self, number: int, status: int, reason: str) -> None:
-        """Report that a worker has ended, or could not be started. Once the end is decided, workers end on request."""
-        self.audience.ended(number, status, "" if self._verdict.settled else reason)
-
     def _on_spawned(self, link: Link, frame: Spawned) -> None:
         self.audience.spawned(frame.number, frame.pid)
-        if self._init is not None:
-            self._init.spawned(frame.number, frame.pid)
+        self._verdict.spawned(frame.number, frame.pid)
         if self._spec.verbose:
             self._observer.notice(f"rank {frame.number} is process {frame.pid} on {link.host.name}")
 
     def _on_not_spawned(self, link: Link, frame: SpawnFailed) -> None:
-        self._note_end(frame.number, frame.status, f"could not be started: {frame.reason}")
+        reason = f"could not be started: {frame.reason}"
+        self._report_end(frame.number, frame.status, reason)
         self._verdict.not_started(link.host.name, frame)
-        self._finish_if_over()
+        self._has_ended(link, frame.number, frame.status, reason)
 
     def _on_exited(self, link: Link, frame: Exited) -> None:
-        self._note_end(frame.number, frame.status, describe_end(frame))
-        self._verdict.gone([frame.number])
-        if self._init is not None:
-            self._init.ended(frame.number, frame.status)
-            self._watch_init(time.monotonic())
+        reason = describe_end(frame)
+        self._report_end(frame.number, frame.status, reason)
         self._verdict.exited(link.host.name, frame)
+        self._has_ended(link, frame.number, frame.status, reason)
+
+    def _report_end(self, number: int, status: int, reason: str) -> None:
+        """Report that a worker has ended, or could not be started. Once the end is decided, workers end on request."""
+        self.audience.ended(number, status, "" if self._verdict.settled else reason)
+
+    def _has_ended(self, link: Link, number: int, status: int, reason: str) -> None:
+        """Continue after the end of a worker, of which the policy knows."""
         self._finish_if_over()
 
     def _on_dying(self, link: Link, frame: Dying) -> None:
@@ -499,10 +467,7 @@ class Supervisor:
         if self._observer.congested and self._verdict.running:
             return
         for link in self.links:
-            for number, amount in link.owed.items():
-                if amount >= _ACKNOWLEDGE:
-                    link.channel.send(Credit(number, amount))
-                    link.owed[number] = 0
+            link.give_credit()
 
     def _send_stdin(self, rank: int, data: bytes) -> None:
         if self._stdin_link is not None:
@@ -550,16 +515,3 @@ class Supervisor:
     def _finish_if_over(self) -> None:
         if self._verdict.over:
             self._agents.offer(host_state.Finish())
-
-    # Missing workers.
-
-    def _watch_init(self, now: float) -> None:
-        """Report the workers that others wait for in ``hvd.init()``, and stop the job if they will never call it."""
-        if self._init is None or self._verdict.settled:
-            return
-        text = self._init.report(now)
-        if text:
-            self._observer.notice(text)
-        failure = self._init.verdict()
-        if failure is not None:
-            self.fail(failure)

@@ -6,50 +6,33 @@ from collections.abc import Callable, Iterable
 
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.protocol.frames import Exited, SpawnFailed
+from hvdgloo.runner.supervise.policy import Policy
 
 
-class Survivors:
+class Survivors(Policy):
     """The running workers, until the elastic job is over.
 
-    Args:
-        outcome: filled in.
-        stop: ends all workers.
-
     Attributes:
-        running: numbers of workers that have not ended.
-        settled: True if everything that ends from now on ends on request.
         statuses: exit status of each worker that has ended, or minus the signal; None if its host was lost.
     """
 
-    def __init__(self, outcome: JobOutcome, stop: Callable[[], None]) -> None:
-        self.running: set[int] = set()
-        self.settled = False
+    def __init__(self, outcome: JobOutcome, notice: Callable[[str], None], stop: Callable[[], None]) -> None:
+        super().__init__(outcome, notice, stop)
         self.statuses: dict[int, int | None] = {}
-        self._outcome = outcome
-        self._stop = stop
 
     @property
     def over(self) -> bool:
         """True if no worker runs, and none will be started: until the job is over, others may follow."""
         return self.settled and not self.running
 
-    @property
-    def next(self) -> float | None:
-        """None, because nothing here depends on time."""
-        return None
-
-    def started(self, number: int) -> None:
-        """Record that a worker was told to start."""
-        self.running.add(number)
-
     def exited(self, host: str, frame: Exited) -> None:
         """Record that a worker has ended."""
-        self.running.discard(frame.number)
+        super().exited(host, frame)
         self.statuses[frame.number] = frame.status
 
     def not_started(self, host: str, frame: SpawnFailed) -> None:
         """Record that a worker could not be started."""
-        self.running.discard(frame.number)
+        super().not_started(host, frame)
         self.statuses[frame.number] = frame.status
 
     def gone(self, numbers: Iterable[int]) -> None:
@@ -63,6 +46,3 @@ class Survivors:
         if not self.settled:
             self._outcome.first = failure
             self._stop()
-
-    def keep_time(self, now: float) -> None:
-        """Do nothing, because nothing here depends on time."""

@@ -1,0 +1,95 @@
+"""The consequences for a job when one of its workers ends.
+
+``first_failure`` has those for a job of a fixed size, ``survivors`` those for an elastic one.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+
+from hvdgloo.runner.job.outcome import Failure, JobOutcome, describe_status
+from hvdgloo.runner.protocol.frames import Exited, SpawnFailed
+from hvdgloo.runner.supervise.init_watch import InitWatch
+
+
+def describe_end(frame: Exited) -> str:
+    """Describe the end of a worker, including its agent's account of it."""
+    return describe_status(frame.status) + (f"; {frame.account}" if frame.account else "")
+
+
+class Policy(ABC):
+    """The running workers, and what follows from their ends.
+
+    Args:
+        outcome: filled in.
+        notice: shows a notice to the user.
+        stop: ends all workers.
+
+    Attributes:
+        running: numbers of workers that have not ended.
+        settled: True if everything that ends from now on ends on request.
+        init: knows which ranks the others wait for at the start; None if that is not watched.
+    """
+
+    def __init__(self, outcome: JobOutcome, notice: Callable[[str], None], stop: Callable[[], None]) -> None:
+        self.running: set[int] = set()
+        self.settled = False
+        self.init: InitWatch | None = None
+        self._outcome = outcome
+        self._notice = notice
+        self._stop = stop
+
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """True if no worker runs, and none will be started."""
+
+    @property
+    def next(self) -> float | None:
+        """Time at which ``keep_time`` has something to do, on the monotonic clock."""
+        return self.init.next if self.init is not None and not self.settled else None
+
+    def started(self, number: int) -> None:
+        """Record that a worker was told to start."""
+        self.running.add(number)
+
+    def spawned(self, number: int, pid: int) -> None:
+        """Record that a worker was started as this process of its host."""
+        if self.init is not None:
+            self.init.spawned(number, pid)
+
+    def exited(self, host: str, frame: Exited) -> None:
+        """Record that a worker has ended."""
+        self.running.discard(frame.number)
+        if self.init is not None:
+            self.init.ended(frame.number, frame.status)
+            self._watch_init(time.monotonic())
+
+    def not_started(self, host: str, frame: SpawnFailed) -> None:
+        """Record that a worker could not be started."""
+        self.running.discard(frame.number)
+
+    def gone(self, numbers: Iterable[int]) -> None:
+        """Record the loss of workers with their host: nothing will report their ends."""
+        self.running.difference_update(numbers)
+
+    @abstractmethod
+    def fail(self, failure: Failure) -> None:
+        """End the job, which cannot continue."""
+
+    def keep_time(self, now: float) -> None:
+        """Do what is due. Called in each turn of the loop."""
+        self._watch_init(now)
+
+    def _watch_init(self, now: float) -> None:
+        """Report the workers that others wait for in ``hvd.init()``, and stop the job if they will never call it."""
+        if self.init is None or self.settled:
+            return
+        text = self.init.report(now)
+        if text:
+            self._notice(text)
+        failure = self.init.verdict()
+        if failure is not None:
+            self.fail(failure)
