@@ -86,3 +86,10 @@ def test_a_plane_that_cannot_be_had_is_no_success() -> None:
     done = soak(*SHORT, "--np", "2", "--plane", "hierarchical")
     assert done.returncode != 0
     assert "not hierarchical" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("fanin", ["2", "0"])
+def test_a_moment_of_one_node_of_a_tree(fanin: str) -> None:
+    done = run(TREE, "--hosts", "3", "--slots", "2", "--rounds", "1", "--fanin", fanin)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"161 tensors in  161:", done.stdout)) == (3 if fanin == "2" else 1)
