@@ -23,13 +23,13 @@ Requests without a reply stay pending; workers that got a reply ask again.
 
 from __future__ import annotations
 
-import enum
 import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 
 from hvdgloo.rendezvous._elastic.assignment import NO_STATE, Assignment, choose
+from hvdgloo.rendezvous._elastic.causes import Causes
 from hvdgloo.rendezvous._elastic.events import (
     RESET_LIMIT_EXCEEDED_MESSAGE,
     Action,
@@ -63,6 +63,7 @@ from hvdgloo.rendezvous._elastic.events import (
     Voided,
 )
 from hvdgloo.rendezvous._elastic.hosts import shortened
+from hvdgloo.rendezvous._elastic.phases import NEXT, SAY_SOON, Phase, PhaseTracker
 from hvdgloo.rendezvous._elastic.pool import NOBODY, Pool, listed
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
 from hvdgloo.topology import counted_slots
@@ -79,40 +80,11 @@ LEAVING_TIME = 30.0
 RETURN_TIME = 2.0
 """Seconds in which the workers of a running job find a restarted server, which forms no other epoch until then."""
 
-SAY_AFTER = 10.0
-"""Seconds after which a line says which workers are waited for; then again after twice as long."""
-
-SAY_SOON = 2.0
-"""The same if there are too few workers or slots, which the user can change."""
-
 ATTEMPTS = 3
 """The number of times that the same workers may fail to connect before one of their hosts is left out."""
 
 
-class Phase(enum.Enum):
-    """A job's phase."""
-
-    WAITING = "there are too few workers or slots"
-    FORMING = "the members of the next epoch are known, and some have not registered yet"
-    CONNECTING = "the members of an epoch connect with each other"
-    RUNNING = "the members of an epoch are in training"
-    DRAINING = "the epoch is over, and not all of its members are accounted for"
-    FAILED = "the job has failed"
-    OVER = "the job has succeeded"
-
-
 P = Phase
-NEXT: Mapping[Phase, frozenset[Phase]] = {
-    P.WAITING: frozenset({P.FORMING, P.RUNNING, P.FAILED}),
-    P.FORMING: frozenset({P.WAITING, P.CONNECTING, P.FAILED, P.OVER}),
-    P.CONNECTING: frozenset({P.RUNNING, P.DRAINING, P.FAILED, P.OVER}),
-    P.RUNNING: frozenset({P.DRAINING, P.FAILED, P.OVER}),
-    P.DRAINING: frozenset({P.WAITING, P.FAILED, P.OVER}),
-    P.FAILED: frozenset(),
-    P.OVER: frozenset(),
-}
-"""The phases that may follow each phase."""
-
 _STATE_LOST = "all workers that had the state of the training were lost"
 
 
@@ -127,7 +99,6 @@ class ElasticJob:
         epochs: number of earlier epochs, with which numbering starts.
 
     Attributes:
-        phase: present phase; changed only by ``feed``.
         resets: number of times that workers formed another epoch and reached training.
     """
 
@@ -141,36 +112,31 @@ class ElasticJob:
         epochs: int = 0,
     ) -> None:
         self.rules = rules
-        self.phase = Phase.WAITING
         self.resets = 0
         self._pool = Pool(rules, now, chance)
         self._pool.epoch = epochs - 1
+        self._phases = PhaseTracker(self._pool, hold)
+        self._causes = Causes(self._pool)
         self._has_state = False  # True once any worker had a state to continue from
         self._ending = ""  # why there will be no further epoch
-        self._failure: Failing | None = None  # a member's first failure since the last training
-        self._failed_epoch = -1  # last epoch in which a member failed
-        self._other_failure: Failing | None = None  # last failure of a worker that was not a member
         self._failed = ""  # why the job failed
-        self._why = ""  # why the last training is over
-        self._why_is_heard = False
         self._voided = -1  # last epoch that was declared void
-        self._trouble = ""  # why the newest epoch is over
         self._serial = 0
         self._announced = Update.NONE
         self._tries: Counter[frozenset[str]] = Counter()
         self._accusations: Counter[str] = Counter()
         self._told_of_slots = False
-        self._patience = now + rules.elastic_timeout
-        self._limit = math.inf  # deadline of FORMING and CONNECTING
-        self._not_before = now + hold
-        self._stopped_at = now
         self._held_up_at = math.inf  # time since which the first worker that returned from training has waited
         self._began_at = -math.inf  # begin of the last training
-        self._say_at, self._say_pause = now + SAY_AFTER, SAY_AFTER
         self._next_return = math.inf
         self._out: list[Action] = []
 
     # Queries.
+
+    @property
+    def phase(self) -> Phase:
+        """Present phase; changed only by ``feed``."""
+        return self._phases.phase
 
     @property
     def final(self) -> bool:
@@ -181,15 +147,16 @@ class ElasticJob:
         """Time at which to feed ``TimePassed`` if nothing else happens; infinite if time alone changes nothing."""
         if self.final:
             return math.inf
-        times = [self._say_at, self._limit, *(worker.end_by for worker in self._pool.workers.values())]
+        times = [self._phases.say_at, self._phases.limit, *(worker.end_by for worker in self._pool.workers.values())]
         waits = self.phase in (P.WAITING, P.DRAINING) and not self._unused
         if waits or (self._ending and self.phase is P.RUNNING):
             # In WAITING nothing is decided before both are over.
-            times.append(max(self._patience, self._not_before) if self.phase is P.WAITING else self._patience)
+            earliest = self._phases.not_before if self.phase is P.WAITING else -math.inf
+            times.append(max(self._phases.patience, earliest))
         if self.phase in (P.WAITING, P.RUNNING, P.DRAINING):
             times += [self._next_return, self._pool.rested_at()]
-        if self.phase is P.WAITING and self._not_before > self._pool.now:
-            times.append(self._not_before)
+        if self.phase is P.WAITING and self._phases.not_before > self._pool.now:
+            times.append(self._phases.not_before)
         if self.phase is P.RUNNING and not self._announced & Update.ADDED:
             times.append(self._pool.settled_at())
         return min(times)
@@ -224,7 +191,7 @@ class ElasticJob:
             case HostsListed(hosts, machines):
                 self._pool.hosts.update(hosts, dict(machines))
                 if self.phase is P.WAITING and self.rules.launched:
-                    self._say_at = min(self._say_at, now + SAY_SOON)
+                    self._phases.say_at = min(self._phases.say_at, now + SAY_SOON)
             case Identified(host, identity):
                 self._pool.hosts.identified(host, identity)
             case Leaving():
@@ -240,7 +207,8 @@ class ElasticJob:
             self._spawn()
             self._dismiss_spares()
             self._announce()
-            self._say()
+            if text := self._phases.notice():
+                self._out.append(Tell(text))
         self._next_return = self._pool.hosts.next_return(now)
         return tuple(self._out)
 
@@ -258,7 +226,7 @@ class ElasticJob:
     @property
     def waiting_for(self) -> str:
         """Description of what the workers wait for; empty if they do not wait, or nothing more is known."""
-        return self._awaited()
+        return self._phases.awaited()
 
     @property
     def _now(self) -> float:
@@ -295,14 +263,15 @@ class ElasticJob:
         elif self._pool.collecting:
             worker.stage = Stage.ARRIVED
             if self.phase is P.FORMING:
-                self._limit = self._now + self.rules.start_timeout
+                self._phases.limit = self._now + self.rules.start_timeout
         else:
             self._welcome(worker)
 
     def _meet(self, event: Registered) -> Worker:
         """Add a worker that was not announced. It may have been a member in the time of an earlier server."""
         if self._unused and self.phase is P.WAITING:
-            self._patience = self._now + self.rules.elastic_timeout  # the job's time starts with its first worker
+            # The job's time starts with its first worker.
+            self._phases.patience = self._now + self.rules.elastic_timeout
         worker = self._pool.meet(event)
         known = event.after == self.assignment.epoch and self._pool.is_free(event.rank)
         if event.after >= 0 and (self.assignment is NOBODY or known):
@@ -310,7 +279,7 @@ class ElasticJob:
             self._pool.epoch = max(self._pool.epoch, event.after)
             self._pool.ran = True
             self._pool.record(worker)
-            self._not_before = self._now + RETURN_TIME
+            self._phases.not_before = self._now + RETURN_TIME
         elif self._pool.ran:
             self._mention(f"{worker} has arrived")
         return worker
@@ -325,8 +294,8 @@ class ElasticJob:
             size = self.assignment.size
             members = f"{size} member{'s' * (size > 1)}"
             self._mention(f"epoch {event.epoch}, of {members}, has been in training since before this server's start")
-            self._patience = math.inf
-            self._go(P.RUNNING)
+            self._phases.patience = math.inf
+            self._phases.go(P.RUNNING)
             self._welcome_arrived()
 
     def _forget_before(self, epoch: int) -> None:
@@ -336,9 +305,9 @@ class ElasticJob:
         if self._pool.is_recalled and epoch > self.assignment.epoch:
             self._pool.forget()
             if self.phase is P.RUNNING:
-                self._go(P.DRAINING)
+                self._phases.go(P.DRAINING)
             if self.phase is P.DRAINING:
-                self._go(P.WAITING)
+                self._phases.go(P.WAITING)
 
     def _returned(self, worker: Worker, event: Registered) -> None:
         worker.serial, worker.digest = event.serial, event.digest
@@ -346,7 +315,7 @@ class ElasticJob:
         self._held_up_at = min(self._held_up_at, max(self._began_at, self._now - event.stood))
         self._has_state = self._has_state or event.serial != NO_STATE
         if event.error:
-            self._note(f"{worker}: {event.error}", heard=True)
+            self._causes.note(f"{worker}: {event.error}", heard=True)
         grace = UNCONNECTED_TIME if self.phase is P.CONNECTING else ACCUSED_TIME
         for rank in event.accused:
             other = self._pool.at_rank(rank)
@@ -411,7 +380,7 @@ class ElasticJob:
             self._pool.well.add(worker.id)
             self._finish(worker, "has ended with status 0")
         elif worker.stage is Stage.FINISHED or (told_over and event.status) or (fits and not worker.out):
-            self._blame(worker, event.status, event.reason)
+            self._causes.blame(worker, event.status, event.reason)
             self._pool.failed(worker)
             self._count(worker.host, f"{worker} {event.reason}")
 
@@ -428,9 +397,9 @@ class ElasticJob:
             del self._pool.workers[worker.id]
         for worker in blamed:
             if worker.stage is Stage.STARTING:
-                self._could_not_start(worker, event)
+                self._causes.could_not_start(worker, event)
             else:
-                self._blame(worker, event.status, f"was lost: {event.reason}")
+                self._causes.blame(worker, event.status, f"was lost: {event.reason}")
         self._count(event.host, event.reason)
         if self.phase is P.RUNNING and any(self._pool.is_member(worker) for worker in lost):
             # A host that was cut off closes no connection: without this its peers would wait for it.
@@ -457,7 +426,7 @@ class ElasticJob:
                 worker.end_by = math.inf
                 reason = worker.end_reason
                 if not worker.out:
-                    self._blame(worker, None, f"was ended: {reason}")
+                    self._causes.blame(worker, None, f"was ended: {reason}")
                     self._count(worker.host, f"{worker} was ended: {reason}")
                 if self.rules.launched or worker.out:
                     self._drop(worker, reason)
@@ -471,33 +440,6 @@ class ElasticJob:
             self._out.append(Tell(text))
 
     # Failures.
-
-    def _note(self, why: str, *, heard: bool = False) -> None:
-        """Note why the epoch ended, if that is not known yet.
-
-        Args:
-            heard: a worker reports it, which often sees only that it lost another one. How that one ended tells more,
-                and becomes known later.
-        """
-        if not self._why or (self._why_is_heard and not heard):
-            self._why, self._why_is_heard = why, heard
-        self._trouble = self._trouble or why
-
-    def _blame(self, worker: Worker, status: int | None, reason: str) -> None:
-        failing = Failing(worker.id, worker.rank, worker.host, status or 1, reason)
-        if self._pool.is_member(worker):
-            self._failure = self._failure or failing
-            self._failed_epoch = self.assignment.epoch
-            self._note(f"{worker} {reason}")
-        else:
-            self._other_failure = failing
-
-    def _could_not_start(self, worker: Worker, lost: HostLost) -> None:
-        """Note a worker that could not be started, which is no failure by itself: there may be enough without it."""
-        reason = f"host {worker.host_name} could not be used: {lost.reason}"
-        self._other_failure = Failing("", None, worker.host, lost.status, reason)
-        if self._pool.is_member(worker):
-            self._note(reason)
 
     def _count(self, host: str, reason: str, *, at_once: bool = False) -> None:
         """Count a failure against its host, which is left out if there were too many."""
@@ -545,10 +487,10 @@ class ElasticJob:
         """Form an epoch of the candidates, if there are enough of them (WAITING)."""
         self._spawn()
         there = self._pool.candidates()
-        if self._now < self._not_before:
+        if self._now < self._phases.not_before:
             return
         lost = self._has_state and not any(worker.serial != NO_STATE for worker in there if not worker.fresh)
-        if lost and (not self._pool.unheard or self._now >= self._patience):
+        if lost and (not self._pool.unheard or self._now >= self._phases.patience):
             self._fail(self._state_lost())
         elif lost:
             pass  # a member that has not been heard from may have it, and returns when it finds this server
@@ -556,28 +498,29 @@ class ElasticJob:
             self._form(there)
         elif self._pool.hopeless():
             self._fail(f"{self._pool.there()}, and no others can come")
-        elif self._now >= self._patience and not self._unused:
+        elif self._now >= self._phases.patience and not self._unused:
             self._fail(f"{self._pool.there()} after {self.rules.elastic_timeout:g} s (--elastic-timeout)")
 
     def _form(self, there: list[Worker]) -> None:
         limit = self.rules.reset_limit
         if self._pool.ran and limit is not None and self.resets >= limit:
             # The failure of a worker that was not a member did not stop the training.
-            self._fail(RESET_LIMIT_EXCEEDED_MESSAGE.format(limit), self._failure or Failing(reason=self._why))
+            failure = self._causes.failure or Failing(reason=self._causes.why)
+            self._fail(RESET_LIMIT_EXCEEDED_MESSAGE.format(limit), failure)
             return
         self._pool.epoch += 1
         self._pool.is_recalled = False
         self._pool.assignment = choose(self._pool.epoch, [worker.candidate() for worker in there], self.rules.largest)
-        self._limit = math.inf
+        self._phases.limit = math.inf
         if any(worker.pending for worker in there):
-            self._limit = self._now + self.rules.start_timeout
-        self._go(P.FORMING)
+            self._phases.limit = self._now + self.rules.start_timeout
+        self._phases.go(P.FORMING)
 
     def _gather(self) -> None:
         """Reply to the members of the assignment once all of them have registered (FORMING)."""
         members = self._pool.members()
         if len(members) < self.assignment.size or not all(self._pool.stays(worker) for worker in members):
-            self._go(P.WAITING)
+            self._phases.go(P.WAITING)
             if not any(self._pool.stays(worker) for worker in members):
                 self._fail("all workers have ended before they were together")
         elif all(worker.pending for worker in members):
@@ -585,14 +528,15 @@ class ElasticJob:
                 worker.stage, worker.up = Stage.MEMBER, False
                 worker.rank, worker.epoch = self.assignment.ranks[worker.id], self.assignment.epoch
             self._out.append(Formed(self.assignment))
-            self._trouble = ""
-            self._limit = self._now + 3 * self.rules.connect_timeout  # their own deadlines come first, and tell more
-            self._go(P.CONNECTING)
-        elif self._now >= self._limit:
+            self._causes.trouble = ""
+            # Their own deadlines come first, and tell more.
+            self._phases.limit = self._now + 3 * self.rules.connect_timeout
+            self._phases.go(P.CONNECTING)
+        elif self._now >= self._phases.limit:
             for worker in members:
                 if not worker.pending:
                     reason = f"has not called hvd.init() within {self.rules.start_timeout:g} s (--start-timeout)"
-                    self._blame(worker, None, reason)
+                    self._causes.blame(worker, None, reason)
                     self._count(worker.host, f"{worker} {reason}")
                     self._drop(worker, f"it {reason}")
             self._gather()
@@ -606,16 +550,16 @@ class ElasticJob:
         elif not unconnected:
             self._run()
             return
-        elif self._now >= self._limit:
+        elif self._now >= self._phases.limit:
             for worker in unconnected:
                 self._accusations[worker.host] += 1
                 worker.end_by, worker.end_reason = self._now + UNCONNECTED_TIME, "it has not connected with the others"
-            self._note(f"{unconnected[0]} has not connected with the others")
+            self._causes.note(f"{unconnected[0]} has not connected with the others")
             tried = True
         else:
             return
-        self._void(self._trouble or "its members change")
-        self._go(P.DRAINING)
+        self._void(self._causes.trouble or "its members change")
+        self._phases.go(P.DRAINING)
         if tried:
             self._tries[frozenset(self.assignment.ranks)] += 1
             if self._tries[frozenset(self.assignment.ranks)] >= ATTEMPTS:
@@ -638,7 +582,7 @@ class ElasticJob:
         )[0]
         self._accusations.clear()
         if not accused:
-            self._fail(f"the workers have failed to connect {ATTEMPTS} times: {self._trouble}")
+            self._fail(f"the workers have failed to connect {ATTEMPTS} times: {self._causes.trouble}")
             return
         self._count(accused, f"others have failed to connect with it {ATTEMPTS} times", at_once=True)
 
@@ -647,13 +591,15 @@ class ElasticJob:
         if self._pool.ran:
             self.resets += 1
         self._pool.ran = True
-        self._out.append(Changed(self.assignment, self._why, self._now - min(self._stopped_at, self._held_up_at)))
+        stood = self._now - min(self._phases.stopped_at, self._held_up_at)
+        self._out.append(Changed(self.assignment, self._causes.why, stood))
         self._began_at, self._held_up_at = self._now, math.inf
-        self._why, self._failure, self._patience = "", None, math.inf
+        self._causes.clear()
+        self._phases.patience = math.inf
         self._welcome_arrived()
         self._tries.clear()
         self._accusations.clear()
-        self._go(P.RUNNING)
+        self._phases.go(P.RUNNING)
 
     def _welcome_arrived(self) -> None:
         """Let workers that wait in ``init()`` continue alone, since others are in training."""
@@ -664,7 +610,7 @@ class ElasticJob:
     def _watch(self) -> None:
         """End the epoch as soon as one member has returned, has ended, or is being ended (RUNNING)."""
         if self._pool.doomed():
-            self._go(P.DRAINING)
+            self._phases.go(P.DRAINING)
 
     def _drain(self) -> None:
         """Wait until every member is accounted for (DRAINING)."""
@@ -672,16 +618,16 @@ class ElasticJob:
         awaited = [worker for worker in members if not self._pool.accounted(worker)]
         if not awaited:
             # Members that have not been heard from may be on the way to this server.
-            self._not_before = self._now + RETURN_TIME if self._pool.unheard else -math.inf
+            self._phases.not_before = self._now + RETURN_TIME if self._pool.unheard else -math.inf
             for worker in members:
                 if not self._pool.fits(worker):
                     self._remove(worker)
-            self._go(P.WAITING)
+            self._phases.go(P.WAITING)
             if all(worker.out for worker in members) and not self._pool.unheard:
                 left = bool(members) and all(worker.leaving for worker in members)
                 lost = self._state_lost() if self._has_state else "all workers have ended, or were removed"
                 self._fail("all workers were asked to end, and have left" if left else lost)
-        elif self._now >= self._patience:
+        elif self._now >= self._phases.patience:
             self._fail(f"{listed(awaited)} did not come back within {self.rules.elastic_timeout:g} s")
 
     def _end(self) -> None:
@@ -689,25 +635,20 @@ class ElasticJob:
         members = self._pool.members()
         if self.phase is P.FORMING and any(worker.stage is Stage.DISMISSED for worker in members):
             self._fail(f"{self._ending} without calling hvd.init(), in which others waited for it")
-        elif self.phase is P.FORMING and self._has_failed:
+        elif self.phase is P.FORMING and self._causes.has_failed:
             self._fail("a worker has failed before it called hvd.init()")
         elif self.phase is P.FORMING and len(members) + self._done < self.rules.smallest:
             self._fail(f"{self._ending} without calling hvd.init(), and fewer than --min-np workers are left")
         elif all(not self.rules.launched and (worker.out or worker.stage is Stage.FINISHED) for worker in members):
-            if not self._has_failed:
-                self._go(P.OVER)
+            if not self._causes.has_failed:
+                self._phases.go(P.OVER)
                 self._out.append(Ended(f"all workers have finished; {self._ending}"))
             else:
                 self._fail(f"{self._ending}, but not every worker has ended with status 0")
-        elif self._failure is not None and self._patience == math.inf:
-            self._patience = self._now + self.rules.elastic_timeout
-        elif self.phase is not P.FORMING and self._now >= self._patience:
+        elif self._causes.failure is not None and self._phases.patience == math.inf:
+            self._phases.patience = self._now + self.rules.elastic_timeout
+        elif self.phase is not P.FORMING and self._now >= self._phases.patience:
             self._fail(f"{self._ending}, and others did not end within {self.rules.elastic_timeout:g} s")
-
-    @property
-    def _has_failed(self) -> bool:
-        """True if a member of the newest epoch has failed since the last training."""
-        return self._failure is not None and self._failed_epoch == self.assignment.epoch
 
     @property
     def _done(self) -> int:
@@ -720,12 +661,12 @@ class ElasticJob:
         return "; ".join([_STATE_LOST, *shortened(reasons, show=3)])
 
     def _fail(self, text: str, failure: Failing | None = None) -> None:
-        self.phase, self._failed = self._next(P.FAILED), text
-        failing = failure or self._failure or self._other_failure or Failing(reason=text)
+        self._phases.go(P.FAILED)
+        self._failed = text
         for worker in self._pool.workers.values():
             if worker.pending:
                 self._exclude(worker, Fate.FAILED, text)
-        self._out.append(Ended(text, failing))
+        self._out.append(Ended(text, failure or self._causes.failing(text)))
 
     def _refuse_after_the_end(self, event: Registered) -> None:
         worker = self._pool.workers.get(event.worker)
@@ -775,7 +716,7 @@ class ElasticJob:
         reason = self._why_unfit(worker)
         self._exclude(worker, Fate.REMOVED, reason)
         worker.end_by, worker.end_reason = self._now + LEAVING_TIME, reason
-        self._note(reason)
+        self._causes.note(reason)
         self._mention(reason)
 
     def _why_unfit(self, worker: Worker) -> str:
@@ -811,55 +752,6 @@ class ElasticJob:
             self._serial += 1
             self._announced = update
             self._out.append(Announce(self._serial, update))
-
-    # Phases and times.
-
-    def _next(self, phase: Phase) -> Phase:
-        assert phase in NEXT[self.phase], f"{phase.name} cannot follow {self.phase.name}"
-        return phase
-
-    def _go(self, phase: Phase) -> None:
-        if self.phase is P.RUNNING:
-            self._stopped_at = self._now
-        self.phase = self._next(phase)
-        if phase is P.DRAINING:
-            self._patience = self._now + self.rules.elastic_timeout
-        if phase not in (P.FORMING, P.CONNECTING):
-            self._limit = math.inf
-        self._say_pause = SAY_AFTER
-        pause = SAY_SOON if phase is P.WAITING and self.rules.launched else SAY_AFTER
-        self._say_at = math.inf if phase in (P.RUNNING, P.OVER) else self._now + pause
-
-    def _say(self) -> None:
-        """Tell the user what is waited for, if it is time for that."""
-        if self._now < self._say_at:
-            return
-        self._say_pause *= 2
-        self._say_at = self._now + self._say_pause
-        text = self._awaited()
-        if text:
-            self._out.append(Tell(f"waiting for {text}{self._terms()}"))
-
-    def _terms(self) -> str:
-        """Say for how long workers are waited for, and what sets that; empty where it was said at the start."""
-        if self.phase is not P.WAITING or not self.rules.launched:
-            return ""
-        many = "--min-np" if self._pool.ran else "-np"
-        left = max(0.0, self._patience - self._now)
-        return f". The job ends if they do not arrive within {left:.0f} s; --elastic-timeout and {many} set that"
-
-    def _awaited(self) -> str:
-        members = self._pool.members()
-        match self.phase:
-            case P.WAITING:
-                return f"workers: {self._pool.there()}"
-            case P.FORMING if any(worker.pending for worker in members):
-                return f"{listed([worker for worker in members if not worker.pending])} to call hvd.init()"
-            case P.CONNECTING:
-                return f"{listed([worker for worker in members if not worker.up])} to be connected with the others"
-            case P.DRAINING if awaited := [worker for worker in members if not self._pool.accounted(worker)]:
-                return f"{listed(awaited)} to come back to elastic.run"
-        return ""
 
 
 _STEPS: Mapping[Phase, Callable[[ElasticJob], None]] = {

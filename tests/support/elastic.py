@@ -34,7 +34,8 @@ from hvdgloo.rendezvous._elastic.events import (
     Update,
     Voided,
 )
-from hvdgloo.rendezvous._elastic.job import ElasticJob, Phase
+from hvdgloo.rendezvous._elastic.job import ElasticJob
+from hvdgloo.rendezvous._elastic.phases import Phase
 
 UNTROUBLED = frozenset({Phase.RUNNING, Phase.OVER, Phase.FAILED})
 
@@ -123,7 +124,7 @@ class Bed:
 
     def feed(self, event: Event) -> tuple[Action, ...]:
         """The job is told; its actions are checked, and carried out."""
-        self.limit = self.job._limit
+        self.limit = self.job._phases.limit
         actions = self.job.feed(event, self.now)
         for action in actions:
             self._carry_out(action)

@@ -32,7 +32,8 @@ from hvdgloo.rendezvous._elastic.events import (
     Update,
 )
 from hvdgloo.rendezvous._elastic.hosts import cooldown_time
-from hvdgloo.rendezvous._elastic.job import ATTEMPTS, NEXT, RETURN_TIME, Phase
+from hvdgloo.rendezvous._elastic.job import ATTEMPTS, RETURN_TIME
+from hvdgloo.rendezvous._elastic.phases import NEXT, Phase
 from hvdgloo.topology import Host, Topology, Worker
 from tests.support.elastic import UNTROUBLED, Actor, Bed
 
