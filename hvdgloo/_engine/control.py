@@ -8,14 +8,13 @@ itself bypass the socket. In a tree, the thread of a leader also runs an Aggrega
 from __future__ import annotations
 
 import logging
-import selectors
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from hvdgloo._engine.connection import ControlConnection
+from hvdgloo._engine.connection import ControlConnection, Peers
 from hvdgloo._engine.conventions import COORDINATOR, EVERYONE
 from hvdgloo._engine.executor import Executor
 from hvdgloo._engine.handle import Handle
@@ -43,7 +42,6 @@ from hvdgloo._engine.messages import (
 from hvdgloo._engine.planes import DEPTH
 from hvdgloo._engine.stacks import THREAD_PREFIX, python_stacks
 from hvdgloo._net import framing
-from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._net.handshake import Link
 from hvdgloo._platform import interrupts
 from hvdgloo.errors import (
@@ -85,6 +83,9 @@ class Control:
         spin_time: seconds that a waiting caller polls for the answer before it goes to sleep; 0 for not at all.
         on_end: called once, on the thread, with the error that later submissions get.
         counters: of this process, if it counts.
+
+    Attributes:
+        peers: the ranks at the other ends of the connections.
     """
 
     def __init__(
@@ -108,54 +109,38 @@ class Control:
         self._executor = executor
         self._coordinator = coordinator
         self._aggregator = aggregator
+        # What takes the messages of this rank and of those below; None if this one only reports to its parent.
+        self._hub: Aggregator | Coordinator | None = aggregator or coordinator
         self._parent = parent
-        self._operation_timeout = operation_timeout
         self._spin_time = spin_time
         self._describe = describe
         self._on_end = on_end
         self._counters = counters
         # Ranks say the same to whom they report to, who says something new each time.
         read = Decoder().decode
+        read_orders = decode if aggregator is None else self._read_order
+        self.peers = Peers(
+            {peer: ControlConnection(link, read_orders if peer == parent else read) for peer, link in links.items()}
+        )
+        self.wake = self.peers.wake  # has the thread check for work; callable from any thread
+        self._parent_watch: Liveness | None = None
         if coordinator is None:
-            self._parent_watch: Liveness | None = Liveness(
-                (parent,), operation_timeout, at_once=aggregator is not None or parent != COORDINATOR
-            )
-            read_orders = decode if aggregator is None else self._read_order
-        else:
-            self._parent_watch, read_orders = None, read
-        self._connections = {
-            peer: ControlConnection(link, read_orders if peer == parent else read) for peer, link in links.items()
-        }
+            in_tree = aggregator is not None or parent != COORDINATOR
+            self._parent_watch = Liveness((parent,), operation_timeout, at_once=in_tree)
         self._orders: deque[bytes] = deque()  # what has just been read and is for everyone below, too
-        self._unsent: set[int] = set()  # peers for whom bytes are left that the thread does not wait to write yet
-        self._wake_up = WakeUp()
-        self._to_send: list[Message] = []
+        self._to_send: deque[Message] = deque()
         self._failure: BaseException | None = None
         self._failure_deadline = 0.0
         self._ordered_end: HorovodInternalError | None = None
         self._ended: HorovodInternalError | None = None
         self._finished = False
-        self._lock = threading.Lock()
-        # Held by the thread that does the work: the control thread itself except while it sleeps, or a thread that
-        # submits.
+        # Held by the thread that does the work: the control thread except while it sleeps, or one that submits.
         self._turn_lock = threading.Lock()
         self._sleeps_until: float | None = None
-        # The thread sleeps in the first, which watches the second; a caller that lends its thread unregisters that
-        # meanwhile.
-        self._selector, self._sockets = selectors.DefaultSelector(), selectors.DefaultSelector()
-        self._selector.register(self._wake_up, selectors.EVENT_READ)
-        self._selector.register(self._sockets, selectors.EVENT_READ)
-        for peer, connection in self._connections.items():
-            self._sockets.register(connection, selectors.EVENT_READ, peer)
         # What the thread that has the turn may do: wait briefly for other ranks; take longer, since it is lent.
         self._may_wait, self._lent = True, False
         executor.set_callbacks(on_room=self.room, on_failure=self.data_plane_failed)
         self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}control-{rank}", daemon=True)
-
-    @property
-    def descriptors(self) -> list[int]:
-        """The descriptors that a forked child must not keep open."""
-        return [*self._wake_up.descriptors, *(c.fileno() for c in self._connections.values())]
 
     def start(self) -> None:
         self._thread.start()
@@ -170,10 +155,6 @@ class Control:
         """Wait for the thread to end; False if it has not ended within ``timeout`` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
-
-    def wake(self) -> None:
-        """Have the thread check for work; callable from any thread."""
-        self._wake_up.wake()
 
     def submitted(self, *, waits: bool) -> None:
         """An operation was filed; callable from any thread.
@@ -221,7 +202,7 @@ class Control:
                 logger.exception("the control plane of rank %d failed", self._rank)
             deadline = self._deadline()
             oversleeps = deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until)
-            must_wake = oversleeps or self._finished or bool(self._unsent)
+            must_wake = oversleeps or self._finished or self.peers.has_unsent
         finally:
             self._may_wait, self._lent = True, False
             self._turn_lock.release()
@@ -230,8 +211,7 @@ class Control:
 
     def say(self, message: Message) -> None:
         """Tell the coordinator something; callable from any thread."""
-        with self._lock:
-            self._to_send.append(message)
+        self._to_send.append(message)
         self.wake()
 
     def data_plane_failed(self, error: BaseException) -> None:
@@ -260,8 +240,7 @@ class Control:
 
     def close(self) -> None:
         """Close connections at once, for an engine whose thread did not end on its own."""
-        for connection in list(self._connections.values()):  # the thread may be losing one just now
-            connection.shutdown()
+        self.peers.shutdown()
         self.wake()
 
     # The thread.
@@ -275,56 +254,34 @@ class Control:
             logger.exception("the control thread of rank %d failed", self._rank)
             self._give_up(HorovodInternalError(f"the control thread failed: {error!r}"))
         finally:
-            self._farewell()
+            self.peers.close(_FLUSH_SECONDS)
 
     def _turn(self) -> None:
+        """Do what there is to do, then wait for a peer, a wake or a deadline. Others may take a turn meanwhile."""
         self._look_around(time.monotonic())
-        while self._unsent:
-            peer = self._unsent.pop()
-            self._sockets.modify(self._connections[peer], selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+        self.peers.watch_writes()
         if self._finished:
             return
-        for key, _ in self._sleep():
-            if key.fileobj is self._sockets:
-                self._serve_sockets()
-            else:
-                self._wake_up.clear()
-
-    def _serve_sockets(self) -> bool:
-        """Read and write whatever is possible now; False if there was nothing to do."""
-        ready = self._sockets.select(0)
-        for key, events in ready:
-            peer: int = key.data
-            if peer not in self._connections:
-                continue
-            connection = self._connections[peer]
-            try:
-                # Read first: a peer that has gone cannot be written to, but may have said why (an Abort) before.
-                if events & selectors.EVENT_READ:
-                    for message in connection.receive():
-                        self._receive(peer, message, time.monotonic())
-                if events & selectors.EVENT_WRITE:
-                    connection.flush()
-                    if not connection.pending:
-                        self._sockets.modify(connection, selectors.EVENT_READ, peer)
-            except (OSError, EOFError, ValueError) as error:
-                self._sockets.unregister(connection)
-                reason = str(error) or type(error).__name__
-                if not isinstance(error, ValueError):  # which is about what the peer, or another process, sent
-                    reason = f"{reason} (the process died or was killed; see its own output)"
-                self._lose(peer, reason, time.monotonic())
-        return bool(ready)
+        deadline = self._sleeps_until = self._deadline()
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        self._turn_lock.release()
+        try:
+            has_arrived = self.peers.wait(timeout)
+        finally:
+            self._turn_lock.acquire()
+        if has_arrived:
+            self.peers.serve(self._receive, self._lose)
 
     def _spin(self, awaited: Handle) -> None:
         """Read the others' messages until an operation has ended, or its execution has begun elsewhere."""
-        self._selector.unregister(self._sockets)  # or what arrives would wake the thread
+        self.peers.take_over()  # or what arrives would wake the thread
         try:
             until = time.monotonic() + self._spin_time
             while not (awaited.done() or self._executor.backlog or self._finished) and time.monotonic() < until:
-                if self._serve_sockets():
+                if self.peers.serve(self._receive, self._lose):
                     self._attend(time.monotonic())
         finally:
-            self._selector.register(self._sockets, selectors.EVENT_READ)
+            self.peers.hand_back()
 
     def _look_around(self, now: float) -> None:
         """Everything but reading sockets."""
@@ -343,53 +300,26 @@ class Control:
                 self._gather(self._aggregator, now)
                 self._conduct(self._coordinator, now)
 
-    def _sleep(self) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for a socket, a wake or the next deadline, and let others take a turn meanwhile."""
-        deadline = self._sleeps_until = self._deadline()
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        self._turn_lock.release()
-        try:
-            return self._selector.select(timeout)
-        finally:
-            self._turn_lock.acquire()
-
     def _speak(self, now: float) -> None:
         """Send the messages of this rank's other threads."""
         submission = self._member.drain(idle=self._executor.backlog == 0)
         if submission is not None:
             self._to_coordinator(submission, now)
-        if self._to_send:
-            with self._lock:
-                messages, self._to_send = self._to_send, []
-            for message in messages:
-                self._to_coordinator(message, now)
+        while self._to_send:
+            self._to_coordinator(self._to_send.popleft(), now)
 
     def _to_coordinator(self, message: Message, now: float) -> None:
-        if self._aggregator is not None:
-            self._aggregator.receive(self._rank, message, now)
-        elif self._coordinator is not None:
-            self._coordinator.receive(self._rank, message, now)
+        if self._hub is not None:
+            self._hub.receive(self._rank, message, now)
         else:
-            self._send(self._parent, frame(message))
-
-    def _send(self, peer: int, framed: bytes | bytearray) -> None:
-        connection = self._connections.get(peer)
-        if connection is None:
-            return
-        try:
-            connection.send_frame(framed)
-        except OSError as error:
-            # The reading side will see its end too, and may hold the reason (an Abort) that was sent before.
-            logger.debug("sending to rank %d failed: %s", peer, error)
-        if connection.pending:
-            self._unsent.add(peer)
+            self.peers.send(self._parent, frame(message))
 
     def _gather(self, aggregator: Aggregator, now: float) -> None:
         """Leaders: send up what has been gathered, and down what is for some of those below."""
         while True:
             for message in aggregator.up.take(now):
                 if self._coordinator is None:
-                    self._send(self._parent, frame(message))
+                    self.peers.send(self._parent, frame(message))
                     continue
                 for ranks, numbers in self._coordinator.hear(message, now):
                     aggregator.operations.ask_back(ranks, numbers)
@@ -400,7 +330,7 @@ class Control:
                 if child == self._rank:
                     self._receive_verdict(message, now)
                 else:
-                    self._send(child, frame(message))
+                    self.peers.send(child, frame(message))
 
     def _conduct(self, coordinator: Coordinator, now: float) -> None:
         """Rank 0: order what is ready if there is room."""
@@ -408,13 +338,11 @@ class Control:
             coordinator.release(now)
         self._deliver(coordinator, now)
         coordinator.busy = self._executor.backlog > 0
-        aggregator = self._aggregator
-        coordinator.gathering = aggregator is not None and (
-            aggregator.operations.holds or aggregator.asked_from_below(now)
-        )
+        below = self._aggregator
+        coordinator.gathering = below is not None and (below.operations.holds or below.asked_from_below(now))
 
     def _deliver(self, coordinator: Coordinator, now: float) -> None:
-        """Rank 0: send the coordinator's messages, and log its warnings."""
+        """Rank 0: send the coordinator's messages, and log its notes."""
         while coordinator.outbox:
             outbox, coordinator.outbox = coordinator.outbox, []
             for destination, message in outbox:
@@ -425,23 +353,13 @@ class Control:
                 elif self._aggregator is not None and isinstance(message, AskStacks):
                     self._aggregator.send(1 << destination, message)
                 else:
-                    self._send(destination, frame(message))
-        if coordinator.warnings or coordinator.recoveries or coordinator.news:
-            self._tell(coordinator)
-
-    def _tell(self, coordinator: Coordinator) -> None:
-        """Rank 0: say what people are to know."""
-        for text in (*coordinator.warnings, *coordinator.news):
-            logger.warning("%s", text)  # who has asked for autotune sees what it has chosen, at the usual level
-        if self._counters is not None:
-            for text in coordinator.warnings:
-                self._counters.note("stall", text)
-            for text in coordinator.recoveries:
-                self._counters.note("stall ended", text)
-            for text in coordinator.news:
-                self._counters.note("tuning", text)
-        for said in (coordinator.warnings, coordinator.recoveries, coordinator.news):
-            said.clear()
+                    self.peers.send(destination, frame(message))
+        for kind, text in coordinator.notes:
+            if kind != "stall ended":
+                logger.warning("%s", text)  # who has asked for autotune sees what it has chosen, at the usual level
+            if self._counters is not None:
+                self._counters.note(kind, text)
+        coordinator.notes.clear()
 
     def overdue(self, least: float) -> tuple[list[Waiting], dict[int, str]]:
         """Rank 0: ``Coordinator.waiting`` and ``stacks``; callable from any thread. Nothing is known on other ranks,
@@ -466,11 +384,11 @@ class Control:
         self._receive_verdict(message, now)
 
     def _send_below(self, message: Message, framed: bytes | bytearray | None = None) -> None:
-        below = [peer for peer in self._connections if self._coordinator is not None or peer != self._parent]
+        below = [peer for peer in self.peers.connections if peer != self._parent]
         if below:
             framed = frame(message) if framed is None else framed
             for peer in below:
-                self._send(peer, framed)
+                self.peers.send(peer, framed)
 
     def _read_order(self, data: bytes | memoryview) -> Message:
         """Leaders: a message from above."""
@@ -488,12 +406,10 @@ class Control:
                 self._order(message, self._orders.popleft(), now)
             else:
                 self._aggregator.pass_down(message, now)
-        elif self._aggregator is not None:
-            if self._coordinator is not None:
+        elif self._hub is not None:
+            if self._coordinator is not None and self._aggregator is not None:
                 self._coordinator.heard(peer, now)
-            self._aggregator.receive(peer, message, now)
-        elif self._coordinator is not None:
-            self._coordinator.receive(peer, message, now)
+            self._hub.receive(peer, message, now)
 
     def _receive_verdict(self, message: Message, now: float) -> None:
         """A message from the coordinator to this rank."""
@@ -511,35 +427,25 @@ class Control:
         elif isinstance(message, AskStacks):
             self._to_coordinator(Stacks(python_stacks()), now)
         elif isinstance(message, End):
-            self._leave_together(message.rank, message.reason)
+            self._leave_together(message)
         elif isinstance(message, Abort):
             self._end(_abort_error(message, self._describe))
         elif isinstance(message, Bye):
             self._finished = True
             self._executor.stop()
 
-    def _leave_together(self, leaver: int, reason: str) -> None:
+    def _leave_together(self, order: End) -> None:
         """A rank has left: finish what was ordered before, refuse everything else."""
-        text = "this rank" if leaver == self._rank else self._describe(leaver)
-        if reason:
-            text += f" ended with {reason}, which ends collective operations on all ranks"
-        else:
-            text += " called hvd.shutdown() or exited, which ends collective operations on all ranks"
-        error = JobShutdownError(text, rank=leaver)
-        self._ended = error
-        self._on_end(error)
+        self._ended = _end_error(order, "this rank" if order.rank == self._rank else self._describe(order.rank))
+        self._on_end(self._ended)
         self._executor.when_drained(lambda: self.say(Drained()))
 
-    def _lose(self, peer: int, reason: str, now: float) -> None:
-        self._connections.pop(peer).close()
-        self._unsent.discard(peer)
-        if self._parent_watch is not None and peer == self._parent:
-            if not self._finished:
-                self._parent_lost(reason)
-        elif self._aggregator is not None:
-            self._aggregator.lost(peer, reason)
-        elif self._coordinator is not None:
-            self._coordinator.lost(peer, reason, now)
+    def _lose(self, peer: int, reason: str) -> None:
+        if peer != self._parent:
+            if self._hub is not None:
+                self._hub.lost(peer, reason)
+        elif not self._finished:
+            self._parent_lost(reason)
 
     def _parent_lost(self, reason: str) -> None:
         text = f"{self._describe(self._parent)} was lost: {reason}"
@@ -565,8 +471,7 @@ class Control:
         """End the job, since it is known from elsewhere that the ranks cannot go on together. No rank is to blame for
         the connections that end now: the ranks above and below are told so."""
         verdict = Abort("peer", str(error))
-        if self._coordinator is None:
-            self._send(self._parent, frame(verdict))
+        self.peers.send(self._parent, frame(verdict))
         self._give_up(error, verdict)
 
     def _end(self, error: HorovodInternalError) -> None:
@@ -599,42 +504,20 @@ class Control:
         """Other ranks: check that the one above still answers, while something is pending."""
         if watch.rests(now):
             return
-        active = self._waits
-        if self._aggregator is not None:
-            active = active or self._aggregator.asked_from_below(now)
+        active = self._waits or (self._aggregator is not None and self._aggregator.asked_from_below(now))
         ping, lost = watch.tick(now, active=active)
         for _, reason in lost:
             self._parent_lost(reason)
         if ping and not lost:
-            self._send(self._parent, frame(Ping()))
+            self.peers.send(self._parent, frame(Ping()))
 
     def _deadline(self) -> float | None:
-        times = [] if self._failure is None else [self._failure_deadline]
-        for part in (self._coordinator, self._aggregator):
-            deadline = None if part is None else part.deadline()
-            if deadline is not None:
-                times.append(deadline)
-        if self._parent_watch is not None and self._parent_watch.deadline is not None:
+        times = [part.deadline() for part in (self._coordinator, self._aggregator) if part is not None]
+        if self._failure is not None:
+            times.append(self._failure_deadline)
+        if self._parent_watch is not None:
             times.append(self._parent_watch.deadline)
-        return min(times, default=None)
-
-    def _farewell(self) -> None:
-        """Let the last messages reach the peers, then close."""
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        for connection in self._connections.values():
-            try:
-                while connection.pending and time.monotonic() < deadline:
-                    with selectors.DefaultSelector() as selector:
-                        selector.register(connection, selectors.EVENT_WRITE)
-                        selector.select(max(0.0, deadline - time.monotonic()))
-                    connection.flush()
-            except OSError:
-                pass  # the peer is gone
-            connection.close()
-        self._connections.clear()
-        self._sockets.close()
-        self._selector.close()
-        self._wake_up.close()
+        return min([time for time in times if time is not None], default=None)
 
 
 def _abort_error(message: Abort, describe: Callable[[int], str]) -> HorovodInternalError:
@@ -646,3 +529,11 @@ def _abort_error(message: Abort, describe: Callable[[int], str]) -> HorovodInter
             f"{message.text}"
         )
     return BackendError(message.text)
+
+
+def _end_error(message: End, leaver: str) -> JobShutdownError:
+    if message.reason:
+        text = f"{leaver} ended with {message.reason}, which ends collective operations on all ranks"
+    else:
+        text = f"{leaver} called hvd.shutdown() or exited, which ends collective operations on all ranks"
+    return JobShutdownError(text, rank=message.rank)

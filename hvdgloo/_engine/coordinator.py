@@ -95,9 +95,7 @@ class Coordinator:
 
     Attributes:
         outbox: messages and whom they are for, in order.
-        warnings: of stalls, for people.
-        recoveries: what is to be said of stalls that have ended.
-        news: what has been decided, for people.
+        notes: of stalls, their ends and what autotune has chosen, each with its kind: for the log and for observers.
         gathering: (in a tree) some ranks wait for others, though no message about that has arrived yet; or some have
             asked lately whether those above are alive.
     """
@@ -113,9 +111,7 @@ class Coordinator:
         tuner: Tuner | None = None,
     ) -> None:
         self.outbox: list[tuple[int, Message]] = []
-        self.warnings: list[str] = []
-        self.recoveries: list[str] = []
-        self.news: list[str] = []
+        self.notes: list[tuple[str, str]] = []
         self.busy = self.gathering = False
         self.over = False
         self._size = size
@@ -204,7 +200,7 @@ class Coordinator:
         elif isinstance(message, Tune):
             self._change(message)
         elif isinstance(message, Lost):
-            self.lost(message.rank, message.reason, now)
+            self.lost(message.rank, message.reason)
         elif isinstance(message, Abort):
             self._abort("peer", message.text)
         elif isinstance(message, Drained):
@@ -239,7 +235,7 @@ class Coordinator:
         elif isinstance(message, Tune) and rank == COORDINATOR:
             self._change(message)
 
-    def lost(self, rank: int, reason: str, now: float) -> None:
+    def lost(self, rank: int, reason: str) -> None:
         """A rank's connection has ended."""
         if self.over or (self._leaver is not None and rank not in self._undrained):
             return
@@ -268,7 +264,7 @@ class Coordinator:
         if choice is not None:
             self._change(Tune(*astuple(choice)))
         if tuner.conclusion:
-            self.news.append(tuner.conclusion)
+            self.notes.append(("tuning", tuner.conclusion))
             self._tuner = None
 
     def _change(self, settings: Tune) -> None:
@@ -374,7 +370,7 @@ class Coordinator:
             return
         ping, lost = self._neighbours_watch.tick(now, active=self._active)
         for rank, reason in lost:
-            self.lost(rank, reason, now)
+            self.lost(rank, reason)
             if self.over:
                 return
         if ping:
@@ -417,7 +413,7 @@ class Coordinator:
         """Nothing waits any more that a report was about."""
         if self._told is not None:
             self._told = None
-            self.recoveries.append("the ranks that others waited for have submitted")
+            self.notes.append(("stall ended", "the ranks that others waited for have submitted"))
 
     def _report_stall(self, report: _StallReport, now: float) -> None:
         self._stall = None
@@ -429,7 +425,7 @@ class Coordinator:
         if not overdue:
             self._next_stall_check = now
             return
-        self.warnings.append(stall.report(overdue, now, self._describe, report.stacks, self._told, waiting))
+        self.notes.append(("stall", stall.report(overdue, now, self._describe, report.stacks, self._told, waiting)))
         self._told, self._late = (self._told or {}) | report.stacks, stall.missing_ranks(overdue)
         dead_line = min(operation.since for operation in overdue) + rules.stall_shutdown_time
         if rules.stall_shutdown_time and now >= dead_line:

@@ -503,7 +503,7 @@ class Engine:
     def _after_fork_in_child(self) -> None:
         """A forked child that kept a connection open would hide this rank's death from its peers."""
         self._forked = True
-        close_keeping_numbers(self._control.descriptors)
+        close_keeping_numbers(self._control.peers.descriptors)
         for group in self._groups.values():
             for backend in group.backends:
                 forget = getattr(backend, "after_fork_in_child", None)

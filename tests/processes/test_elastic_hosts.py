@@ -186,7 +186,7 @@ from hvdgloo._job.process import current
 def say(what, step):
     engine = current().engine
     # At the end the links to workers that left are gone.
-    for link in list(engine._control._connections.values()):
+    for link in list(engine._control.peers.connections.values()):
         assert (type(link._socket).__mro__[1].__name__ == "SSLSocket") == ("TLS" in os.environ), link
     assert engine._in_tree == ("HVDGLOO_CONTROL_TREE_RANKS" in os.environ and len(engine.topology.hosts) > 2)
     places = hvd.rank(), hvd.size(), hvd.local_rank(), step, os.getpid(), os.environ["HVDGLOO_WORKER"]

@@ -56,14 +56,14 @@ try:
         assert total[0] == 10, total
         steps += 1
         if steps == 3:
-            write(f"ready{rank}", sorted(current().engine._control._connections))
+            write(f"ready{rank}", sorted(current().engine._control.peers.connections))
         time.sleep(0.02)
     rows = hvd.allgather(np.full((rank, 3), float(rank)))
     assert rows.sum() == 3 * (1 + 4 + 9)
     hvd.shutdown()
     hvd.init()  # the tree is made again, and rank 0 listens elsewhere
     assert hvd.allreduce(np.array([rank + 1.0]), op=hvd.Sum, name="again")[0] == 10
-    connections = sorted(current().engine._control._connections)
+    connections = sorted(current().engine._control.peers.connections)
     hvd.barrier()  # no rank leaves before all have looked
     write(f"ended{rank}", connections)
     hvd.shutdown()

@@ -23,7 +23,7 @@ import numpy as np
 import hvdgloo.numpy as hvd
 from hvdgloo._job.process import current
 hvd.init()
-links = current().engine._control._connections.values()
+links = current().engine._control.peers.connections.values()
 encrypted = {type(link._socket).__mro__[1].__name__ == "SSLSocket" for link in links}
 total = hvd.allreduce(np.ones(2), op=hvd.Sum, name="a_name_that_travels")[0]
 assert hvd.broadcast_object("of rank 0" if hvd.rank() == 0 else None) == "of rank 0"

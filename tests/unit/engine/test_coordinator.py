@@ -70,8 +70,8 @@ class Job:
         return outbox
 
     def warned(self) -> list[str]:
-        warnings, self.coordinator.warnings = self.coordinator.warnings, []
-        return warnings
+        notes, self.coordinator.notes = self.coordinator.notes, []
+        return [text for kind, text in notes if kind == "stall"]
 
     def run_until(self, when: float, *, answering: Sequence[int] = (), stacks: Sequence[int] = ()) -> list[tuple]:
         """Let time pass from deadline to deadline, as the control thread does; returns (time, destination, message)."""
@@ -309,7 +309,7 @@ class TestLeaving:
         job.says(1, Leave())
         job.says(1, Drained())
         job.sent()
-        job.coordinator.lost(1, "its connection ended", job.now)
+        job.coordinator.lost(1, "its connection ended")
         assert job.sent() == []
         assert not job.coordinator.over
 
@@ -318,7 +318,7 @@ class TestLeaving:
         job.says(1, Leave())
         job.says(1, Drained())
         job.sent()
-        job.coordinator.lost(2, "its connection ended", job.now)
+        job.coordinator.lost(2, "its connection ended")
         ((_, abort),) = job.sent()
         assert isinstance(abort, Abort)
         assert abort.rank == 2
@@ -339,7 +339,7 @@ class TestLeaving:
         job.says(1, Ping())
         job.says(1, Failed("x"))
         job.submits(1, "a")
-        job.coordinator.lost(1, "gone", job.now)
+        job.coordinator.lost(1, "gone")
         job.coordinator.tick(job.now + 1000)
         job.coordinator.release(job.now)
         assert job.sent() == []
@@ -349,7 +349,7 @@ class TestFailure:
     def test_a_lost_rank_is_named_at_once(self) -> None:
         """Pain 22."""
         job = Job(3)
-        job.coordinator.lost(2, "its connection ended", job.now)
+        job.coordinator.lost(2, "its connection ended")
         assert job.sent() == [
             (EVERYONE, Abort("peer", "rank 2 (h2, pid 102) was lost: its connection ended", 2)),
         ]
@@ -357,8 +357,8 @@ class TestFailure:
 
     def test_the_first_loss_counts(self) -> None:
         job = Job(3)
-        job.coordinator.lost(2, "first", job.now)
-        job.coordinator.lost(1, "second", job.now)
+        job.coordinator.lost(2, "first")
+        job.coordinator.lost(1, "second")
         assert len(job.sent()) == 1
 
     def test_an_attribution_asks_everyone_else(self) -> None:
@@ -409,7 +409,7 @@ class TestFailure:
         job.says(1, Failed("reset by peer"))
         job.sent()
         job.now += 0.01
-        job.coordinator.lost(2, "its connection ended", job.now)
+        job.coordinator.lost(2, "its connection ended")
         ((_, abort),) = job.sent()
         assert isinstance(abort, Abort)
         assert (abort.kind, abort.rank) == ("peer", 2)

@@ -345,7 +345,7 @@ class Rank0:
 
     def close(self) -> None:
         self.control._turn_lock.release()
-        self.control._farewell()
+        self.control.peers.close(1.0)
         for other in self.others.values():
             other.close()
 
@@ -397,8 +397,8 @@ def test_what_a_connection_does_not_take_at_once_is_sent_when_it_does() -> None:
     deadline.start()
     try:
         large = Failed("x" * (4 << 20))
-        connection = rank0.control._connections[2]
-        rank0.control._send(2, frame(large))
+        connection = rank0.control.peers.connections[2]
+        rank0.control.peers.send(2, frame(large))
         assert connection.pending
         arrived: list[Message] = []
         while connection.pending and not rank0.control._finished:

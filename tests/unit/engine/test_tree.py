@@ -492,8 +492,8 @@ class Tree:
 
     def warned(self) -> list[str]:
         coordinator = self.network.coordinator
-        warnings, coordinator.warnings = coordinator.warnings, []
-        return warnings
+        notes, coordinator.notes = coordinator.notes, []
+        return [text for kind, text in notes if kind == "stall"]
 
     def of(self, kind: type) -> list[tuple[float, int, Message]]:
         return [(at, rank, message) for at, rank, message in self.told if isinstance(message, kind)]

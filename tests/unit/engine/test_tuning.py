@@ -332,7 +332,7 @@ class Job:
         """Train until the search is over; returns the number of steps."""
         for number in itertools.count(1):
             self.step()
-            if self.coordinator.news:
+            if self.coordinator.notes:
                 return number
             assert number < 1000
         raise AssertionError
@@ -347,19 +347,21 @@ class TestTuner:
         job = Job(_faster_with_4_mib)
         steps = job.run()
         assert job.choice == Choice(4 * MIB, 0.0, 0, 0)
-        (news,) = job.coordinator.news
+        ((_, news),) = job.coordinator.notes
         assert "autotune: --fusion-threshold-mb 4 from now on: 25 % faster" in news
         before = len(job.sent)
         job.step()
         assert steps < 200
         assert not any(isinstance(message, Tune) for message in job.sent[before:])
-        assert job.coordinator.news == [news]
+        assert job.coordinator.notes == [("tuning", news)]
 
     def test_a_job_that_cannot_be_sped_up_ends_with_the_settings_of_its_start(self) -> None:
         job = Job(lambda choice: 0.1)
         job.run()
         assert job.choice == job.start
-        assert job.coordinator.news[0].startswith("autotune: settings stay as they were: no others were clearly faster")
+        assert job.coordinator.notes[0][1].startswith(
+            "autotune: settings stay as they were: no others were clearly faster"
+        )
 
     def test_the_settings_change_before_the_batch_that_begins_a_step(self) -> None:
         """All ranks read them at the same place in the order, and what was agreed upon before is not touched."""
