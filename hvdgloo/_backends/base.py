@@ -294,6 +294,11 @@ class Scattered(Protocol):
         ...
 
 
+def label_of(backend: Backend) -> str:
+    """Return a backend's name as users see it."""
+    return {"shm": "shared memory", "local": "alone"}.get(backend.name, backend.name)
+
+
 @dataclass(frozen=True)
 class Plane:
     """A backend, and the memory that it works in."""
@@ -304,7 +309,7 @@ class Plane:
     @cached_property
     def label(self) -> str:
         """The plane's name as users see it."""
-        return {"shm": "shared memory", "local": "alone"}.get(self.backend.name, self.backend.name)
+        return label_of(self.backend)
 
     @cached_property
     def scattered(self) -> Scattered | None:

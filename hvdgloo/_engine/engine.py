@@ -358,6 +358,8 @@ class Engine:
 
             timeline = Timelines(*self._timelines.values())
         self._member.timeline = self._executor.timeline = timeline
+        if self.counters is not None:
+            self.counters.timeline = timeline
         if self._coordinator is not None:
             self._coordinator.show(timeline)
             if self._in_tree:
@@ -503,6 +505,8 @@ class Engine:
     def _after_fork_in_child(self) -> None:
         """A forked child that kept a connection open would hide this rank's death from its peers."""
         self._forked = True
+        if self.counters is not None:
+            self.counters.timeline = None  # its writer is the parent's
         close_keeping_numbers(self._control.peers.descriptors)
         for group in self._groups.values():
             for backend in group.backends:

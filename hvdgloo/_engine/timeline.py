@@ -338,6 +338,10 @@ class Timelines:
         for each in self._all:
             each.settled(request, executed_here=executed_here)
 
+    def phase(self, tensor: str, name: str, begin: float, end: float, args: Mapping[str, Any] | None = None) -> None:
+        for each in self._all:
+            each.phase(tensor, name, begin, end, args)
+
     def cycle(self, at: float) -> None:
         for each in self._all:
             each.cycle(at)

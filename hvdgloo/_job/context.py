@@ -18,6 +18,7 @@ from hvdgloo.types import Metrics, PlaneMetrics
 if TYPE_CHECKING:
     from hvdgloo._engine.engine import Engine
     from hvdgloo._job.reporting import Reporting
+    from hvdgloo._observe.counters import Counters
     from hvdgloo.rendezvous import Alone, RendezvousClient
 
 
@@ -133,40 +134,7 @@ class Context:
 
     def metrics(self) -> Metrics:
         """Return this process's counts so far; nothing but zeros with ``HVDGLOO_OBSERVE=0``."""
-        counters = self.engine.counters
-        if counters is None:
-            return Metrics(self.rank, self.size)
-        from hvdgloo._observe.resources import cpu_seconds, resident_bytes
-
-        waiting, communicating = counters.blocked(time.monotonic())
-        planes: dict[str, PlaneMetrics] = {}
-        for traffic in [*counters.traffic.values()]:
-            before = planes.get(traffic.plane, PlaneMetrics())
-            planes[traffic.plane] = PlaneMetrics(
-                before.operations + traffic.operations, before.bytes + traffic.bytes, before.seconds + traffic.seconds
-            )
-        return Metrics(
-            self.rank,
-            self.size,
-            operations=counters.operations,
-            bytes=counters.bytes,
-            steps=counters.steps,
-            step_seconds=counters.step_seconds,
-            step_waiting=counters.step_waiting,
-            step_communicating=counters.step_communicating,
-            step_before_first=counters.before_first,
-            last_step=counters.last_step,
-            waiting=waiting,
-            communicating=communicating,
-            negotiation=counters.negotiation,
-            queue=counters.queue,
-            data=counters.data,
-            copy=counters.copy,
-            wire=counters.wire,
-            cpu_seconds=cpu_seconds(),
-            memory=resident_bytes(),
-            planes=planes,
-        )
+        return counted(self.engine.counters, self.rank, self.size)
 
     def end_step(self) -> None:
         """Count a training step that has ended, such as an ``optimizer.step()``."""
@@ -188,3 +156,40 @@ class Context:
             follower.job_ended()
         if self._client is not None:
             self._client.close()
+
+
+def counted(counters: Counters | None, rank: int, size: int) -> Metrics:
+    """Return a process's counts so far; nothing but zeros where none are kept."""
+    if counters is None:
+        return Metrics(rank, size)
+    from hvdgloo._observe.resources import cpu_seconds, resident_bytes
+
+    waiting, communicating = counters.blocked(time.monotonic())
+    planes: dict[str, PlaneMetrics] = {}
+    for traffic in [*counters.traffic.values()]:
+        before = planes.get(traffic.plane, PlaneMetrics())
+        planes[traffic.plane] = PlaneMetrics(
+            before.operations + traffic.operations, before.bytes + traffic.bytes, before.seconds + traffic.seconds
+        )
+    return Metrics(
+        rank,
+        size,
+        operations=counters.operations,
+        bytes=counters.bytes,
+        steps=counters.steps,
+        step_seconds=counters.step_seconds,
+        step_waiting=counters.step_waiting,
+        step_communicating=counters.step_communicating,
+        step_before_first=counters.before_first,
+        last_step=counters.last_step,
+        waiting=waiting,
+        communicating=communicating,
+        negotiation=counters.negotiation,
+        queue=counters.queue,
+        data=counters.data,
+        copy=counters.copy,
+        wire=counters.wire,
+        cpu_seconds=cpu_seconds(),
+        memory=resident_bytes(),
+        planes=planes,
+    )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from hvdgloo._job import excepthook
-from hvdgloo._job.context import Context
+from hvdgloo._job.context import Context, counted
 from hvdgloo._job.logging import configure_logging
 from hvdgloo._job.other_launchers import meeting, warn, warn_of_mpi
 from hvdgloo._observe.counters import Counters
@@ -18,14 +18,17 @@ from hvdgloo._platform.imports import collector_paused
 from hvdgloo._platform.spelling import followed_by
 from hvdgloo.config import Config, unknown_variables
 from hvdgloo.errors import ConfigError, DismissedError, InvalidArgumentError, NotInitializedError
+from hvdgloo.types import Metrics
 
 if TYPE_CHECKING:
     from hvdgloo._job.elastic import Membership
+    from hvdgloo._job.group_reporting import GroupReporting, Groups
 
 logger = logging.getLogger(__name__)
 
 _current: Context | None = None
 _membership: Membership | None = None
+_group_reporting: GroupReporting | None = None
 _lock = threading.Lock()
 _counters = Counters()
 """Of all jobs and epochs that this process takes part in."""
@@ -57,6 +60,7 @@ def init(
                 from hvdgloo._job.join import connected, join  # imports the engine, the rendezvous and the data planes
 
             _owner = os.getpid()
+            _end_group_reporting()  # the Context's takes its place
             excepthook.install()  # before anything can go wrong: a setting's error is shown like any other of ours
             config = Config.from_env()
             configure_logging(config, config.rank)
@@ -188,6 +192,60 @@ def shutdown(reason: str = "") -> None:
             context.close(reason)
 
 
+def groups_begin(groups: Groups, rank: int, size: int) -> Counters | None:
+    """Show what the process exchanges in groups of its own, until ``groups_ended`` or ``init()``.
+
+    Args:
+        rank, size: the process's place where no launcher has given it one.
+
+    Returns:
+        what to count in; None if nothing is to be counted.
+    """
+    global _group_reporting, _owner
+    config = Config.from_env()
+    if not config.observe and not config.timeline:
+        return None
+    with _lock:
+        alone = _current is None and _membership is None
+        if alone and _group_reporting is None and (config.observer or config.timeline):
+            from hvdgloo._job.group_reporting import GroupReporting
+
+            _owner = os.getpid()
+            _group_reporting = GroupReporting(config, _counters, groups, rank, size)
+    return _counters
+
+
+def groups_ended() -> None:
+    """Send the last report of groups that have no Context to show them."""
+    with _lock:
+        _end_group_reporting()
+
+
+def _end_group_reporting() -> None:
+    global _group_reporting
+    if _group_reporting is not None:
+        reporting, _group_reporting = _group_reporting, None
+        reporting.close()
+
+
+def groups_after_fork_in_child() -> None:
+    """Leave reports and timeline to the process that this one was forked from."""
+    global _group_reporting
+    if _group_reporting is not None:
+        _of_the_parent.append(_group_reporting)
+        _group_reporting = _counters.timeline = _counters.lateness = None
+        _counters.asleep = False
+
+
+_of_the_parent: list[GroupReporting] = []
+"""A forked child's copy of what its parent reports with, which must not be closed."""
+
+
+def group_metrics(rank: int, size: int) -> Metrics:
+    """Return the process's counts so far, with or without a Context."""
+    return counted(_counters, rank, size)
+
+
 def is_initialized() -> bool:
     """True between ``init()`` and ``shutdown()`` on this rank."""
     return _current is not None
@@ -221,6 +279,7 @@ def _at_exit() -> None:
         if _membership is not None:
             _membership.close(reason)
         shutdown(reason)
+        groups_ended()
 
 
 def shut_down_first_at_exit() -> None:

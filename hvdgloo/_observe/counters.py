@@ -12,9 +12,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hvdgloo._observe.lateness import LatenessBook
 
 AGREEMENT = "agreement"
@@ -31,8 +33,21 @@ class Awaited(Protocol):
         ordered: time at which it was given its place in the order; 0 before.
     """
 
-    name: str
-    ordered: float
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ordered(self) -> float: ...
+
+
+class Trace(Protocol):
+    """A timeline, which takes phases that have ended; times are by its ``now``."""
+
+    def now(self) -> float: ...
+
+    def phase(
+        self, tensor: str, name: str, begin: float, end: float, args: Mapping[str, Any] | None = None
+    ) -> None: ...
 
 
 class Traffic:
@@ -68,6 +83,12 @@ class Traffic:
         if not self._under_way:
             self.seconds += now - self._since
 
+    def carried(self, nbytes: int, seconds: float) -> None:
+        """Count an operation of its own, which took ``seconds``."""
+        self.operations += 1
+        self.bytes += nbytes
+        self.seconds += seconds
+
     def dropped(self) -> None:
         """Forget the buckets under way, which will not finish: their engine ended."""
         self._under_way = 0
@@ -89,6 +110,7 @@ class Counters:
         lateness: on rank 0 of several.
         notes: time (since 1970), kind and text of each ``samples.Note`` that is still to be sent.
         on_step: called with ``steps`` whenever a step has ended.
+        timeline: trace that is being written; None if there is none.
     """
 
     __slots__ = (
@@ -114,6 +136,7 @@ class Counters:
         "step_seconds",
         "step_waiting",
         "steps",
+        "timeline",
         "traffic",
         "waiting",
         "wake_reader",
@@ -135,6 +158,7 @@ class Counters:
         self.lateness: LatenessBook | None = None
         self.notes: deque[tuple[float, str, str]] = deque(maxlen=_MOST_NOTES)
         self.on_step: Callable[[int], None] | None = None
+        self.timeline: Trace | None = None
         self._step_began = 0.0
         self._waiting_before = self._communicating_before = 0.0
 

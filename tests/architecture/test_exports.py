@@ -153,7 +153,7 @@ EXPORTS = {
     "hvdgloo.elastic": {"ObjectState", "State", "notification_manager", "run", "run_fn"},
     "hvdgloo.numpy.elastic": {"ObjectState", "State", "run"},
     "hvdgloo.mxnet.elastic": {"ObjectState", "State", "run"},
-    "hvdgloo.torch.distributed": {"register"},
+    "hvdgloo.torch.distributed": {"metrics", "register"},
     "hvdgloo.torch.elastic": {"ElasticSampler", "TorchState", "run"},
     "hvdgloo.mxnet": EVERY_FRONTEND | {"DistributedOptimizer", "DistributedTrainer", "broadcast_parameters"},
     "hvdgloo.tensorflow": BASICS

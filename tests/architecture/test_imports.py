@@ -64,6 +64,7 @@ GRAPH: dict[str, set[str]] = {
         "_backends",
         "_job",
         "_net",
+        "_observe",
         "_platform",
         "_torch_backend",
         "config",

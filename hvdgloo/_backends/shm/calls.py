@@ -1,8 +1,9 @@
 """Record of the collectives that each rank of a segment has begun, for programs in which nothing else compares them.
 
-Each rank writes a number and a description of its call into a ring in its page of words before it makes the call's
-first step. A rank that has seen that step can compare the descriptions: ranks that call different collectives get an
-error that names both, instead of waiting for each other or combining what does not belong together.
+Each rank writes a number, a description of its call and the time into a ring in its page of words before it makes the
+call's first step. A rank that has seen that step can compare the descriptions: ranks that call different collectives
+get an error that names both, instead of waiting for each other or combining what does not belong together. From the
+times every rank knows which of them was the last, and for how long it waited.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ _RING = 64
 
 _NUMBER_BITS = 16
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
+_ENTRY = 3
+"""Words of a call: two that describe it, and the time in microseconds of the host's monotonic clock."""
+
 _DTYPES = list(DType)
 _NONE = 255
 
@@ -63,6 +67,11 @@ class Call:
             second >> _NUMBER_BITS,
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that each rank gives; 0 where ranks may give different sizes."""
+        return self.count if self.dtype is None else self.count * self.dtype.itemsize
+
     def __str__(self) -> str:
         if self.kind == "barrier":
             return "barrier"
@@ -82,18 +91,23 @@ class Calls:
         self._own = self._words[segment.rank]
         self._others = [(rank, words) for rank, words in enumerate(self._words) if rank != segment.rank]
         self._number = 0
-        self._first = self._second = self._at = 0
+        self._first = self._second = self._at = self._time = 0
         self._known: dict[Call, tuple[int, int]] = {}
 
-    def begin(self, call: Call) -> None:
-        """Record a call, before its first step."""
+    def begin(self, call: Call, now: float) -> None:
+        """Record a call, before its first step.
+
+        Args:
+            now: time on the monotonic clock.
+        """
         known = self._known.get(call)
         if known is None:
             known = self._known[call] = call.packed(0)
         number = self._number = self._number + 1 & _NUMBER_MASK
-        at = self._at = CALLS + 2 * (number % _RING)
+        at = self._at = CALLS + _ENTRY * (number % _RING)
         self._first, self._second = known[0] | number, known[1] | number
         self._own[at], self._own[at + 1] = self._first, self._second
+        self._own[at + 2] = self._time = int(now * 1e6) << _NUMBER_BITS | number
 
     def mismatch(self) -> str | None:
         """Return the names of this rank's call and of another rank's, if the two differ; a rank that has not come as
@@ -108,3 +122,24 @@ class Calls:
                 mine = Call.unpacked(first, second)
                 return f"rank {self._rank} called {mine}, but rank {rank} called {Call.unpacked(*theirs)}"
         return None
+
+    def arrivals(self) -> tuple[int, float, float] | None:
+        """Return the rank that was the last to begin this rank's call, the time at which it did, and the seconds since
+        the first rank's; None if some rank has not begun it.
+        """
+        first = last = self._time
+        number, at, late = first & _NUMBER_MASK, self._at + 2, self._rank
+        for rank, words in self._others:
+            time = words[at]
+            if time & _NUMBER_MASK != number:
+                return None
+            if time > last:
+                last, late = time, rank
+            elif time < first:
+                first = time
+        return late, (last >> _NUMBER_BITS) * 1e-6, ((last - first) >> _NUMBER_BITS) * 1e-6
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not begun this rank's call."""
+        number, at = self._time & _NUMBER_MASK, self._at + 2
+        return [rank for rank, words in self._others if words[at] & _NUMBER_MASK != number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -71,11 +72,17 @@ class GroupCalls:
         return self._seconds if given is None or given < timedelta(0) else given.total_seconds()
 
     def _add(
-        self, call: Call, start: Callable[[Backend], base.Work], finish: Finish | None, result: Any, opts: Options
+        self,
+        call: Call,
+        start: Callable[[Backend], base.Work],
+        finish: Finish | None,
+        result: Any,
+        opts: Options,
+        nbytes: int | None = None,
     ) -> Work:
         self._sequence += 1
         asynchronous = getattr(opts, "asyncOp", True)
-        operation = Operation(self._queue, call, start, finish, result, self._timeout_of(opts))
+        operation = Operation(self._queue, call, start, finish, result, self._timeout_of(opts), "", nbytes)
         if self._coalescing:
             self._last = operation
         return self._queue.add(operation, waits=not asynchronous)
@@ -110,12 +117,15 @@ class GroupCalls:
                 return False
             self._sequence += 1
             assert connection.calls is not None
-            connection.calls.begin(call)
-            do(connection.small, queue.wait_small(call, self._timeout_of(opts)))
+            begun = time.monotonic()
+            connection.calls.begin(call, begun)
+            do(connection.small, queue.wait_small(call, self._timeout_of(opts), begun))
             if connection.calls.mismatch():
                 connection.check_peers()
             if finish is not None:
                 finish()
+            if queue.record is not None:
+                queue.record.ended_at_once(call, nbytes, begun)
         except Exception as failure:
             raise queue.fail(call, failure) from failure
         except BaseException as interrupt:

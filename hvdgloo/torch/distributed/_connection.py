@@ -17,7 +17,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from hvdgloo._backends.base import Backend, get_all
+from hvdgloo._backends.base import Backend, get_all, label_of
+from hvdgloo._backends.plane_reason import why
 from hvdgloo._backends.select import Planes, gloo_backend, plane_settings
 from hvdgloo._backends.shm.backend import ShmBackend
 from hvdgloo._backends.shm.calls import Calls
@@ -134,6 +135,10 @@ class Connection:
         cancelled: polled; tells whether to give up.
         names: numbers of the ranks in messages, if they are not those within the group.
 
+    Attributes:
+        numbers: each rank's number among all of the job's.
+        plane: the data plane, and why it is used, for people.
+
     Raises:
         HvdglooError: the ranks could not be connected.
     """
@@ -156,12 +161,13 @@ class Connection:
         self.calls: Calls | None = None
         config = replace(Config.from_env(), connect_timeout=timeout)
         self.stall_warning_time = 0.0 if config.stall_check_disable else config.stall_warning_time
-        facts = _own_facts(config)
+        facts = _own_facts(config, rank)
         if size == 1:
             found, settings, secret = [facts], plane_settings(config), b""
         else:
             found, settings, secret = _exchange(TorchStore(store), rank, size, facts, config, timeout, cancelled)
         self.topology, in_order = _topology(found)
+        self.numbers: list[int] = [each["number"] for each in found]
         self.peers = Peers(self.topology, rank, [each["pid namespace"] for each in found])
         config = replace(config, secret=secret)
         if in_order:
@@ -181,6 +187,7 @@ class Connection:
             enough = all(each["cores"] >= ranks_here for each in found)
             self.small = self.backend.small_collectives(may_spin=enough)
             self.calls = self.backend.calls()
+        self.plane = f"{label_of(self.backend)}: {why(self.backend.name, self.topology, range(size))}"
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Name ranks of the group."""
@@ -189,6 +196,10 @@ class Connection:
             f"rank {self._names[rank]} (host {hosts[workers[rank].host].name}, pid {workers[rank].pid})"
             for rank in ranks
         )
+
+    def arrivals(self) -> tuple[int, float, float] | None:
+        """Return the last rank to begin the call under way, when, and how long after the first; see ``Calls``."""
+        return None if self.calls is None else self.calls.arrivals()
 
     def late(self) -> list[int]:
         """Return the ranks that this one waits for, as far as that can be seen."""
@@ -227,13 +238,14 @@ class Connection:
             self.backend.close()
 
 
-def _own_facts(config: Config) -> dict[str, Any]:
+def _own_facts(config: Config, own_rank: int) -> dict[str, Any]:
     return {
         "identity": host_identity(),
         "name": host_name(config.hostname),
         "pid": os.getpid(),
         "pid namespace": _pid_namespace(),
         "address": config.address or _own_address(),
+        "number": config.rank if config.rank is not None else int(os.environ.get("RANK") or own_rank),
         "cores": usable_cores(),
     }
 

@@ -22,10 +22,11 @@ from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from hvdgloo._job.logging import configure_logging
 from hvdgloo.config import Config
-from hvdgloo.torch.distributed import _tensors
+from hvdgloo.torch.distributed import _record, _tensors
 from hvdgloo.torch.distributed._connection import Connection
 from hvdgloo.torch.distributed._messages import Messages
 from hvdgloo.torch.distributed._queue import OperationQueue
+from hvdgloo.torch.distributed._record import Record
 from hvdgloo.torch.distributed._reductions import Reductions
 from hvdgloo.torch.distributed._transfers import Transfers
 
@@ -35,6 +36,9 @@ _opened: Counter[str] = Counter()
 """The number of groups of each name that this process has made: a store may still hold the keys of an earlier one."""
 
 _groups: weakref.WeakSet[HvdglooProcessGroup] = weakref.WeakSet()
+
+_not_shut: set[OperationQueue] = set()
+"""The queues of groups that have not been shut down: while there are any, the process reports on them."""
 
 _ProcessGroup: Any = dist.ProcessGroup
 """Without torch's stubs, which know neither its overloads' common form nor what older versions call the methods."""
@@ -55,14 +59,17 @@ class HvdglooProcessGroup(Reductions, Transfers, _ProcessGroup):  # type: ignore
         self._name, self._description = name, "undefined"
         _opened[name] += 1
         self._store = PrefixStore(f"hvdgloo/{_opened[name]}", store)
+        counters = _record.begin(rank, size)
         label = f"process group {name}" if name not in ("", "0") else "the default process group"
         queue = OperationQueue(
             label,
+            None if counters is None else Record(counters, label),
             lambda cancelled: Connection(PrefixStore("all", self._store), rank, size, label, self._seconds, cancelled),
         )
         Reductions.__init__(self, queue, rank, size, timeout.total_seconds())
-        self._messages = Messages(self._store, rank, size, label, self._seconds)
+        self._messages = Messages(self._store, rank, size, label, self._seconds, counters)
         _groups.add(self)
+        _not_shut.add(self._queue)
 
     # What torch.distributed asks about a group ------------------------------------------------------------------------
 
@@ -135,6 +142,10 @@ class HvdglooProcessGroup(Reductions, Transfers, _ProcessGroup):  # type: ignore
         self._messages.abort()
 
     def shutdown(self) -> None:
+        if self._queue in _not_shut:
+            _not_shut.remove(self._queue)
+            if not _not_shut:
+                _record.end()  # with the last report, which names the groups' planes
         self._messages.close()
         self._queue.close()
 
@@ -174,6 +185,8 @@ def create(options: Any, pg_options: Any = None) -> HvdglooProcessGroup:
 
 
 def _after_fork_in_child() -> None:
+    _record.after_fork_in_child()
+    _not_shut.clear()
     for group in list(_groups):
         group._after_fork_in_child()
 

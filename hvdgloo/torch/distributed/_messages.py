@@ -22,10 +22,12 @@ from hvdgloo._backends import base
 from hvdgloo._backends.base import Backend, Done, Several
 from hvdgloo._backends.shm.calls import Call
 from hvdgloo._net.cancelling import TURN
+from hvdgloo._observe.counters import Counters
 from hvdgloo.errors import BackendError
 from hvdgloo.torch.distributed import _tensors
 from hvdgloo.torch.distributed._connection import Connection
 from hvdgloo.torch.distributed._queue import Operation, OperationQueue
+from hvdgloo.torch.distributed._record import Record
 from hvdgloo.torch.distributed._tensors import Finish
 from hvdgloo.types import Buffer
 
@@ -51,9 +53,13 @@ class Messages:
         rank, size: within the group.
         label: of the group.
         seconds: until a message fails.
+        counters: of the process; None to count nothing.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, label: str, seconds: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, label: str, seconds: float, counters: Counters | None
+    ) -> None:
+        self.record = None if counters is None else Record(counters, label)
         self._store, self.rank, self._size, self.label, self.seconds = store, rank, size, label, seconds
         self._outgoing: dict[int, OperationQueue] = {}
         self._incoming: dict[int, Incoming] = {}
@@ -72,7 +78,8 @@ class Messages:
                 store.set(_OPEN, "1")
                 return Connection(store, _SENDER, 2, label, self.seconds, cancelled, names=(self.rank, to))
 
-            queue = self._outgoing[to] = OperationQueue(label, connect)
+            record = None if self.record is None else Record(self.record.counters, self.label)
+            queue = self._outgoing[to] = OperationQueue(label, record, connect)
         payload = _tensors.content(tensor)
         header = Buffer.of_array(np.frombuffer(bytearray(_HEADER.pack(tag, payload.nbytes)), np.uint8))
 
@@ -82,7 +89,8 @@ class Messages:
                 works.append(backend.broadcast(payload, _SENDER))
             return Several(works)
 
-        return queue.add(Operation(queue, _MESSAGE, start, None, result, self.seconds), waits=False)
+        operation = Operation(queue, _MESSAGE, start, None, result, self.seconds, "send", payload.nbytes)
+        return queue.add(operation, waits=False)
 
     def receive(self, memory: torch.Tensor, back: Finish | None, source: int | None, tag: int, result: Any) -> Receive:
         """Receive into a contiguous tensor.
@@ -154,6 +162,8 @@ class Messages:
             queue.close()
         for channel in self._incoming.values():
             channel.close()
+        if self.record is not None:
+            self.record.close()
 
     def after_fork_in_child(self) -> None:
         """Make every message in a forked child fail."""
@@ -175,7 +185,7 @@ class Receive(Operation):
     def __init__(
         self, messages: Messages, memory: torch.Tensor, back: Finish | None, source: int | None, tag: int, result: Any
     ) -> None:
-        super().__init__(None, _MESSAGE, None, back, result, messages.seconds)
+        super().__init__(None, _MESSAGE, None, back, result, messages.seconds, "recv", memory.nbytes)
         self._messages = messages
         self.memory, self.tag = memory, tag
         self.wanted = source
@@ -183,6 +193,18 @@ class Receive(Operation):
         self.channel: Incoming | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        record = self._messages.record
+        counters = None if record is None else record.counters
+        if self.has_ended() or counters is None or counters.blocked_in is not None:
+            return self._wait(timeout)
+        counters.blocked_since = time.monotonic()
+        counters.blocked_in = self
+        try:
+            return self._wait(timeout)
+        finally:
+            counters.unblocked(0.0, time.monotonic())
+
+    def _wait(self, timeout: timedelta) -> bool:
         seconds = timeout.total_seconds()
         until = time.monotonic() + seconds if seconds > 0 else None
         if self.channel is not None:
@@ -208,7 +230,10 @@ class Receive(Operation):
         if error is None and self.finish is not None:
             self.finish()
         self.source = source
+        record = self._messages.record
         with self._messages.changed:
+            if record is not None and error is None:
+                record.ended(self.call, self.kind, self.nbytes or 0, self.submitted)
             self.end(error)
             self._messages.changed.notify_all()
 

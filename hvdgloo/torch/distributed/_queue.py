@@ -28,6 +28,7 @@ from hvdgloo._net.cancelling import TURN
 from hvdgloo._platform import interrupts
 from hvdgloo.errors import BackendError
 from hvdgloo.torch.distributed._connection import Connection
+from hvdgloo.torch.distributed._record import Record
 from hvdgloo.torch.distributed._tensors import Finish
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,11 @@ class Operation(Work):
         finish: copies results to where they belong, once the data plane has them.
         result: tensors of the caller's.
         seconds: until it fails, once those before it have ended.
+        kind: name under which it is counted; the call's if empty.
+        nbytes: of this rank's tensors; by the call if None.
+
+    Attributes:
+        submitted, begun: times at which the program called it, and at which it was begun; 0 before.
     """
 
     def __init__(
@@ -67,8 +73,12 @@ class Operation(Work):
         finish: Finish | None,
         result: Any,
         seconds: float,
+        kind: str = "",
+        nbytes: int | None = None,
     ) -> None:
         super().__init__()
+        self.kind, self.nbytes = kind or call.kind, call.nbytes if nbytes is None else nbytes
+        self.submitted, self.begun, self._ordered = time.monotonic(), 0.0, 0.0
         self._queue, self.call, self.seconds = queue, call, seconds
         self.start = start
         self.work: base.Work | None = None
@@ -150,6 +160,22 @@ class Operation(Work):
         """Return the rank that a message came from."""
         return self.source
 
+    # What the counters read ------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Name of what is waited for."""
+        return str(self.call)
+
+    @property
+    def ordered(self) -> float:
+        """Time at which all ranks had come; 0 if that is not known yet."""
+        return self._ordered or (self.lookout.ordered if self.lookout is not None else 0.0)
+
+    @ordered.setter
+    def ordered(self, at: float) -> None:
+        self._ordered = at
+
     # What the queue calls ---------------------------------------------------------------------------------------------
 
     def end(self, error: Exception | None) -> None:
@@ -176,12 +202,13 @@ class OperationQueue:
 
     Args:
         label: of the group, for messages.
+        record: counts what has ended; None to count nothing.
         connect: connects the group's ranks, when its first operation is carried out; is handed a function to poll
             whether to give up.
     """
 
-    def __init__(self, label: str, connect: Callable[[Callable[[], bool]], Connection]) -> None:
-        self.label = label
+    def __init__(self, label: str, record: Record | None, connect: Callable[[Callable[[], bool]], Connection]) -> None:
+        self.label, self.record = label, record
         self._connect = connect
         self.connection: Connection | None = None
         self.failure: Exception | None = None
@@ -238,6 +265,18 @@ class OperationQueue:
         Raises:
             DistBackendError: the deadline on the monotonic clock has passed.
         """
+        counters = None if self.record is None else self.record.counters
+        if operation.has_ended() or counters is None or counters.blocked_in is not None:
+            self._carry_out_until(operation, deadline)
+            return
+        counters.blocked_since = time.monotonic()
+        counters.blocked_in = operation
+        try:
+            self._carry_out_until(operation, deadline)
+        finally:
+            counters.unblocked(operation.ordered, time.monotonic())
+
+    def _carry_out_until(self, operation: Operation, deadline: float | None) -> None:
         while not operation.has_ended():
             if deadline is None:
                 self.carrying_out.acquire()
@@ -290,13 +329,19 @@ class OperationQueue:
             connection = self.connect()
             if operation.work is None:
                 assert operation.start is not None
+                operation.begun = time.monotonic()
                 if connection.calls is not None:
-                    connection.calls.begin(operation.call)
+                    connection.calls.begin(operation.call, operation.begun)
                 operation.work = operation.start(connection.backend)
             if not self._wait_for_ranks(operation, connection, wait_until):
                 return False
             if operation.finish is not None:
                 operation.finish()
+            if self.record is not None:
+                queued = operation.begun - operation.submitted
+                operation.ordered = self.record.ended(
+                    operation.call, operation.kind, operation.nbytes, operation.begun, queued
+                )
         except Exception as failure:  # noqa: BLE001 - whatever it is, the caller gets it
             error = self.fail(operation.call, failure)
         except BaseException as interrupt:
@@ -316,7 +361,7 @@ class OperationQueue:
             if wait_until is not None and time.monotonic() >= wait_until:
                 return False
             if lookout is None:
-                lookout = operation.lookout = Lookout(self, operation.call, operation.seconds)
+                lookout = operation.lookout = Lookout(self, operation.call, operation.seconds, operation.begun)
             elif turn:
                 lookout.look(connection)
             turn = TURN
@@ -332,6 +377,8 @@ class OperationQueue:
         """
         if self.connection is None:
             self.connection = self._connect(lambda: self._aborted)
+            if self.record is not None:
+                self.record.place = self.connection
         return self.connection
 
     def fail(self, call: Call, failure: BaseException) -> Exception:
@@ -341,6 +388,8 @@ class OperationQueue:
             the error to raise.
         """
         error = dist.DistBackendError(f"hvdgloo: {call} in {self.label}: {failure}")
+        if self.record is not None:
+            self.record.no_longer_awaited()
         if self.failure is None:
             self.failure = error
             if self.connection is not None:
@@ -364,6 +413,8 @@ class OperationQueue:
             if self._thread is not threading.current_thread():
                 self._thread.join(_CLOSING_SECONDS)
         with self.carrying_out:
+            if self.record is not None:
+                self.record.close()
             closed = BackendError("the group was destroyed")
             while self.waiting:
                 self.waiting.popleft().end(self.fail(Call("?"), closed))
@@ -378,6 +429,8 @@ class OperationQueue:
     def after_fork_in_child(self) -> None:
         """Make every call in a forked child fail: the group is its parent's."""
         connection, self.connection = self.connection, None
+        if self.record is not None:
+            self.record.close()
         self.failure = dist.DistBackendError(f"hvdgloo: {self.label} belongs to this process's parent")
         self.waiting = deque()
         self.carrying_out = threading.Lock()
@@ -386,7 +439,7 @@ class OperationQueue:
             connection.after_fork_in_child()
             _kept.append(connection)
 
-    def wait_small(self, call: Call, seconds: float) -> Patience:
+    def wait_small(self, call: Call, seconds: float, begun: float) -> Patience:
         """Return a function that waits for another rank's counter during a call that is carried out at once."""
         lookout: Lookout | None = None
         connection = self.connection
@@ -397,7 +450,7 @@ class OperationQueue:
             nonlocal lookout
             while not backend.wait(which, peer, value, time.monotonic() + TURN):
                 if lookout is None:
-                    lookout = Lookout(self, call, seconds)
+                    lookout = Lookout(self, call, seconds, begun, blocks=True)
                 lookout.look(connection)
 
         return wait
@@ -408,12 +461,26 @@ class Lookout:
 
     Args:
         seconds: after which the operation fails.
+        began: time at which this rank began it.
+        blocks: True if the program waits for it, which nothing else notes.
+
+    Attributes:
+        ordered: time at which all ranks had come, as far as that was seen; 0 before.
     """
 
-    def __init__(self, queue: OperationQueue, call: Call, seconds: float) -> None:
+    def __init__(
+        self, queue: OperationQueue, call: Call, seconds: float, began: float, *, blocks: bool = False
+    ) -> None:
         self._queue, self._call, self._seconds = queue, call, seconds
-        self._began = time.monotonic()
+        self.began, self.ordered = began, 0.0
         self._warned = False
+        if queue.record is not None:
+            queue.record.waits(self, blocks=blocks)
+
+    @property
+    def name(self) -> str:
+        """Name of the operation."""
+        return str(self._call)
 
     def look(self, connection: Connection) -> None:
         """Look at the other ranks.
@@ -425,7 +492,9 @@ class Lookout:
         connection.check_peers()
         if interrupts.pending():
             raise KeyboardInterrupt
-        waited = time.monotonic() - self._began
+        if not self.ordered and (arrivals := connection.arrivals()) is not None:
+            self.ordered = arrivals[1]
+        waited = time.monotonic() - self.began
         if waited >= self._seconds:
             who = connection.describe(connection.late())
             raise BackendError(f"{who or 'another rank'} did not come within {self._seconds:g} s")

@@ -156,6 +156,7 @@ class Transfers(GroupCalls):
             _tensors.joined([back, finish]),
             result,
             opts,
+            sum(sent) or sum(received),
         )
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Options = None) -> Work:

@@ -1,0 +1,137 @@
+"""Reports and timeline of a process that exchanges tensors in groups of its own, as torch.distributed's are, and has no
+Context whose reports and timeline would show them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hvdgloo._job.reporting import Reporting
+from hvdgloo._net.event_loop import WakeUp
+from hvdgloo._observe.counters import Counters
+from hvdgloo.config import Config
+from hvdgloo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hvdgloo._engine.timeline import Timeline
+    from hvdgloo._observe import samples
+    from hvdgloo._observe.reporter import Place, Reporter
+
+logger = logging.getLogger(__name__)
+
+
+class Groups(Protocol):
+    """The groups of a process; any thread may call."""
+
+    def oldest_pending(self) -> tuple[str, float]:
+        """Return the operation waited for longest, and since when; an empty name if there is none."""
+        ...
+
+    def planes(self) -> Sequence[samples.Plane]:
+        """Return what the groups' operations go over."""
+        ...
+
+    def missing(self, least: float) -> Sequence[samples.Missing]:
+        """Return the operations that have waited at least ``least`` seconds for other ranks."""
+        ...
+
+
+class GroupReporting:
+    """The reports of one process, to the agent that started it, and its timeline, from now on.
+
+    Args:
+        counters: of the process.
+        groups: of the process.
+        rank: the process's, where no launcher has given it one.
+        size: number of ranks.
+    """
+
+    def __init__(self, config: Config, counters: Counters, groups: Groups, rank: int, size: int) -> None:
+        self._counters, self._groups = counters, groups
+        self._rank = rank if config.rank is None else config.rank
+        self._size = size
+        self._lock = threading.Lock()
+        self._timelines: dict[bool, Timeline] = {}  # the program's own (False), and one that an observer asked for
+        self._reporting: Reporting | None = None
+        path = config.timeline
+        if path and path.upper() != "DYNAMIC" and ("{rank}" in path or self._rank == 0):
+            try:
+                self._start_timeline(path.replace("{rank}", str(self._rank)), asked_for=False)
+            except ConfigError as error:
+                logger.warning("%s", error)
+        if config.observe and config.observer and not config.elastic:
+            if self._rank == 0 and self._size > 1:
+                from hvdgloo._observe.lateness import LatenessBook  # the other ranks do not need it
+
+                counters.lateness = LatenessBook()
+            observer = config.observer
+            interval = config.observe_interval
+
+            def make(wake_up: WakeUp) -> Reporter:
+                from hvdgloo._observe.outlets import AgentOutlet
+                from hvdgloo._observe.reporter import Reporter  # which jobs that are not observed hardly need
+
+                return Reporter(counters, self, AgentOutlet(observer), interval, wake_up)
+
+            self._reporting = Reporting(make, interval, lambda: os.path.exists(observer))
+
+    def close(self) -> None:
+        """Send a last report, and end the timeline."""
+        if self._reporting is not None:
+            self._reporting.close()
+            self._counters.lateness = None
+        for asked_for in list(self._timelines):
+            self._stop_timeline(asked_for)
+
+    # What the Reporter asks, see ``reporter.Subject`` ----------------------------------------------------------------
+
+    @property
+    def place(self) -> Place:
+        from hvdgloo._observe.reporter import Place
+
+        return Place(self._rank, self._size, 0)
+
+    def planes(self) -> Sequence[samples.Plane]:
+        return self._groups.planes()
+
+    def gpu(self) -> int:
+        return -1
+
+    def settings(self) -> dict[str, Any] | None:
+        return None
+
+    def oldest_pending(self) -> tuple[str, float]:
+        return self._groups.oldest_pending()
+
+    def missing(self, least: float) -> tuple[Sequence[samples.Missing], Sequence[tuple[int, str]]]:
+        return self._groups.missing(least), ()
+
+    def start_trace(self, path: str) -> bool:
+        return self._start_timeline(path, asked_for=True)
+
+    def stop_trace(self) -> None:
+        self._stop_timeline(asked_for=True)
+
+    def _start_timeline(self, path: str, *, asked_for: bool) -> bool:
+        from hvdgloo._engine.timeline import Timeline
+
+        with self._lock:
+            self._timelines[asked_for] = Timeline(path, self._rank)
+            self._show_timelines()
+        return True
+
+    def _stop_timeline(self, asked_for: bool) -> None:
+        with self._lock:
+            timeline = self._timelines.pop(asked_for, None)
+            if timeline is not None:
+                self._show_timelines()
+                timeline.close()
+
+    def _show_timelines(self) -> None:
+        from hvdgloo._engine.timeline import Timelines
+
+        open_now = [*self._timelines.values()]
+        self._counters.timeline = Timelines(*open_now) if len(open_now) > 1 else next(iter(open_now), None)
