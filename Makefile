@@ -108,7 +108,7 @@ PURELIB = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('pur
 SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')" > $(call PURELIB,$(1))/shared.pth
 
 .PHONY: demo demo-elastic test test-all test-others test-extended test-tensorflow test-mxnet test-with-mxnet test-pygloo test-with-pygloo \
-    test-spark test-with-spark test-ray test-spark-3.5 test-with-spark-3.5 test-packaging test-page test-with-page docs test-docs test-pythons test-gpu mutants soak clients check clean
+    test-spark test-with-spark test-ray test-spark-3.5 test-with-spark-3.5 test-packaging test-page test-with-page docs test-docs test-pythons test-gpu test-torch-distributed mutants soak clients check clean
 
 demo: $(READY_DEMO)
 	@mkdir -p build
@@ -230,6 +230,11 @@ test-docs: $(READY_DOCS)
 # watches would end them all. The machine's torch may warn of what ours does not.
 test-gpu: $(READY_GPU)
 	HVDGLOO_TEST_REQUIRE_GPU=1 $(VENV_GPU)/bin/python -m pytest -W default -o timeout=180 -o timeout_method=signal tests/gpu
+
+# torch's own tests of torch.distributed, from its wheel: on the backend hvdgloo, and on gloo under HVDGLOO_AS_GLOO=1. WAYS=gloo
+# runs them on torch's own gloo, for comparison.
+test-torch-distributed: $(READY)
+	$(BIN)/python -m tests.torch_suite $(WAYS)
 
 # Not part of the tests: libraries that use Horovod or torch.distributed, each in an environment of its own
 # (docs/compatibility.md). CLIENTS="itwinai open_clip" runs these only.

@@ -24,6 +24,7 @@ from hvdgloo.runner.network.interfaces import Address
 from tests.clients.table import CLIENTS
 from tests.support.frameworks import need
 from tests.support.pages import ROOT, generated
+from tests.torch_suite import expected
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 """Pages for users."""
@@ -278,6 +279,13 @@ def test_the_table_of_clients_is_what_make_clients_tries() -> None:
     for client in CLIENTS:
         assert any(package.endswith(f"=={client.version}") for package in client.packages + client.bare)
         assert (ROOT / f"tests/clients/programs/{client.program}.py").is_file()
+
+
+def test_the_table_of_torch_s_tests_that_fail_is_what_is_expected_of_them() -> None:
+    page = (ROOT / "docs/torch-distributed.md").read_text(encoding="utf-8")
+    section = page.partition("## torch's own tests")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .*`test_.*$", section, re.M)
+    assert "\n".join(rows) == expected.table()
 
 
 def test_cuda_is_called_untested_until_there_is_a_report() -> None:
