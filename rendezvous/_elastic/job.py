@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 
 from hvdgloo.rendezvous._elastic.assignment import NO_STATE, Assignment, choose
 from hvdgloo.rendezvous._elastic.causes import Causes
+from hvdgloo.rendezvous._elastic.departures import Departures
 from hvdgloo.rendezvous._elastic.events import (
     RESET_LIMIT_EXCEEDED_MESSAGE,
     Action,
@@ -54,28 +55,22 @@ from hvdgloo.rendezvous._elastic.events import (
     Rules,
     Silent,
     Spawn,
-    Stop,
     Synced,
     Tell,
     TimePassed,
     Up,
     Update,
-    Voided,
 )
 from hvdgloo.rendezvous._elastic.hosts import shortened
 from hvdgloo.rendezvous._elastic.phases import NEXT, SAY_SOON, Phase, PhaseTracker
 from hvdgloo.rendezvous._elastic.pool import NOBODY, Pool, listed
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
-from hvdgloo.topology import counted_slots
 
 ACCUSED_TIME = 2.0
 """Seconds in which a worker that others lost must return, or it is ended: its process may have been stopped."""
 
 UNCONNECTED_TIME = 10.0
 """The same if others could not connect with it: the network may be the cause, and the worker may be waiting, too."""
-
-LEAVING_TIME = 30.0
-"""Seconds in which a worker of a removed host must end by itself."""
 
 RETURN_TIME = 2.0
 """Seconds in which the workers of a running job find a restarted server, which forms no other epoch until then."""
@@ -117,10 +112,10 @@ class ElasticJob:
         self._pool.epoch = epochs - 1
         self._phases = PhaseTracker(self._pool, hold)
         self._causes = Causes(self._pool)
+        self._out: list[Action] = []
+        self._departures = Departures(self._pool, self._phases, self._causes, self._out)
         self._has_state = False  # True once any worker had a state to continue from
-        self._ending = ""  # why there will be no further epoch
         self._failed = ""  # why the job failed
-        self._voided = -1  # last epoch that was declared void
         self._serial = 0
         self._announced = Update.NONE
         self._tries: Counter[frozenset[str]] = Counter()
@@ -129,7 +124,6 @@ class ElasticJob:
         self._held_up_at = math.inf  # time since which the first worker that returned from training has waited
         self._began_at = -math.inf  # begin of the last training
         self._next_return = math.inf
-        self._out: list[Action] = []
 
     # Queries.
 
@@ -149,7 +143,7 @@ class ElasticJob:
             return math.inf
         times = [self._phases.say_at, self._phases.limit, *(worker.end_by for worker in self._pool.workers.values())]
         waits = self.phase in (P.WAITING, P.DRAINING) and not self._unused
-        if waits or (self._ending and self.phase is P.RUNNING):
+        if waits or (self._departures.ending and self.phase is P.RUNNING):
             # In WAITING nothing is decided before both are over.
             earliest = self._phases.not_before if self.phase is P.WAITING else -math.inf
             times.append(max(self._phases.patience, earliest))
@@ -167,7 +161,7 @@ class ElasticJob:
         Returns:
             the actions to carry out, in order.
         """
-        self._out = []
+        self._out.clear()
         self._pool.now = now
         if self.final:
             if isinstance(event, Registered):
@@ -185,9 +179,9 @@ class ElasticJob:
             case Finished(worker):
                 self._worker_finished(worker)
             case Gone():
-                self._gone(event)
+                self._departures.gone(event)
             case HostLost():
-                self._host_lost(event)
+                self._departures.host_lost(event)
             case HostsListed(hosts, machines):
                 self._pool.hosts.update(hosts, dict(machines))
                 if self.phase is P.WAITING and self.rules.launched:
@@ -195,17 +189,17 @@ class ElasticJob:
             case Identified(host, identity):
                 self._pool.hosts.identified(host, identity)
             case Leaving():
-                self._leaving(event)
+                self._departures.leaving(event)
             case Silent():
                 self._silent(event)
             case TimePassed():
-                self._end_the_late()
+                self._departures.end_the_late()
         before = self.phase
         while self._step():
             pass
         if not self.final and (self.phase is not before or not self._is_routine(event)):
             self._spawn()
-            self._dismiss_spares()
+            self._departures.dismiss_spares()
             self._announce()
             if text := self._phases.notice():
                 self._out.append(Tell(text))
@@ -248,16 +242,16 @@ class ElasticJob:
         worker = worker or self._meet(event)
         worker.pid = event.pid
         if worker.out:
-            self._tell_fate(worker)
+            self._departures.tell_fate(worker)
         elif worker.pending:
             pass  # it asks again
         elif worker.stage is Stage.MEMBER and event.after < worker.epoch and not self._pool.is_recalled:
             self._out.append(Formed(self.assignment, worker.id))  # the answer was lost
         elif worker.stage in (Stage.MEMBER, Stage.FINISHED):
             self._returned(worker, event)
-        elif self._ending:
-            self._exclude(worker, Fate.REMOVED, self._ending)
-            self._tell_fate(worker)
+        elif self._departures.ending:
+            self._departures.exclude(worker, Fate.REMOVED, self._departures.ending)
+            self._departures.tell_fate(worker)
         elif event.ready:
             worker.stage, worker.ready_at = Stage.STANDBY, self._now
         elif self._pool.collecting:
@@ -281,7 +275,7 @@ class ElasticJob:
             self._pool.record(worker)
             self._phases.not_before = self._now + RETURN_TIME
         elif self._pool.ran:
-            self._mention(f"{worker} has arrived")
+            self._departures.mention(f"{worker} has arrived")
         return worker
 
     def _recalled(self, event: Recalled) -> None:
@@ -292,8 +286,8 @@ class ElasticJob:
         self._has_state = self._has_state or event.synced
         if self.phase is P.WAITING:
             size = self.assignment.size
-            members = f"{size} member{'s' * (size > 1)}"
-            self._mention(f"epoch {event.epoch}, of {members}, has been in training since before this server's start")
+            epoch = f"epoch {event.epoch}, of {size} member{'s' * (size > 1)},"
+            self._departures.mention(f"{epoch} has been in training since before this server's start")
             self._phases.patience = math.inf
             self._phases.go(P.RUNNING)
             self._welcome_arrived()
@@ -326,9 +320,9 @@ class ElasticJob:
             if other.stage is Stage.MEMBER and self._now + grace < other.end_by:
                 other.end_by = self._now + grace
                 other.end_reason = f"{worker} has lost it, and it has not returned within {grace:g} s"
-        if self._ending:
-            self._exclude(worker, Fate.OVER, self._ending)
-            self._tell_fate(worker)
+        if self._departures.ending:
+            self._departures.exclude(worker, Fate.OVER, self._departures.ending)
+            self._departures.tell_fate(worker)
         else:
             worker.stage = Stage.RETURNED
 
@@ -350,60 +344,7 @@ class ElasticJob:
         worker = self._pool.workers.get(id)
         if worker is not None and worker.stage is Stage.MEMBER and not worker.out:
             worker.stage = Stage.FINISHED
-            self._finish(worker, "has finished its training")
-
-    def _finish(self, worker: Worker, how: str) -> None:
-        """End training after a member that ended as it should: there is no further epoch."""
-        if self._ending:
-            return
-        self._ending = f"{worker} {how}"
-        for other in self._pool.workers.values():
-            if other.stage in (Stage.RETURNED, Stage.STANDBY, Stage.ARRIVED):
-                fate = Fate.REMOVED if other.fresh and self._pool.ran else Fate.OVER
-                self._exclude(other, fate, self._ending)
-
-    def _gone(self, event: Gone) -> None:
-        worker = self._pool.workers.get(event.worker)
-        if worker is None:
-            return
-        fits = self._pool.fits(worker)
-        del self._pool.workers[worker.id]
-        if self._pool.ran and worker.stage is not Stage.FINISHED and not worker.out:
-            self._mention(f"{worker} {event.reason}")
-        if not self.rules.launched and self.phase is P.RUNNING and worker.stage is Stage.MEMBER:
-            # If its host was cut off, no connection closes: the others would wait for it.
-            self._void(f"{worker} {event.reason}")
-        told_over = bool(worker.out) and worker.fate is Fate.OVER
-        if not event.status and worker.stage is Stage.FINISHED:
-            self._pool.well.add(worker.id)
-        elif event.status == 0 and self._may_finish(worker):
-            self._pool.well.add(worker.id)
-            self._finish(worker, "has ended with status 0")
-        elif worker.stage is Stage.FINISHED or (told_over and event.status) or (fits and not worker.out):
-            self._causes.blame(worker, event.status, event.reason)
-            self._pool.failed(worker)
-            self._count(worker.host, f"{worker} {event.reason}")
-
-    def _may_finish(self, worker: Worker) -> bool:
-        """Return whether a worker that ended with status 0 without reporting so has finished its training."""
-        if self.phase is P.WAITING or worker.pending or worker.out or not self._pool.is_member(worker):
-            return False
-        return not (worker.fresh and self._pool.ran)
-
-    def _host_lost(self, event: HostLost) -> None:
-        lost = [worker for worker in self._pool.workers.values() if worker.host == event.host]
-        blamed = [worker for worker in lost if not worker.out and self._pool.fits(worker)]
-        for worker in lost:
-            del self._pool.workers[worker.id]
-        for worker in blamed:
-            if worker.stage is Stage.STARTING:
-                self._causes.could_not_start(worker, event)
-            else:
-                self._causes.blame(worker, event.status, f"was lost: {event.reason}")
-        self._count(event.host, event.reason)
-        if self.phase is P.RUNNING and any(self._pool.is_member(worker) for worker in lost):
-            # A host that was cut off closes no connection: without this its peers would wait for it.
-            self._void(f"host {event.host} was lost: {event.reason}")
+            self._departures.finish(worker, "has finished its training")
 
     def _silent(self, event: Silent) -> None:
         """End a silent worker that is the only member, if others want to join it. Other members lose it anyway."""
@@ -412,72 +353,16 @@ class ElasticJob:
         if worker is not None and alone and self.phase is P.RUNNING and self._announced & Update.ADDED:
             worker.end_by = self._now
             worker.end_reason = f"it has not answered for {event.seconds:.0f} s, and others want to join it"
-            self._end_the_late()
-
-    def _leaving(self, event: Leaving) -> None:
-        self._pool.hosts.leaves(event.host)
-        worker = self._pool.workers.get(event.worker)
-        if worker is not None:
-            worker.leaving = True
-
-    def _end_the_late(self) -> None:
-        for worker in list(self._pool.workers.values()):
-            if self._now >= worker.end_by:
-                worker.end_by = math.inf
-                reason = worker.end_reason
-                if not worker.out:
-                    self._causes.blame(worker, None, f"was ended: {reason}")
-                    self._count(worker.host, f"{worker} was ended: {reason}")
-                if self.rules.launched or worker.out:
-                    self._drop(worker, reason)
-                else:  # no launcher can end it: if it returns after all, it is a new worker
-                    del self._pool.workers[worker.id]
-                    self._mention(f"{worker} is no longer waited for: {reason}")
-
-    def _mention(self, text: str) -> None:
-        """Report a worker that arrived or left, unless a launcher does."""
-        if not self.rules.launched:
-            self._out.append(Tell(text))
+            self._departures.end_the_late()
 
     # Failures.
-
-    def _count(self, host: str, reason: str, *, at_once: bool = False) -> None:
-        """Count a failure against its host, which is left out if there were too many."""
-        until = self._pool.hosts.failed(host, reason, self._now, at_once=at_once)
-        if until is None or self._ending:
-            return
-        back = "" if until == math.inf else f" for {until - self._now:.0f} s"
-        shown = self._pool.hosts.shown(host)
-        self._out.append(Tell(f"host {shown} is left out{back}: {reason}", (host, shown)))
-        for worker in list(self._pool.workers.values()):
-            if worker.host == host:
-                self._drop(worker, f"host {host} is left out: {reason}")
-
-    def _drop(self, worker: Worker, reason: str) -> None:
-        """End a worker, which is in no further epoch."""
-        self._exclude(worker, Fate.REMOVED, reason)
-        worker.end_by = math.inf
-        if self.rules.launched and not worker.stopped:
-            worker.stopped = True
-            self._out.append(Stop(worker.id, reason))
-
-    def _exclude(self, worker: Worker, fate: Fate, reason: str) -> None:
-        """Exclude a worker from all further epochs. It is told so now if it waits, and otherwise when it asks."""
-        if not worker.out:
-            worker.out, worker.fate = reason, fate
-            if worker.pending:
-                self._tell_fate(worker)
-
-    def _tell_fate(self, worker: Worker) -> None:
-        worker.stage = Stage.DISMISSED
-        self._out.append(Dismissed(worker.id, worker.fate, worker.out))
 
     # Phases.
 
     def _step(self) -> bool:
         """Go to the next phase if its conditions hold; return False if the phase stays the same."""
         before = self.phase
-        if self._ending and self.phase is not P.CONNECTING:
+        if self._departures.ending and self.phase is not P.CONNECTING:
             self._end()
         else:
             _STEPS[self.phase](self)
@@ -537,8 +422,8 @@ class ElasticJob:
                 if not worker.pending:
                     reason = f"has not called hvd.init() within {self.rules.start_timeout:g} s (--start-timeout)"
                     self._causes.blame(worker, None, reason)
-                    self._count(worker.host, f"{worker} {reason}")
-                    self._drop(worker, f"it {reason}")
+                    self._departures.count(worker.host, f"{worker} {reason}")
+                    self._departures.drop(worker, f"it {reason}")
             self._gather()
 
     def _connect(self) -> None:
@@ -558,18 +443,12 @@ class ElasticJob:
             tried = True
         else:
             return
-        self._void(self._causes.trouble or "its members change")
+        self._departures.void(self._causes.trouble or "its members change")
         self._phases.go(P.DRAINING)
         if tried:
             self._tries[frozenset(self.assignment.ranks)] += 1
             if self._tries[frozenset(self.assignment.ranks)] >= ATTEMPTS:
                 self._leave_one_out()
-
-    def _void(self, reason: str) -> None:
-        """Tell the members of the epoch once not to wait for each other."""
-        if self._voided < self.assignment.epoch:
-            self._voided = self.assignment.epoch
-            self._out.append(Voided(self.assignment.epoch, reason))
 
     def _leave_one_out(self) -> None:
         """Leave out one host of the workers that failed to connect several times: the others may connect without it."""
@@ -584,7 +463,7 @@ class ElasticJob:
         if not accused:
             self._fail(f"the workers have failed to connect {ATTEMPTS} times: {self._causes.trouble}")
             return
-        self._count(accused, f"others have failed to connect with it {ATTEMPTS} times", at_once=True)
+        self._departures.count(accused, f"others have failed to connect with it {ATTEMPTS} times", at_once=True)
 
     def _run(self) -> None:
         """Begin or continue training: all members are connected."""
@@ -621,7 +500,7 @@ class ElasticJob:
             self._phases.not_before = self._now + RETURN_TIME if self._pool.unheard else -math.inf
             for worker in members:
                 if not self._pool.fits(worker):
-                    self._remove(worker)
+                    self._departures.remove(worker)
             self._phases.go(P.WAITING)
             if all(worker.out for worker in members) and not self._pool.unheard:
                 left = bool(members) and all(worker.leaving for worker in members)
@@ -632,23 +511,23 @@ class ElasticJob:
 
     def _end(self) -> None:
         """Wait until all members have ended, once one has finished its training."""
-        members = self._pool.members()
+        members, ending = self._pool.members(), self._departures.ending
         if self.phase is P.FORMING and any(worker.stage is Stage.DISMISSED for worker in members):
-            self._fail(f"{self._ending} without calling hvd.init(), in which others waited for it")
+            self._fail(f"{ending} without calling hvd.init(), in which others waited for it")
         elif self.phase is P.FORMING and self._causes.has_failed:
             self._fail("a worker has failed before it called hvd.init()")
         elif self.phase is P.FORMING and len(members) + self._done < self.rules.smallest:
-            self._fail(f"{self._ending} without calling hvd.init(), and fewer than --min-np workers are left")
+            self._fail(f"{ending} without calling hvd.init(), and fewer than --min-np workers are left")
         elif all(not self.rules.launched and (worker.out or worker.stage is Stage.FINISHED) for worker in members):
             if not self._causes.has_failed:
                 self._phases.go(P.OVER)
-                self._out.append(Ended(f"all workers have finished; {self._ending}"))
+                self._out.append(Ended(f"all workers have finished; {ending}"))
             else:
-                self._fail(f"{self._ending}, but not every worker has ended with status 0")
+                self._fail(f"{ending}, but not every worker has ended with status 0")
         elif self._causes.failure is not None and self._phases.patience == math.inf:
             self._phases.patience = self._now + self.rules.elastic_timeout
         elif self.phase is not P.FORMING and self._now >= self._phases.patience:
-            self._fail(f"{self._ending}, and others did not end within {self.rules.elastic_timeout:g} s")
+            self._fail(f"{ending}, and others did not end within {self.rules.elastic_timeout:g} s")
 
     @property
     def _done(self) -> int:
@@ -665,7 +544,7 @@ class ElasticJob:
         self._failed = text
         for worker in self._pool.workers.values():
             if worker.pending:
-                self._exclude(worker, Fate.FAILED, text)
+                self._departures.exclude(worker, Fate.FAILED, text)
         self._out.append(Ended(text, failure or self._causes.failing(text)))
 
     def _refuse_after_the_end(self, event: Registered) -> None:
@@ -674,7 +553,7 @@ class ElasticJob:
             self._out.append(Dismissed(event.worker, worker.fate, worker.out))
         elif self.phase is P.OVER:
             fate = Fate.REMOVED if event.after < 0 else Fate.OVER
-            self._out.append(Dismissed(event.worker, fate, self._ending))
+            self._out.append(Dismissed(event.worker, fate, self._departures.ending))
         else:
             self._out.append(Dismissed(event.worker, Fate.FAILED, self._failed))
 
@@ -682,7 +561,7 @@ class ElasticJob:
 
     def _spawn(self) -> None:
         """Start workers in the free slots, if they can ever join."""
-        if not self.rules.launched or self._ending or self.phase in (P.FORMING, P.CONNECTING):
+        if not self.rules.launched or self._departures.ending or self.phase in (P.FORMING, P.CONNECTING):
             return
         if not self._pool.ran and (self.phase is not P.WAITING or self._pool.capacity() < self.rules.size):
             return
@@ -711,35 +590,10 @@ class ElasticJob:
     def _resets_left(self) -> float:
         return math.inf if self.rules.reset_limit is None else self.rules.reset_limit - self.resets
 
-    def _remove(self, worker: Worker) -> None:
-        """Give a worker whose slot can no longer be used time to end by itself."""
-        reason = self._why_unfit(worker)
-        self._exclude(worker, Fate.REMOVED, reason)
-        worker.end_by, worker.end_reason = self._now + LEAVING_TIME, reason
-        self._causes.note(reason)
-        self._mention(reason)
-
-    def _why_unfit(self, worker: Worker) -> str:
-        if worker.leaving:
-            return f"{worker} leaves, as it was asked to end"
-        slots = self._pool.slots(worker.host)
-        return f"host {worker.host} {f'has only {counted_slots(slots)} now' if slots else 'was removed'}"
-
-    def _dismiss_spares(self) -> None:
-        """End workers that are in no epoch and whose slot cannot be used."""
-        for worker in list(self._pool.workers.values()):
-            if worker.out or self._pool.fits(worker):
-                continue
-            if worker.stage is Stage.RETURNED and self.phase is P.WAITING:
-                self._remove(worker)
-            elif worker.fresh and not (self.phase is P.FORMING and self._pool.is_member(worker)):
-                self._drop(worker, self._why_unfit(worker))
-                self._mention(worker.out)
-
     def _announce(self) -> None:
         """Announce the change at the members' next commit, if it differs from the last announcement."""
         update = Update.NONE
-        if self.phase is P.RUNNING and not self._ending:
+        if self.phase is P.RUNNING and not self._departures.ending:
             staying = sum(self._pool.fits(worker) for worker in self._pool.members()) + self._pool.unheard
             if staying < self.assignment.size:
                 update |= Update.REMOVED

@@ -333,7 +333,8 @@ class Bed:
         if job.phase in (Phase.CONNECTING, Phase.RUNNING) and self.assignments:
             for actor in (self.actors[member.worker] for member in self.assignments[-1].members):
                 over = actor.stopped or (actor.seen and not actor.well) or (actor.asked is not None)
-                assert not over or job._ending, f"epoch {job.assignment.epoch} is void without {actor}, and goes on"
+                ending = job._departures.ending
+                assert not over or ending, f"epoch {job.assignment.epoch} is void without {actor}, and goes on"
         limit = self.rules.reset_limit
         assert limit is None or job.resets <= limit
         assert len(self.changes) <= job.resets + 1
