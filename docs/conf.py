@@ -27,6 +27,7 @@ navigation = {
         "tutorial-tensorflow",
         "tutorial-mxnet",
         "tutorial-numpy",
+        "tutorial-torch-distributed",
     ),
     "Running jobs": ("launching", "observing", "tuning", "elastic", "gpus", "torch-distributed", "spark",
         "ray", "timeline"),

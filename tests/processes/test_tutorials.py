@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,15 @@ from tests.support.tutorials import follow
 @pytest.mark.timeout(300)  # five commands, one after the other; mostly a tenth of it
 def test_the_tutorial_of_torch(tmp_path: Path) -> None:
     follow("docs/tutorial-torch.md", tmp_path, warm.python())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about torch")
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+def test_the_tutorial_of_torch_distributed(tmp_path: Path) -> None:
+    """In fresh interpreters, since HVDGLOO_AS_GLOO takes effect as torch is imported."""
+    follow("docs/tutorial-torch-distributed.md", tmp_path)
 
 
 @pytest.mark.timeout(300)

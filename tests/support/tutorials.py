@@ -83,8 +83,10 @@ def _run(step: Command, folder: Path, python: str, env: Mapping[str, str]) -> No
     if program == "hvdgloo-run":
         first = next(number for number, argument in enumerate(arguments) if argument.endswith(".py"))
         command = [sys.executable, "-m", "hvdgloo.runner", *arguments[:first], python, *arguments[first:]]
+    elif program == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     else:
-        assert program == "python", f"only python and hvdgloo-run are run here: {step.line}"
+        assert program == "python", f"only python, torchrun and hvdgloo-run are run here: {step.line}"
         command = [python, *arguments]
     environment = {**clean_environment(), "OMP_NUM_THREADS": "1", **env}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
