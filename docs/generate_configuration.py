@@ -20,19 +20,18 @@ _INTRODUCTION = """\
 
 <!-- Written by docs/generate_configuration.py from hvdgloo/config.py; edit there. -->
 
-Every setting is an environment variable of the workers, `HVDGLOO_*`. Most can also be given to `hvdgloo-run` as a flag
-or in a YAML file (`--config-file FILE`). If several are given, the flag wins over the file, and the file over the
-variable. Where Horovod has a variable for the same thing, it is read if ours is absent. An empty variable counts as
-absent.
+Every setting is an environment variable of the workers, `HVDGLOO_*`. Most settings can also be given to `hvdgloo-run`
+as a flag or in a YAML file (`--config-file FILE`). The flag takes precedence over the file, and the file over the
+variable. If Horovod has a variable for the same setting, it is read if hvdgloo's variable is absent. An empty variable
+counts as absent.
 
-A value that cannot be used is an error (`hvdgloo.errors.ConfigError`) that names the variable, flag or key, the value,
-and the form it should have. A variable `HVDGLOO_*` that is not a setting, probably a mistyped one, is named in a
-warning.
+An unusable value raises an error (`hvdgloo.errors.ConfigError`) that names the variable, flag or key, the value, and
+the expected form. A warning names variables `HVDGLOO_*` that are not settings and are probably mistyped.
 
-Rank 0 decides for all ranks how tensors are ordered and fused: the fusion threshold, group fusion, the cycle time, the
-cache's capacity and the stall times are read on rank 0 alone. All other settings are each worker's own.
+Rank 0 decides for all ranks how tensors are ordered and fused: only rank 0 reads the fusion threshold, group fusion,
+the cycle time, the cache's capacity and the stall times. Every worker reads its own value of all other settings.
 
-Flags, files and variables that concern the launcher and not the workers are in [launching.md](launching.md).
+[launching.md](launching.md) describes flags, files and variables for the launcher rather than the workers.
 
 | variable | what it does |
 |---|---|
