@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec.structs import replace
@@ -55,6 +55,68 @@ class _Signature:
     countable: bool
 
 
+@dataclass
+class _Batch:
+    """The operations that have become ready since the last order was sent, in their order.
+
+    Attributes:
+        forgotten: numbers that stand for nothing any more.
+        results: of tensors that travelled along, each with the position of its operation.
+    """
+
+    items: list[int | Response] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)
+    results: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def combine(self, requests: Requests, payloads: Mapping[int, bytes], members: int, combined: int = 0) -> None:
+        """Reduce the tensors that have travelled along with the next operation in the order, if all have.
+
+        Args:
+            combined: of how many ranks they are, if leaders have prescaled and combined them.
+        """
+        if (combined or len(payloads)) == len(requests):
+            in_order = [payloads[rank] for rank in sorted(payloads)]
+            result = inline.combine(requests[min(payloads)], in_order, members, prescale=not combined)
+            if result:
+                self.results.append((len(self.items), result))
+
+
+class ProcessSets:
+    """The process sets of a job by number. Numbers of removed sets are used again, in the order of removal.
+
+    Attributes:
+        members: the global ranks of each set.
+        masks: the same as masks.
+    """
+
+    def __init__(self, members: Mapping[int, Sequence[int]]) -> None:
+        self.members = {number: tuple(ranks) for number, ranks in members.items()}
+        self.masks = {number: mask_of(ranks) for number, ranks in members.items()}
+        self._next = max(members) + 1
+        self._freed: deque[int] = deque()
+
+    def change(self, response: Response) -> Response:
+        """Add or remove a set as the ranks have agreed; return the Response with its number, or with an error."""
+        ranks, wanted = response.request.ranks, response.request.number
+        same = [number for number, members in self.members.items() if members == ranks]
+        number = wanted if wanted in same else same[0] if same else -1
+        if response.request.collective is Collective.ADD_PROCESS_SET:
+            if same and (same != [0] or not wanted):
+                text = f"there is a process set of {format_ranks(ranks)} already; use that one"
+                return replace(response, error=text)
+            number = wanted
+            if not number or number in self.members:
+                number = self._freed.popleft() if self._freed else self._next
+            self._next = max(self._next, number + 1)
+            self.members[number], self.masks[number] = ranks, mask_of(ranks)
+            return replace(response, value=number)
+        if number <= 0:
+            return replace(response, error=f"there is no process set of {format_ranks(ranks)} that could be removed")
+        del self.members[number], self.masks[number]
+        self._freed.append(number)
+        return replace(response, value=number)
+
+
 class Observer(Protocol):
     """An object that is notified of what happens to operations."""
 
@@ -75,11 +137,8 @@ class Negotiator:
     """
 
     def __init__(self, members: Mapping[int, Sequence[int]], capacity: int) -> None:
-        self._members = {number: tuple(ranks) for number, ranks in members.items()}
-        self._sources = {number: frozenset(ranks) for number, ranks in members.items()}
-        self._next_set = max(self._members) + 1
-        self._freed_sets: deque[int] = deque()
-        self._joined: dict[int, None] = {}  # in order
+        self._sets = ProcessSets(members)
+        self._joined = 0  # ranks, as a mask
         self._asked_back: Counter[int] = Counter()
         self._late_joins: dict[int, Request] = {}
         self.observer: Observer | None = None
@@ -91,11 +150,9 @@ class Negotiator:
         self._ledger = Ledger()
         self._issued_to: dict[int, int] = {}  # by block, also of forgotten ones: the members of its set, as a mask
         self._payloads: dict[int, dict[int, bytes]] = {}  # of numbers that have begun, by rank
-        self._ready: list[int | Response] = []
-        self._results: list[tuple[int, bytes]] = []
+        self._batch = _Batch()
         self._signatures: OrderedDict[int, _Signature] = OrderedDict()
         self._numbers: dict[tuple[int, str], int] = {}
-        self._forgotten: list[int] = []
 
     def absorb(self, rank: int, submission: Submit, now: float) -> list[int]:
         """File a rank's submission.
@@ -109,7 +166,7 @@ class Negotiator:
         if unknown or submission.resent:
             self._asked_back[rank] += bool(unknown) - submission.resent
         for request in submission.requests:
-            if self._file(rank, request, now, submission.payload, by_number=False):
+            if self._file(1 << rank, request, now, submission.payload, by_number=False):
                 self._compare_kinds(request)
         if self._late_joins and not self._asked_back[rank] and rank in self._late_joins:
             self._join(rank, self._late_joins.pop(rank))
@@ -143,8 +200,8 @@ class Negotiator:
             self._order_numbers(numbers_of(at, counted))
             has_counted = has_counted or bool(counted)
             for number in numbers_of(at, known & ~counted):
-                members = self._members[self._signatures[number].response.request.process_set]
-                self._absorb_part(mask_of(members), number, b"", now)
+                members = self._sets.masks[self._signatures[number].response.request.process_set]
+                self._absorb_part(members, number, b"", now)
         if has_counted and self.lateness is not None and last >= 0:
             self.lateness.came_last(last, waited)
         return unknown
@@ -187,37 +244,9 @@ class Negotiator:
         else:
             groups = [(what, ranks)]
         for request, same in groups:
-            self._file_group(same, request, payload, since, by_number=isinstance(what, int))
+            if self._file(same, request, since, payload, by_number=isinstance(what, int), combined=True):
+                self._compare_kinds(request)
         return True
-
-    def _file_group(self, ranks: int, request: Request, payload: bytes, since: float, *, by_number: bool) -> None:
-        if request.collective is Collective.JOIN:
-            for rank in bits_of(ranks):
-                self._join(rank, request)
-            return
-        pending = self._pending.get(request.key)
-        if pending is None:
-            if request.process_set not in self._members:
-                return
-            pending = self._open(request, since)
-        if self.observer is not None:
-            for rank in bits_of(ranks):
-                self.observer.arrived(rank, request)
-        pending.since = min(pending.since, since)
-        new = pending.requests.add_all(ranks, request)
-        if pending.excuses:
-            new &= ~mask_of(self._joined)
-        pending.missing -= new.bit_count()
-        pending.by_number += ranks.bit_count() if by_number else 0
-        if payload:
-            if pending.payloads is None:
-                pending.payloads = {}
-            pending.payloads[(ranks & -ranks).bit_length() - 1] = payload
-            pending.combined += ranks.bit_count()
-        if not pending.missing:
-            self._order(request.key, pending)
-        elif pending.contested:
-            self._compare_kinds(request)
 
     def _count(self, rank: int, submission: Submit, now: float) -> bool:
         """File a submission's numbers without looking at each.
@@ -247,12 +276,10 @@ class Negotiator:
             for at, mask in complete:
                 if mask and len(blocks[at].sources) > 1:
                     lateness.came_last(rank, now - blocks[at].completed_since)
-        if complete == masks:
-            self._order_numbers(numbers)
-            return True
-        done = {number for at, mask in complete if mask for number in numbers_of(at, mask)}
-        if done:
-            self._order_numbers([number for number in numbers if number in done])
+        if complete != masks:
+            done = {number for at, mask in complete if mask for number in numbers_of(at, mask)}
+            numbers = tuple([number for number in numbers if number in done]) if done else ()
+        self._order_numbers(numbers)
         return True
 
     def _count_one(self, rank: int, number: int, payload: bytes, now: float) -> bool:
@@ -284,24 +311,24 @@ class Negotiator:
                 unknown.append(number)
                 continue
             request = signature.requests[rank]
-            if self._file(rank, request, now, submission.payload, by_number=True) and alone:
+            if self._file(1 << rank, request, now, submission.payload, by_number=True) and alone:
                 self._compare_kinds(request)
         return unknown
 
     def _order_numbers(self, numbers: Sequence[int]) -> None:
         """All members have submitted these: give them their places in the order."""
+        items = self._batch.items
         for number in numbers:
             self._signatures.move_to_end(number)
             if number in self._payloads:
                 signature = self._signatures[number]
-                self._combine(signature.requests, self._payloads.pop(number), len(signature.requests))
-            self._ready.append(number)
+                self._batch.combine(signature.requests, self._payloads.pop(number), len(signature.requests))
+            items.append(number)
 
     def take(self) -> Execute:
         """Return what became ready since the last call, in order, and the signatures that were forgotten since."""
-        message = Execute(tuple(self._ready), tuple(self._forgotten), tuple(self._results))
-        self._ready, self._forgotten, self._results = [], [], []
-        return message
+        batch, self._batch = self._batch, _Batch()
+        return Execute(tuple(batch.items), tuple(batch.forgotten), tuple(batch.results))
 
     def responses(self, items: Iterable[int | Response]) -> list[Response]:
         """Spell out what was just taken, without numbers that are no longer known."""
@@ -315,7 +342,7 @@ class Negotiator:
 
     @property
     def has_ready(self) -> bool:
-        return bool(self._ready)
+        return bool(self._batch.items)
 
     @property
     def has_pending(self) -> bool:
@@ -337,8 +364,8 @@ class Negotiator:
         report = []
         for (process_set, name), pending in self._pending.items():
             came = pending.requests
-            excused = self._joined if pending.excuses else {}
-            missing = [rank for rank in self._members[process_set] if rank not in came and rank not in excused]
+            away = came.ranks | (self._joined if pending.excuses else 0)
+            missing = [rank for rank in self._sets.members[process_set] if not away >> rank & 1]
             report.append(Waiting(name, pending.since, tuple(came), tuple(missing)))
         for block in self._ledger.blocks.values():
             for number, since, announced in block.waiting():
@@ -347,8 +374,13 @@ class Negotiator:
                 report.append(Waiting(name, since, tuple(sorted(announced)), tuple(missing)))
         return sorted(report, key=lambda waiting: waiting.since)
 
-    def _file(self, rank: int, request: Request, now: float, payload: bytes, *, by_number: bool) -> bool:
-        """Note that a rank has submitted one operation.
+    def _file(
+        self, ranks: int, request: Request, since: float, payload: bytes, *, by_number: bool, combined: bool = False
+    ) -> bool:
+        """Note that ranks, given as a mask, have submitted one operation.
+
+        Args:
+            combined: the payload is the reduction of the ranks' tensors, prescaled.
 
         Returns:
             whether others wait for an operation of another kind under its name, so that it may never be ready.
@@ -356,21 +388,21 @@ class Negotiator:
         key = request.key
         pending = self._pending.get(key)
         if pending is None:
-            if request.process_set not in self._members:
-                return False  # the set was removed while this was on its way; the rank has been told
+            if request.process_set not in self._sets.members:
+                return False  # the set was removed while this was on its way; the ranks have been told
             if request.collective is Collective.JOIN:
-                # What this rank submitted earlier comes first, including what it is being asked to spell out again.
-                if self._asked_back[rank]:
-                    self._late_joins[rank] = request
-                else:
-                    self._join(rank, request)
+                for rank in bits_of(ranks):
+                    # What it submitted earlier comes first, including what it is being asked to spell out again.
+                    if self._asked_back[rank]:
+                        self._late_joins[rank] = request
+                    else:
+                        self._join(rank, request)
                 return False
-            pending = self._open(request, now)
-        self._add(pending, rank, request, by_number=by_number)
+            pending = self._open(request, since)
+        pending.since = min(pending.since, since)
+        self._add(pending, ranks, request, by_number=by_number)
         if payload:
-            if pending.payloads is None:
-                pending.payloads = {}
-            pending.payloads[rank] = payload
+            pending.add_payload(ranks, payload, combined=combined)
         if not pending.missing:
             self._order(key, pending)
             return False
@@ -395,21 +427,20 @@ class Negotiator:
             requests = self._signatures[number].requests
             pending = self._begin(requests.shared, since)
             pending.payloads = self._payloads.pop(number, None)
-            for rank in announced:
-                self._add(pending, rank, requests[rank], by_number=True)
+            for request, same in requests.groups(mask_of(announced)):
+                self._add(pending, same, request, by_number=True)
 
-    def _add(self, pending: PartialSubmission, rank: int, request: Request, *, by_number: bool) -> None:
+    def _add(self, pending: PartialSubmission, ranks: int, request: Request, *, by_number: bool) -> None:
         if self.observer is not None:
-            self.observer.arrived(rank, request)
-        if pending.requests.add(rank, request) and not (rank in self._joined and pending.excuses):
-            pending.missing -= 1
-        pending.by_number += by_number
+            for rank in bits_of(ranks):
+                self.observer.arrived(rank, request)
+        pending.add(ranks, request, self._joined, by_number=by_number)
 
     def _begin(self, request: Request, since: float) -> PartialSubmission:
-        members = self._members[request.process_set]
-        pending = self._pending[request.key] = PartialSubmission(request, since, len(members))
+        members = self._sets.masks[request.process_set]
+        pending = self._pending[request.key] = PartialSubmission(request, since, members.bit_count())
         if self._joined and pending.excuses:
-            pending.missing = sum(rank not in self._joined for rank in members)
+            pending.missing = (members & ~self._joined).bit_count()
         return pending
 
     def _has_rivals(self, request: Request) -> bool:
@@ -435,27 +466,27 @@ class Negotiator:
         not for the many known operations of a training step, which would pay for it each time.
         """
         parts = {key: self._pending[key] for key in (request.key, *request.other_kinds) if key in self._pending}
-        members = self._members[request.process_set]
         submitted = 0
         for part in parts.values():
             if submitted & part.requests.ranks:
                 return  # by a rank that waits for two of them
             submitted |= part.requests.ranks
-        if len(parts) < 2 or mask_of(members) & ~submitted & ~mask_of(self._joined):
+        if len(parts) < 2 or self._sets.masks[request.process_set] & ~submitted & ~self._joined:
             return
         name = request.name[len(request.kind) + 1 :]
         first = {key: part.requests.shared for key, part in parts.items()}
         sides = "; ".join(f"{first[key].kind} on {format_ranks([*parts[key].requests])}" for key in sorted(parts))
+        text = f"{name}: ranks disagree about the kind of collective: {sides}"
         for key, asked in first.items():
             del self._pending[key]
-            self._ready.append(Response(asked, error=f"{name}: ranks disagree about the kind of collective: {sides}"))
+            self._batch.items.append(Response(asked, error=text))
             if self.observer is not None:
                 self.observer.settled(asked, executed_here=False)
 
     def _order(self, key: tuple[int, str], pending: PartialSubmission) -> None:
         """Every member has submitted it: give it its place in the order."""
         del self._pending[key]
-        members = self._members[key[0]]
+        members = self._sets.members[key[0]]
         number = self._numbers.get(key)
         item: int | Response
         if number is not None and pending.by_number == len(pending.requests) and not _lacks(pending.requests, members):
@@ -472,38 +503,26 @@ class Negotiator:
         if self.lateness is not None and len(members) > 1:
             self.lateness.came_last(self._speaker, max(self._now - pending.since, self._waited))
         if pending.payloads is not None and not failed:
-            self._combine(pending.requests, pending.payloads, len(members), pending.combined)
-        self._ready.append(item)
-
-    def _combine(self, requests: Requests, payloads: Mapping[int, bytes], members: int, combined: int = 0) -> None:
-        """Reduce the tensors that have travelled along with the next operation in the order, if all have.
-
-        Args:
-            combined: of how many ranks they are, if leaders have prescaled and combined them.
-        """
-        if (combined or len(payloads)) == len(requests):
-            in_order = [payloads[rank] for rank in sorted(payloads)]
-            result = inline.combine(requests[min(payloads)], in_order, members, prescale=not combined)
-            if result:
-                self._results.append((len(self._ready), result))
+            self._batch.combine(pending.requests, pending.payloads, len(members), pending.combined)
+        self._batch.items.append(item)
 
     def _join(self, rank: int, request: Request) -> None:
         """A rank has no more data. When all have said so, all go on, and learn which was last."""
         for block in self._ledger.blocks.values():
             self._withdraw(block, block.begun)
-        if rank not in self._joined:
-            self._joined[rank] = None
+        if not self._joined >> rank & 1:
+            self._joined |= 1 << rank
             for (process_set, _), pending in self._pending.items():
-                if pending.excuses and rank in self._sources[process_set] and rank not in pending.requests:
+                if pending.excuses and self._sets.masks[process_set] >> rank & 1 and rank not in pending.requests:
                     pending.missing -= 1
         # Also when it is the last: operations that it submitted before, and that others will not submit, go on without
         # them.
         for key, pending in list(self._pending.items()):
             if not pending.missing:
                 self._order(key, pending)
-        if len(self._joined) == len(self._members[0]):
-            self._joined.clear()
-            self._ready.append(Response(request, value=rank))
+        if self._joined == self._sets.masks[0]:
+            self._joined = 0
+            self._batch.items.append(Response(request, value=rank))
 
     def _settle(self, key: tuple[int, str], requests: Requests, members: Sequence[int]) -> Response:
         """Spell out a Response, and remember it under a new number if it may come again."""
@@ -516,17 +535,16 @@ class Negotiator:
         else:
             response = Response(requests.shared, _rows(requests, [*requests]))
         if not response.error and _lacks(requests, members):
-            text = f"{key[1]}: {format_ranks([*self._joined])} called join(), which only allreduce and barrier allow"
+            away = format_ranks(bits_of(self._joined))
+            text = f"{key[1]}: {away} called join(), which only allreduce and barrier allow"
             response = Response(response.request, error=text)
         if response.request.collective.changes_sets:
-            return self._change_sets(response)
+            return response if response.error else self._change_sets(response)
         if response.error or self._capacity == 0:
             return response
         number = self._ledger.issue(key[0])
-        place = self._ledger.learn(number, key[0], self._sources[key[0]])
-        at = number >> BLOCK_BITS
-        if at not in self._issued_to:
-            self._issued_to[at] = mask_of(self._members[key[0]])
+        place = self._ledger.learn(number, key[0], self._sets.members[key[0]])
+        self._issued_to.setdefault(number >> BLOCK_BITS, self._sets.masks[key[0]])
         response = Response(response.request, response.rows, "", number)
         countable = len(requests) == len(members) and not self._has_rivals(response.request)
         if not countable:
@@ -544,38 +562,17 @@ class Negotiator:
         del self._signatures[number]
         self._payloads.pop(number, None)
         self._ledger.forget(number)
-        self._forgotten.append(number)
+        self._batch.forgotten.append(number)
 
     def _change_sets(self, response: Response) -> Response:
-        if response.error:
-            return response
-        ranks, wanted = response.request.ranks, response.request.number
-        same = [n for n, members in self._members.items() if members == ranks]
-        number = wanted if wanted in same else same[0] if same else -1
-        if response.request.collective is Collective.ADD_PROCESS_SET:
-            if same and (same != [0] or not wanted):
-                text = f"there is a process set of {format_ranks(ranks)} already; use that one"
-                return replace(response, error=text)
-            number = wanted
-            if not number or number in self._members:
-                number = self._freed_sets.popleft() if self._freed_sets else self._next_set
-            self._next_set = max(self._next_set, number + 1)
-            self._members[number] = ranks
-            self._sources[number] = frozenset(ranks)
-            return replace(response, value=number)
-        if number <= 0:
-            return replace(response, error=f"there is no process set of {format_ranks(ranks)} that could be removed")
-        self._forget_set(number)
-        return replace(response, value=number)
-
-    def _forget_set(self, number: int) -> None:
-        """Its pending operations are ended by the ranks themselves, since every rank is told of the removal."""
-        del self._members[number], self._sources[number]
-        self._freed_sets.append(number)
-        self._pending = {key: pending for key, pending in self._pending.items() if key[0] != number}
-        for key in [key for key in self._numbers if key[0] == number]:
-            self._forget(self._numbers.pop(key))
-        self._ledger.drop_set(number)
+        response = self._sets.change(response)
+        if response.request.collective is Collective.REMOVE_PROCESS_SET and not response.error:
+            # Its pending operations are ended by the ranks themselves, since every rank is told of the removal.
+            self._pending = {key: pending for key, pending in self._pending.items() if key[0] != response.value}
+            for key in [key for key in self._numbers if key[0] == response.value]:
+                self._forget(self._numbers.pop(key))
+            self._ledger.drop_set(response.value)
+        return response
 
 
 def _lacks(requests: Requests, members: Sequence[int]) -> bool:

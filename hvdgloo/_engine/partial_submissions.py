@@ -28,23 +28,13 @@ class Requests(Mapping[int, Request]):
         self.ranks = 0
         self.others: dict[int, Request] = {}
 
-    def add(self, rank: int, request: Request) -> bool:
-        """File a rank's request, in place of what it had asked for before; True if that was nothing."""
-        bit = 1 << rank
-        if request is not self.shared and request != self.shared:
-            self.others[rank] = request
-        elif self.others:
+    def add(self, ranks: int, request: Request) -> int:
+        """File what ranks, given as a mask, ask for, in place of what they had asked for before; return those that had
+        asked for nothing."""
+        for rank in bits_of(ranks & self.ranks):
             self.others.pop(rank, None)
-        is_new = not self.ranks & bit
-        self.ranks |= bit
-        return is_new
-
-    def add_all(self, ranks: int, request: Request) -> int:
-        """``add`` for several ranks, given as a mask; those that had asked for nothing."""
         if request is not self.shared and request != self.shared:
             self.others.update(dict.fromkeys(bits_of(ranks), request))
-        elif self.others:
-            self.others = {rank: other for rank, other in self.others.items() if not ranks >> rank & 1}
         new = ranks & ~self.ranks
         self.ranks |= ranks
         return new
@@ -104,6 +94,21 @@ class PartialSubmission:
     def excuses(self) -> bool:
         """True if it goes on without ranks that have joined. The sets may not be changed in their absence."""
         return not self.requests.shared.collective.changes_sets
+
+    def add(self, ranks: int, request: Request, joined: int, *, by_number: bool) -> None:
+        """Note that ranks have submitted it; some may have joined, and so not have been waited for. Both are masks."""
+        new = self.requests.add(ranks, request)
+        if self.excuses:
+            new &= ~joined
+        self.missing -= new.bit_count()
+        self.by_number += ranks.bit_count() if by_number else 0
+
+    def add_payload(self, ranks: int, payload: bytes, *, combined: bool) -> None:
+        """Keep the tensor of a rank, given as a mask; or (``combined``) the prescaled reduction of several ranks' tensors."""
+        if self.payloads is None:
+            self.payloads = {}
+        self.payloads[(ranks & -ranks).bit_length() - 1] = payload
+        self.combined += ranks.bit_count() if combined else 0
 
 
 class Held:
