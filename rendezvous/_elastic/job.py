@@ -25,17 +25,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 from hvdgloo.rendezvous._elastic.assignment import NO_STATE, Assignment, choose
+from hvdgloo.rendezvous._elastic.attempts import ATTEMPTS, ConnectionAttempts
 from hvdgloo.rendezvous._elastic.causes import Causes
 from hvdgloo.rendezvous._elastic.departures import Departures
 from hvdgloo.rendezvous._elastic.events import (
     RESET_LIMIT_EXCEEDED_MESSAGE,
     Action,
-    Alone,
-    Announce,
     Changed,
     Dismissed,
     Ended,
@@ -48,13 +46,11 @@ from hvdgloo.rendezvous._elastic.events import (
     HostLost,
     HostsListed,
     Identified,
-    Join,
     Leaving,
     Recalled,
     Registered,
     Rules,
     Silent,
-    Spawn,
     Synced,
     Tell,
     TimePassed,
@@ -62,6 +58,7 @@ from hvdgloo.rendezvous._elastic.events import (
     Update,
 )
 from hvdgloo.rendezvous._elastic.hosts import shortened
+from hvdgloo.rendezvous._elastic.newcomers import Newcomers
 from hvdgloo.rendezvous._elastic.phases import NEXT, SAY_SOON, Phase, PhaseTracker
 from hvdgloo.rendezvous._elastic.pool import NOBODY, Pool, listed
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
@@ -74,10 +71,6 @@ UNCONNECTED_TIME = 10.0
 
 RETURN_TIME = 2.0
 """Seconds in which the workers of a running job find a restarted server, which forms no other epoch until then."""
-
-ATTEMPTS = 3
-"""The number of times that the same workers may fail to connect before one of their hosts is left out."""
-
 
 P = Phase
 _STATE_LOST = "all workers that had the state of the training were lost"
@@ -92,9 +85,6 @@ class ElasticJob:
         chance: returns a random number from 0 to 1, so that hosts do not return all at once.
         hold: seconds in which no epoch is formed, since workers of an earlier server may be in training.
         epochs: number of earlier epochs, with which numbering starts.
-
-    Attributes:
-        resets: number of times that workers formed another epoch and reached training.
     """
 
     def __init__(
@@ -107,20 +97,16 @@ class ElasticJob:
         epochs: int = 0,
     ) -> None:
         self.rules = rules
-        self.resets = 0
         self._pool = Pool(rules, now, chance)
         self._pool.epoch = epochs - 1
         self._phases = PhaseTracker(self._pool, hold)
         self._causes = Causes(self._pool)
         self._out: list[Action] = []
         self._departures = Departures(self._pool, self._phases, self._causes, self._out)
+        self._newcomers = Newcomers(self._pool, self._phases, self._departures, self._out)
         self._has_state = False  # True once any worker had a state to continue from
         self._failed = ""  # why the job failed
-        self._serial = 0
-        self._announced = Update.NONE
-        self._tries: Counter[frozenset[str]] = Counter()
-        self._accusations: Counter[str] = Counter()
-        self._told_of_slots = False
+        self._attempts = ConnectionAttempts()
         self._held_up_at = math.inf  # time since which the first worker that returned from training has waited
         self._began_at = -math.inf  # begin of the last training
         self._next_return = math.inf
@@ -131,6 +117,11 @@ class ElasticJob:
     def phase(self) -> Phase:
         """Present phase; changed only by ``feed``."""
         return self._phases.phase
+
+    @property
+    def resets(self) -> int:
+        """Number of times that workers formed another epoch and reached training."""
+        return self._pool.resets
 
     @property
     def final(self) -> bool:
@@ -151,7 +142,7 @@ class ElasticJob:
             times += [self._next_return, self._pool.rested_at()]
         if self.phase is P.WAITING and self._phases.not_before > self._pool.now:
             times.append(self._phases.not_before)
-        if self.phase is P.RUNNING and not self._announced & Update.ADDED:
+        if self.phase is P.RUNNING and not self._newcomers.announced & Update.ADDED:
             times.append(self._pool.settled_at())
         return min(times)
 
@@ -172,10 +163,8 @@ class ElasticJob:
                 self._registered(event)
             case Recalled():
                 self._recalled(event)
-            case Up(worker, epoch):
-                self._up(worker, epoch)
-            case Synced(worker, epoch):
-                self._synced(worker, epoch)
+            case Up() | Synced():
+                self._progressed(event)
             case Finished(worker):
                 self._worker_finished(worker)
             case Gone():
@@ -191,16 +180,16 @@ class ElasticJob:
             case Leaving():
                 self._departures.leaving(event)
             case Silent():
-                self._silent(event)
+                self._newcomers.silent(event)
             case TimePassed():
                 self._departures.end_the_late()
         before = self.phase
         while self._step():
             pass
         if not self.final and (self.phase is not before or not self._is_routine(event)):
-            self._spawn()
+            self._newcomers.spawn()
             self._departures.dismiss_spares()
-            self._announce()
+            self._newcomers.announce()
             if text := self._phases.notice():
                 self._out.append(Tell(text))
         self._next_return = self._pool.hosts.next_return(now)
@@ -259,7 +248,7 @@ class ElasticJob:
             if self.phase is P.FORMING:
                 self._phases.limit = self._now + self.rules.start_timeout
         else:
-            self._welcome(worker)
+            self._newcomers.welcome(worker)
 
     def _meet(self, event: Registered) -> Worker:
         """Add a worker that was not announced. It may have been a member in the time of an earlier server."""
@@ -290,7 +279,7 @@ class ElasticJob:
             self._departures.mention(f"{epoch} has been in training since before this server's start")
             self._phases.patience = math.inf
             self._phases.go(P.RUNNING)
-            self._welcome_arrived()
+            self._newcomers.welcome_arrived()
 
     def _forget_before(self, epoch: int) -> None:
         """Forget a recalled epoch that is earlier than one that a worker knows: the others continued without the
@@ -316,7 +305,7 @@ class ElasticJob:
             if other is None or other is worker:
                 continue
             if self.phase is P.CONNECTING:
-                self._accusations[other.host] += 1
+                self._attempts.accuse(other.host)
             if other.stage is Stage.MEMBER and self._now + grace < other.end_by:
                 other.end_by = self._now + grace
                 other.end_reason = f"{worker} has lost it, and it has not returned within {grace:g} s"
@@ -326,18 +315,13 @@ class ElasticJob:
         else:
             worker.stage = Stage.RETURNED
 
-    def _welcome(self, worker: Worker) -> None:
-        worker.stage = Stage.ALONE
-        self._out.append(Alone(worker.id, self._pool.plan()))
-
-    def _up(self, id: str, epoch: int) -> None:
-        worker = self._pool.workers.get(id)
-        if worker is not None and worker.stage is Stage.MEMBER and worker.epoch == epoch:
+    def _progressed(self, event: Up | Synced) -> None:
+        worker = self._pool.workers.get(event.worker)
+        if worker is None or worker.stage is not Stage.MEMBER or worker.epoch != event.epoch:
+            return
+        if isinstance(event, Up):
             worker.up = True
-
-    def _synced(self, id: str, epoch: int) -> None:
-        worker = self._pool.workers.get(id)
-        if worker is not None and worker.stage is Stage.MEMBER and worker.epoch == epoch:
+        else:
             worker.synced = self._has_state = True
 
     def _worker_finished(self, id: str) -> None:
@@ -345,15 +329,6 @@ class ElasticJob:
         if worker is not None and worker.stage is Stage.MEMBER and not worker.out:
             worker.stage = Stage.FINISHED
             self._departures.finish(worker, "has finished its training")
-
-    def _silent(self, event: Silent) -> None:
-        """End a silent worker that is the only member, if others want to join it. Other members lose it anyway."""
-        worker = self._pool.workers.get(event.worker)
-        alone = worker is not None and self._pool.is_member(worker) and self.assignment.size == 1
-        if worker is not None and alone and self.phase is P.RUNNING and self._announced & Update.ADDED:
-            worker.end_by = self._now
-            worker.end_reason = f"it has not answered for {event.seconds:.0f} s, and others want to join it"
-            self._departures.end_the_late()
 
     # Failures.
 
@@ -370,7 +345,7 @@ class ElasticJob:
 
     def _wait(self) -> None:
         """Form an epoch of the candidates, if there are enough of them (WAITING)."""
-        self._spawn()
+        self._newcomers.spawn()
         there = self._pool.candidates()
         if self._now < self._phases.not_before:
             return
@@ -387,11 +362,10 @@ class ElasticJob:
             self._fail(f"{self._pool.there()} after {self.rules.elastic_timeout:g} s (--elastic-timeout)")
 
     def _form(self, there: list[Worker]) -> None:
-        limit = self.rules.reset_limit
-        if self._pool.ran and limit is not None and self.resets >= limit:
+        if self._pool.ran and self._pool.resets_left <= 0:
             # The failure of a worker that was not a member did not stop the training.
             failure = self._causes.failure or Failing(reason=self._causes.why)
-            self._fail(RESET_LIMIT_EXCEEDED_MESSAGE.format(limit), failure)
+            self._fail(RESET_LIMIT_EXCEEDED_MESSAGE.format(self.rules.reset_limit), failure)
             return
         self._pool.epoch += 1
         self._pool.is_recalled = False
@@ -437,7 +411,7 @@ class ElasticJob:
             return
         elif self._now >= self._phases.limit:
             for worker in unconnected:
-                self._accusations[worker.host] += 1
+                self._attempts.accuse(worker.host)
                 worker.end_by, worker.end_reason = self._now + UNCONNECTED_TIME, "it has not connected with the others"
             self._causes.note(f"{unconnected[0]} has not connected with the others")
             tried = True
@@ -445,46 +419,25 @@ class ElasticJob:
             return
         self._departures.void(self._causes.trouble or "its members change")
         self._phases.go(P.DRAINING)
-        if tried:
-            self._tries[frozenset(self.assignment.ranks)] += 1
-            if self._tries[frozenset(self.assignment.ranks)] >= ATTEMPTS:
-                self._leave_one_out()
-
-    def _leave_one_out(self) -> None:
-        """Leave out one host of the workers that failed to connect several times: the others may connect without it."""
-        self._tries.clear()
-        order = list(dict.fromkeys(member.host for member in self.assignment.members))
-        accused = max(
-            self._accusations.items(),
-            key=lambda item: (item[1], order.index(item[0]) if item[0] in order else -1),
-            default=("", 0),
-        )[0]
-        self._accusations.clear()
-        if not accused:
+        accused = self._attempts.failed(self.assignment) if tried else None
+        if accused:
+            self._departures.count(accused, f"others have failed to connect with it {ATTEMPTS} times", at_once=True)
+        elif accused is not None:
             self._fail(f"the workers have failed to connect {ATTEMPTS} times: {self._causes.trouble}")
-            return
-        self._departures.count(accused, f"others have failed to connect with it {ATTEMPTS} times", at_once=True)
 
     def _run(self) -> None:
         """Begin or continue training: all members are connected."""
         if self._pool.ran:
-            self.resets += 1
+            self._pool.resets += 1
         self._pool.ran = True
         stood = self._now - min(self._phases.stopped_at, self._held_up_at)
         self._out.append(Changed(self.assignment, self._causes.why, stood))
         self._began_at, self._held_up_at = self._now, math.inf
         self._causes.clear()
         self._phases.patience = math.inf
-        self._welcome_arrived()
-        self._tries.clear()
-        self._accusations.clear()
+        self._newcomers.welcome_arrived()
+        self._attempts.clear()
         self._phases.go(P.RUNNING)
-
-    def _welcome_arrived(self) -> None:
-        """Let workers that wait in ``init()`` continue alone, since others are in training."""
-        for worker in self._pool.workers.values():
-            if worker.stage is Stage.ARRIVED and not self._pool.collecting:
-                self._welcome(worker)
 
     def _watch(self) -> None:
         """End the epoch as soon as one member has returned, has ended, or is being ended (RUNNING)."""
@@ -558,54 +511,6 @@ class ElasticJob:
             self._out.append(Dismissed(event.worker, Fate.FAILED, self._failed))
 
     # New workers, and workers that leave.
-
-    def _spawn(self) -> None:
-        """Start workers in the free slots, if they can ever join."""
-        if not self.rules.launched or self._departures.ending or self.phase in (P.FORMING, P.CONNECTING):
-            return
-        if not self._pool.ran and (self.phase is not P.WAITING or self._pool.capacity() < self.rules.size):
-            return
-        if self.phase is P.RUNNING and self._resets_left == 0:
-            return
-        entered = self.phase is P.WAITING or all(worker.synced for worker in self._pool.members())
-        if not entered and self._told_of_slots:
-            return
-        free = self._pool.free_slots()
-        if free and not entered:
-            self._told_of_slots = True
-            hosts = ", ".join(dict.fromkeys(host for host, _ in free))
-            self._out.append(
-                Tell(
-                    f"there are free slots ({hosts}); they are used once all workers have entered elastic.run. A "
-                    "program that never does keeps its size"
-                )
-            )
-        if not free or not entered:
-            return
-        started = [self._pool.create(host, slot) for host, slot in free]
-        plan = self._pool.plan()
-        self._out += [Spawn(worker.id, worker.host, worker.slot, plan) for worker in started]
-
-    @property
-    def _resets_left(self) -> float:
-        return math.inf if self.rules.reset_limit is None else self.rules.reset_limit - self.resets
-
-    def _announce(self) -> None:
-        """Announce the change at the members' next commit, if it differs from the last announcement."""
-        update = Update.NONE
-        if self.phase is P.RUNNING and not self._departures.ending:
-            staying = sum(self._pool.fits(worker) for worker in self._pool.members()) + self._pool.unheard
-            if staying < self.assignment.size:
-                update |= Update.REMOVED
-            settled_at = self._pool.settled_at()
-            settled = self.rules.join is Join.NOW or settled_at == math.inf or self._now >= settled_at
-            room = self.rules.largest is None or staying < self.rules.largest
-            if room and settled and self._resets_left > 0 and self._pool.joinable():
-                update |= Update.ADDED
-        if update != self._announced:
-            self._serial += 1
-            self._announced = update
-            self._out.append(Announce(self._serial, update))
 
 
 _STEPS: Mapping[Phase, Callable[[ElasticJob], None]] = {

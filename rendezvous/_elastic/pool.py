@@ -39,6 +39,7 @@ class Pool:
         epoch: highest epoch number that was ever used.
         is_recalled: True if an earlier server formed that epoch.
         ran: True if any epoch has reached training.
+        resets: number of times that workers formed another epoch and reached training.
         well: members that ended with success.
         now: time of the present decision.
     """
@@ -53,6 +54,7 @@ class Pool:
         self.epoch = -1
         self.is_recalled = False
         self.ran = False
+        self.resets = 0
         self.well: set[str] = set()
         self.now = now
         self._numbers = 0
@@ -124,6 +126,11 @@ class Pool:
     def collecting(self) -> bool:
         """True if new workers wait in ``init()`` for the next epoch rather than continue alone."""
         return not self.ran or self.rules.join is Join.NOW
+
+    @property
+    def resets_left(self) -> float:
+        """Number of further resets that the rules allow."""
+        return math.inf if self.rules.reset_limit is None else self.rules.reset_limit - self.resets
 
     def members(self) -> list[Worker]:
         """Return the members whose processes have not ended, by rank."""

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous._elastic.assignment import NO_STATE, Assignment, Candidate, choose
+from hvdgloo.rendezvous._elastic.attempts import ATTEMPTS
 from hvdgloo.rendezvous._elastic.events import (
     RESET_LIMIT_EXCEEDED_MESSAGE,
     Dismissed,
@@ -32,7 +33,7 @@ from hvdgloo.rendezvous._elastic.events import (
     Update,
 )
 from hvdgloo.rendezvous._elastic.hosts import cooldown_time
-from hvdgloo.rendezvous._elastic.job import ATTEMPTS, RETURN_TIME
+from hvdgloo.rendezvous._elastic.job import RETURN_TIME
 from hvdgloo.rendezvous._elastic.phases import NEXT, Phase
 from hvdgloo.topology import Host, Topology, Worker
 from tests.support.elastic import UNTROUBLED, Actor, Bed
@@ -285,7 +286,7 @@ def fingerprint(bed: Bed) -> object:
     return (
         job.phase, job.deadline - bed.now, tuple(actors), tuple(bed.listed.items()), bed.update, bed.voided - epoch,
         tuple((member.host, member.slot) for member in bed.assignments[-1].members), job._pool.hosts.account(bed.now),
-        tuple(sorted(job._tries.values())),
+        tuple(sorted(job._attempts.failures.values())),
     )  # fmt: skip
 
 
