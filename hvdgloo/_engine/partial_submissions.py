@@ -104,7 +104,7 @@ class PartialSubmission:
         self.by_number += ranks.bit_count() if by_number else 0
 
     def add_payload(self, ranks: int, payload: bytes, *, combined: bool) -> None:
-        """Keep the tensor of a rank, given as a mask; or (``combined``) the prescaled reduction of several ranks' tensors."""
+        """Keep a rank's tensor; or (``combined``) the prescaled reduction of the tensors of several ranks."""
         if self.payloads is None:
             self.payloads = {}
         self.payloads[(ranks & -ranks).bit_length() - 1] = payload
