@@ -83,12 +83,6 @@ class Traffic:
         if not self._under_way:
             self.seconds += now - self._since
 
-    def carried(self, nbytes: int, seconds: float) -> None:
-        """Count an operation of its own, which took ``seconds``."""
-        self.operations += 1
-        self.bytes += nbytes
-        self.seconds += seconds
-
     def dropped(self) -> None:
         """Forget the buckets under way, which will not finish: their engine ended."""
         self._under_way = 0

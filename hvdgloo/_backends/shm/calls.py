@@ -93,6 +93,7 @@ class Calls:
         self._number = 0
         self._first = self._second = self._at = self._time = 0
         self._known: dict[Call, tuple[int, int]] = {}
+        self._call, self._packed = Call("?"), (0, 0)  # of the last call: a program often repeats it
 
     def begin(self, call: Call, now: float) -> None:
         """Record a call, before its first step.
@@ -100,14 +101,18 @@ class Calls:
         Args:
             now: time on the monotonic clock.
         """
-        known = self._known.get(call)
-        if known is None:
-            known = self._known[call] = call.packed(0)
+        if call is not self._call:
+            known = self._known.get(call)
+            if known is None:
+                known = self._known[call] = call.packed(0)
+            self._call, self._packed = call, known
+        known = self._packed
         number = self._number = self._number + 1 & _NUMBER_MASK
         at = self._at = CALLS + _ENTRY * (number % _RING)
-        self._first, self._second = known[0] | number, known[1] | number
-        self._own[at], self._own[at + 1] = self._first, self._second
-        self._own[at + 2] = self._time = int(now * 1e6) << _NUMBER_BITS | number
+        own = self._own
+        own[at] = self._first = known[0] | number
+        own[at + 1] = self._second = known[1] | number
+        own[at + 2] = self._time = int(now * 1e6) << _NUMBER_BITS | number
 
     def mismatch(self) -> str | None:
         """Return the names of this rank's call and of another rank's, if the two differ; a rank that has not come as
@@ -123,12 +128,12 @@ class Calls:
                 return f"rank {self._rank} called {mine}, but rank {rank} called {Call.unpacked(*theirs)}"
         return None
 
-    def arrivals(self) -> tuple[int, float, float] | None:
-        """Return the rank that was the last to begin this rank's call, the time at which it did, and the seconds since
-        the first rank's; None if some rank has not begun it.
+    def arrivals(self) -> tuple[int, int, int] | None:
+        """Return the rank that was the last to begin this rank's call, and for how many microseconds this rank and the
+        first one had waited for it; None if some rank has not begun it.
         """
-        first = last = self._time
-        number, at, late = first & _NUMBER_MASK, self._at + 2, self._rank
+        own = first = last = self._time
+        number, at, late = self._number, self._at + 2, self._rank
         for rank, words in self._others:
             time = words[at]
             if time & _NUMBER_MASK != number:
@@ -137,9 +142,9 @@ class Calls:
                 last, late = time, rank
             elif time < first:
                 first = time
-        return late, (last >> _NUMBER_BITS) * 1e-6, ((last - first) >> _NUMBER_BITS) * 1e-6
+        return late, last - own >> _NUMBER_BITS, last - first >> _NUMBER_BITS
 
     def absent(self) -> list[int]:
         """Return the ranks that have not begun this rank's call."""
-        number, at = self._time & _NUMBER_MASK, self._at + 2
+        number, at = self._number, self._at + 2
         return [rank for rank, words in self._others if words[at] & _NUMBER_MASK != number]

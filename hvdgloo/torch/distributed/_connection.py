@@ -197,8 +197,8 @@ class Connection:
             for rank in ranks
         )
 
-    def arrivals(self) -> tuple[int, float, float] | None:
-        """Return the last rank to begin the call under way, when, and how long after the first; see ``Calls``."""
+    def arrivals(self) -> tuple[int, int, int] | None:
+        """Return the last rank to begin the call under way, and who waited how long for it; see ``Calls``."""
         return None if self.calls is None else self.calls.arrivals()
 
     def late(self) -> list[int]:

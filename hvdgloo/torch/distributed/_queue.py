@@ -378,7 +378,7 @@ class OperationQueue:
         if self.connection is None:
             self.connection = self._connect(lambda: self._aborted)
             if self.record is not None:
-                self.record.place = self.connection
+                self.record.connected(self.connection)
         return self.connection
 
     def fail(self, call: Call, failure: BaseException) -> Exception:
@@ -493,7 +493,7 @@ class Lookout:
         if interrupts.pending():
             raise KeyboardInterrupt
         if not self.ordered and (arrivals := connection.arrivals()) is not None:
-            self.ordered = arrivals[1]
+            self.ordered = self.began + arrivals[1] * 1e-6
         waited = time.monotonic() - self.began
         if waited >= self._seconds:
             who = connection.describe(connection.late())

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hvdgloo._backends.shm.calls import Call, Calls
 from hvdgloo._job import process
 from hvdgloo._observe.counters import Counters, Traffic
+from hvdgloo._observe.lateness import SHORTEST
 
 if TYPE_CHECKING:
     from hvdgloo._observe import samples
@@ -25,6 +26,10 @@ PREFIX = "dist."
 """Beginning of the names under which the counters have torch.distributed's operations."""
 
 _MOST_RANKS = 16
+
+_LEAST_LATENESS = round(SHORTEST * 1e6)
+"""Microseconds for which the first rank must have waited for the last one, for that to count: small operations would
+otherwise take longer for this."""
 
 _traffic: dict[str, Traffic] = {}
 """Totals of this process by kind of operation."""
@@ -79,7 +84,12 @@ class Record:
         self.counters, self._label = counters, label
         self.awaited: Awaited | None = None
         self.place: Place | None = None
+        self._calls: Calls | None = None
         _open[self] = None
+
+    def connected(self, place: Place) -> None:
+        """Note the queue's connection."""
+        self.place, self._calls = place, place.calls
 
     def close(self) -> None:
         """Stop to show what is awaited; the totals stay."""
@@ -120,17 +130,19 @@ class Record:
         now = time.monotonic()
         counters = self.counters
         came = begun
-        place = self.place
-        if place is not None and place.calls is not None:
-            arrivals = place.calls.arrivals()
+        if self._calls is not None:
+            arrivals = self._calls.arrivals()
             if arrivals is not None:
-                late, last, seconds = arrivals
-                if begun < last < now:
-                    came = last
-                if counters.lateness is not None:
-                    counters.lateness.came_last(place.numbers[late], seconds)
-        (_traffic.get(kind) or self._carried(kind)).carried(nbytes, now - came)
-        counters.negotiation += came - begun
+                late, waited, most = arrivals
+                if waited:
+                    came = min(begun + waited * 1e-6, now)
+                    counters.negotiation += came - begun
+                if most >= _LEAST_LATENESS and counters.lateness is not None and self.place is not None:
+                    counters.lateness.came_last(self.place.numbers[late], most * 1e-6)
+        traffic = _traffic.get(kind) or self._carried(kind)
+        traffic.operations += 1
+        traffic.bytes += nbytes
+        traffic.seconds += now - came
         counters.wire += now - came
         counters.latest = now
         if not counters.first:
@@ -147,7 +159,8 @@ class Record:
         """Count an operation that has ended in the call of the program."""
         came = self.ended(call, call.kind, nbytes, begun)
         counters = self.counters
-        counters.waiting += came - begun
+        if came > begun:
+            counters.waiting += came - begun
         counters.communicating += counters.latest - came
 
     def _carried(self, kind: str) -> Traffic:
@@ -179,8 +192,9 @@ class ProcessGroups:
     def planes(self) -> Sequence[samples.Plane]:
         from hvdgloo._observe import samples
 
-        planes = {place.plane: None for record in list(_open) if (place := record.place) is not None}
-        why = "; ".join(list(planes)[:2])
+        places = [place for record in list(_open) if (place := record.place) is not None]
+        largest = max(places, key=lambda place: len(place.numbers), default=None)
+        why = "" if largest is None else largest.plane
         return [samples.Plane(PREFIX + kind, 0, "cpu", why) for kind in list(_traffic)]
 
     def missing(self, least: float) -> Sequence[samples.Missing]:

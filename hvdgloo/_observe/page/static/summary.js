@@ -33,6 +33,21 @@ const nothing = (job) => (RUNNING.has(job.state) ? "nothing yet" : "nothing");
 /** With process sets there may be many; all are in a table below. */
 const MOST_PLANES = 3;
 
+/** Return the planes that carry data. Operations of torch.distributed come by their kind, and `why` begins with the plane. */
+function carriers(planes) {
+  const found = new Map();
+  for (const { name, why, ranks, process_set: set } of planes) {
+    const plane = { name, why, ranks };
+    if (name.startsWith("dist.")) {
+      const [label, ...reason] = why.split(": ");
+      [plane.name, plane.why] = [label, reason.join(": ")];
+    }
+    const key = JSON.stringify([plane.name, plane.why, set]);
+    if (plane.name && name !== "agreement" && !(found.get(key)?.ranks >= ranks)) found.set(key, plane);
+  }
+  return [...found.values()];
+}
+
 /** As the beginning of a sentence. */
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
@@ -97,7 +112,7 @@ class Summary {
   /** The planes that data goes over, each with its reason; those for the most ranks first. */
   _renderPlanes({ planes }) {
     const line = dom.byId("planes-in-use");
-    const used = planes.filter(({ name }) => name !== "agreement").sort((a, b) => b.ranks - a.ranks);
+    const used = carriers(planes).sort((a, b) => b.ranks - a.ranks);
     const shown = used.slice(0, MOST_PLANES).map(({ name, why }) => [name, why ? ` (${why})` : ""]);
     const said = JSON.stringify([shown, used.length]);
     if (line.dataset.said === said) return;
