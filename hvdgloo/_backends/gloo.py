@@ -531,7 +531,7 @@ class GlooBackend(ProcessGroupBackend):
             return super().alltoall(source, target, sent, received, finish=finish)
 
         def body(cube: Butterfly) -> None:
-            self._connect_everybody(cube)
+            self._connect_all_pairs(cube)
             work = ProcessGroupBackend.alltoall(self, source, target, sent, received, finish=finish)
             while not work.completes_within(_LONGEST_OPERATION.total_seconds()):
                 pass
@@ -545,7 +545,7 @@ class GlooBackend(ProcessGroupBackend):
             raise BackendError(f"Gloo {what}: the process group has been closed")
         return progress.begin(what, lambda: body(cube), keep)
 
-    def _connect_everybody(self, cube: Butterfly) -> None:
+    def _connect_all_pairs(self, cube: Butterfly) -> None:
         """Connect this rank with those that are no neighbours; all ranks do so in their first alltoall."""
         if self._all_connected:
             return
