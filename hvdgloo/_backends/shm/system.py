@@ -15,7 +15,7 @@ from typing import Any
 
 _FUTEX_NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98}
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_EVERYBODY = 2**31 - 1
+_ALL_WAITERS = 2**31 - 1
 _MFD_NOEXEC_SEAL = 0x8
 _MAP_NORESERVE = 0x4000
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
@@ -74,7 +74,7 @@ def futex_wait(address: int, expected: int, seconds: float) -> None:
 
 def futex_wake(address: int) -> None:
     """Wake all who sleep on the word at ``address``."""
-    if _wake(_number, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0) < 0:
+    if _wake(_number, address, _FUTEX_WAKE, _ALL_WAITERS, None, None, 0) < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"futex: {os.strerror(code)}")
 
