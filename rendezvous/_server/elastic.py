@@ -137,7 +137,7 @@ class ElasticEpochs:
         with self._lock:
             self._check_open()
             self._note_client(client, ask.worker, info)
-            self._begin_anew(ask)
+            self._replace_ended_job(ask)
             self._answers.pop(ask.worker, None)  # for a request that was given up, and is repeated by this one
             self._tell(
                 Registered(
@@ -294,7 +294,7 @@ class ElasticEpochs:
         if self._closed:
             raise StoppingError(self._closed)
 
-    def _begin_anew(self, ask: elastic.Register) -> None:
+    def _replace_ended_job(self, ask: elastic.Register) -> None:
         """Begin another job if this one has ended: its workers may be started again once the old ones are gone."""
         others = any(clients for worker, clients in self._connected.items() if worker != ask.worker)
         if self._job.final and not self.rules.launched and ask.after < 0 and not others:
