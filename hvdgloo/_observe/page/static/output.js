@@ -89,11 +89,11 @@ class Output {
 
   async _fetchNew() {
     // If there are more new lines than are shown, only the latest are fetched.
-    const anew = !this._newest || this._known - this._newest > MOST_LINES;
-    const wanted = this._wanted(anew ? {} : { after: this._newest });
+    const startsOver = !this._newest || this._known - this._newest > MOST_LINES;
+    const wanted = this._wanted(startsOver ? {} : { after: this._newest });
     const known = this._known;
     const lines = await this._fetch(wanted);
-    if (anew) {
+    if (startsOver) {
       this._rows.replaceChildren();
       this._earlier.hidden = lines.length < this._atOnce;
     }
