@@ -37,7 +37,7 @@ def test_a_front_end_is_available_if_its_framework_is_installed(monkeypatch: pyt
     util.check_extension("horovod.numpy", "HOROVOD_WITH_NUMPY", __file__, "mpi_lib_v2")
     with pytest.raises(ImportError, match="no front-end caffe; it has keras, mxnet, numpy, tensorflow, torch"):
         util.check_extension("horovod.caffe", "HOROVOD_WITH_CAFFE", __file__)
-    monkeypatch.setattr(util, "_FRONT_ENDS", {"torch": "a_package_that_nobody_has"})
+    monkeypatch.setattr(util, "_FRONT_ENDS", {"torch": "a_package_that_is_not_installed"})
     assert not util.extension_available("torch")
     with pytest.raises(ImportError, match=r"hvdgloo\[torch\]"):
         util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__)
