@@ -17,7 +17,7 @@ from tests.support.environment import LIBC, entries, seen_by_c
 def values(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Return the variables that a test may set: one that the user has set, and one that is not set."""
     monkeypatch.setenv("HVDGLOO_T_OF_THE_USER", "a user's own, which is longer")
-    return {"HVDGLOO_T_OF_THE_USER": "0", "HVDGLOO_T_OF_NOBODY": "0"}
+    return {"HVDGLOO_T_OF_THE_USER": "0", "HVDGLOO_T_UNKNOWN": "0"}
 
 
 def test_c_code_sees_them_within_and_what_the_user_has_set_afterwards(values: dict[str, str]) -> None:
@@ -29,7 +29,7 @@ def test_c_code_sees_them_within_and_what_the_user_has_set_afterwards(values: di
             assert {name: seen_by_c(name) for name in values} == values
             assert dict(os.environ) == before
         assert seen_by_c("HVDGLOO_T_OF_THE_USER") == before["HVDGLOO_T_OF_THE_USER"]
-        assert seen_by_c("HVDGLOO_T_OF_NOBODY") is None
+        assert seen_by_c("HVDGLOO_T_UNKNOWN") is None
     assert dict(os.environ) == before
 
 
@@ -49,10 +49,10 @@ def test_they_are_seen_though_there_was_never_room_or_it_was_taken(values: dict[
     variables = TemporaryVariables(values)
     if has_room:
         variables.make_room()
-        LIBC.unsetenv(b"hVDGLOO_T_OF_NOBODY")
+        LIBC.unsetenv(b"hVDGLOO_T_UNKNOWN")
     with variables.set():
         assert {name: seen_by_c(name) for name in values} == values
-    assert seen_by_c("HVDGLOO_T_OF_NOBODY") is None
+    assert seen_by_c("HVDGLOO_T_UNKNOWN") is None
 
 
 def test_what_the_program_sets_meanwhile_stays(values: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_one_thread_at_a_time_sets_them(values: dict[str, str]) -> None:
     for thread in threads:
         thread.join(10)
     assert second.is_set()
-    assert seen_by_c("HVDGLOO_T_OF_NOBODY") is None
+    assert seen_by_c("HVDGLOO_T_UNKNOWN") is None
 
 
 READING = """
