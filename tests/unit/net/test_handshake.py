@@ -375,9 +375,9 @@ def test_no_descriptors_are_left() -> None:
     """Strangers give their descriptors back to members."""
     hurried = Handshake(b"secret", 3, 1, grace=0.05)
     accepted: list[socket.socket] = []
-    with listen("127.0.0.1", None) as listener, socket.socket() as somebody_elses, ThreadPoolExecutor(3) as pool:
+    with listen("127.0.0.1", None) as listener, socket.socket() as foreign, ThreadPoolExecutor(3) as pool:
         exhausted = _Exhausted(listener, accepted, 3)
-        accepted.append(somebody_elses)
+        accepted.append(foreign)
         waiting = pool.submit(hurried.accept_all, exhausted, range(1, 3), {}, 10.0, describe)  # type: ignore[arg-type]
         port = listener.getsockname()[1]
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(10)]
@@ -392,8 +392,8 @@ def test_no_descriptors_are_left() -> None:
 
 def test_who_could_not_be_accepted_is_not_called_dead() -> None:
     accepted: list[socket.socket] = []
-    with listen("127.0.0.1", None) as listener, socket.socket() as somebody_elses:
-        accepted.append(somebody_elses)
+    with listen("127.0.0.1", None) as listener, socket.socket() as foreign:
+        accepted.append(foreign)
         exhausted = _Exhausted(listener, accepted, 1)
         with (
             socket.create_connection(("127.0.0.1", listener.getsockname()[1])),
@@ -404,15 +404,15 @@ def test_who_could_not_be_accepted_is_not_called_dead() -> None:
 
 def test_descriptors_come_back_while_no_client_is_there_to_be_sent_away() -> None:
     accepted: list[socket.socket] = []
-    with listen("127.0.0.1", None) as listener, socket.socket() as somebody_elses, ThreadPoolExecutor(2) as pool:
-        accepted.append(somebody_elses)
+    with listen("127.0.0.1", None) as listener, socket.socket() as foreign, ThreadPoolExecutor(2) as pool:
+        accepted.append(foreign)
         exhausted = _Exhausted(listener, accepted, 1)
         waiting = pool.submit(RIGHT.accept_all, exhausted, [1], {}, 10.0, describe)  # type: ignore[arg-type]
         joining = pool.submit(RIGHT.connect, "127.0.0.1", listener.getsockname()[1], 1, 10.0, describe)
         deadline = time.monotonic() + 10
         while not exhausted.refused:
             assert time.monotonic() < deadline
-        somebody_elses.close()
+        foreign.close()
         for link in (joining.result(10)[0], *waiting.result(10).values()):
             link.sock.close()
         assert exhausted.refused < 1000  # it does not ask without a pause
