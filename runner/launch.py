@@ -35,7 +35,7 @@ from hvdgloo.runner.network_discovery import discover
 from hvdgloo.runner.observing.job_observer import JobObserver, progress_display
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Spawn
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
-from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, Interrupts, Outside, nobody, passed_on
+from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, Interrupts, Outside, no_outside_system, passed_on
 from hvdgloo.runner.supervise.audience import Seat
 from hvdgloo.runner.supervise.init_watch import InitWatch
 from hvdgloo.runner.supervise.startup import check_machines
@@ -85,7 +85,16 @@ def launch(
     raise_again()  # there is something to be cleaned up from now on
     with job_observer:
         around = Surroundings(
-            stdout, stderr, quiet, news, tuple(signals), results, spawner, fork, outside or nobody, job_observer
+            stdout,
+            stderr,
+            quiet,
+            news,
+            tuple(signals),
+            results,
+            spawner,
+            fork,
+            outside or no_outside_system,
+            job_observer,
         )
         if spec.elastic is None:
             report = _launch_fixed(spec, around)

@@ -69,7 +69,7 @@ reports that the job cannot go on.
 """
 
 
-def nobody(note: Callable[[Failure], None]) -> AbstractContextManager[None]:
+def no_outside_system(note: Callable[[Failure], None]) -> AbstractContextManager[None]:
     """Return a context that watches nothing, because agents live in no other system."""
     return nullcontext()
 
