@@ -29,8 +29,8 @@ from hvdgloo.types import Collective, ReduceOp
 T = TypeVar("T")
 
 
-class _Transfer(Generic[T]):
-    """Gradients that are sent as one in every step, a single one or a group, with their persistent operation.
+class _Reduction(Generic[T]):
+    """Gradients that are reduced as one in every step, a single one or a group, with their persistent operation.
 
     Attributes:
         label: the operation's label in messages: the first gradient's, and how many others there are.
@@ -63,7 +63,7 @@ class _Transfer(Generic[T]):
         self.operation: PersistentOperation[T] | None = None
 
     def forget(self) -> None:
-        """Release the gradients, which are the caller's alone once the transfer has ended."""
+        """Release the gradients, which are the caller's alone once the reduction has ended."""
         self.pending, self.gradients, self.sent = None, (), None
 
 
@@ -120,11 +120,11 @@ class GradientReducer(Generic[T]):
         )
         self._context: object = None  # the Context that the operation's number of the process set is of
         self._labels: Mapping[str, str] | None = {}  # what gradients are called in messages, if not by their names
-        self._postponed: list[tuple[_Transfer[T], Sequence[T]]] = []
+        self._postponed: list[tuple[_Reduction[T], Sequence[T]]] = []
         self._groups = _groups(groups)
-        # The transfer of each name. Groups' and merged gradients' transfers are permanent; others are made when they
+        # The reduction of each name. Groups' and merged gradients' reductions are permanent; others are made when they
         # are first sent.
-        self._transfers: dict[str, _Transfer[T]] = dict(self._groups)
+        self._reductions: dict[str, _Reduction[T]] = dict(self._groups)
         self._plain = getattr(compression, "compress", None) is NoneCompressor.compress
         self._passes = 1
         self.set_passes(passes)
@@ -132,7 +132,7 @@ class GradientReducer(Generic[T]):
         # group, and what has been submitted.
         self._left: dict[str, int] = {}
         self._open: set[str] = set()
-        self._started: list[_Transfer[T]] = []
+        self._started: list[_Reduction[T]] = []
         self._reduced: dict[str, T] = {}  # what has arrived of it
 
     def ready(self, name: str, gradient: T, *, final: bool = False) -> None:
@@ -162,29 +162,29 @@ class GradientReducer(Generic[T]):
                 return
         if self._left:
             self._left.pop(name, None)
-        transfer = self._transfers.get(name)
-        if transfer is None:
-            transfer = self._transfers[name] = self._made(_Transfer((name,)))
-        if len(transfer.names) == 1:
-            self._send(transfer, (gradient if transfer.whole is None else transfer.whole,))
+        reduction = self._reductions.get(name)
+        if reduction is None:
+            reduction = self._reductions[name] = self._made(_Reduction((name,)))
+        if len(reduction.names) == 1:
+            self._send(reduction, (gradient if reduction.whole is None else reduction.whole,))
             return
-        held = transfer.held
+        held = reduction.held
         held[name] = gradient
-        if len(held) < len(transfer.names):
+        if len(held) < len(reduction.names):
             self._open.add(name)
             return
         # The last one is not open before all are sent: after an interrupt it becomes ready again.
         try:
             if self._gathered is not None:
                 self._gathered()
-            if transfer.whole is not None:
-                self._send(transfer, (transfer.whole,))
+            if reduction.whole is not None:
+                self._send(reduction, (reduction.whole,))
             else:
-                self._send(transfer, [held[member] for member in transfer.names])
+                self._send(reduction, [held[member] for member in reduction.names])
         except BaseException:
-            if transfer.pending is None and all(postponed is not transfer for postponed, _ in self._postponed):
-                self._open.difference_update(transfer.names)
-                transfer.held = {}
+            if reduction.pending is None and all(postponed is not reduction for postponed, _ in self._postponed):
+                self._open.difference_update(reduction.names)
+                reduction.held = {}
             raise
 
     def merge(self, names: Sequence[str], whole: T) -> None:
@@ -194,27 +194,27 @@ class GradientReducer(Generic[T]):
             names: in no group, and not under way.
             whole: one tensor that contains them.
         """
-        transfer = self._made(_Transfer(tuple(names), whole))
-        self._transfers.update(dict.fromkeys(transfer.names, transfer))
+        reduction = self._made(_Reduction(tuple(names), whole))
+        self._reductions.update(dict.fromkeys(reduction.names, reduction))
 
     def part(self, last: Iterable[tuple[str, T]] = ()) -> list[Pending[T]]:
         """Undo every ``merge``. ``open`` must be empty.
 
         Args:
-            last: a name of each merged transfer, with a tensor that is sent once more in its place. Ranks that have all
-                parted for the same reason send the same; one that has parted alone sends what contradicts the others,
-                and all have an error instead of waiting for each other.
+            last: a name of each merged reduction, with a tensor that is sent once more in its place. Ranks that have
+                all parted for the same reason send the same tensor; a rank that has parted alone contradicts the
+                others, so that all raise an error instead of waiting for each other.
 
         Returns:
-            these transfers, under way.
+            these reductions, in flight.
         """
         held = interrupts.hold()
         try:
             pending = [
-                self._frontend.persistent(self._operation, self._transfers[name].label, in_place=True).start([tensor])
+                self._frontend.persistent(self._operation, self._reductions[name].label, in_place=True).start([tensor])
                 for name, tensor in last
             ]
-            self._transfers = dict(self._groups)
+            self._reductions = dict(self._groups)
             return pending
         finally:
             interrupts.release(held)
@@ -235,16 +235,16 @@ class GradientReducer(Generic[T]):
         held = interrupts.hold()
         try:
             self._labels = labels
-            for transfer in self._transfers.values():
-                transfer.call(labels[transfer.names[0]])
+            for reduction in self._reductions.values():
+                reduction.call(labels[reduction.names[0]])
             postponed, self._postponed = self._postponed, []
             try:
                 while postponed:
                     self._send(*postponed[0])
                     del postponed[0]
             finally:
-                for transfer, _ in postponed:
-                    self._open.difference_update(transfer.names)
+                for reduction, _ in postponed:
+                    self._open.difference_update(reduction.names)
         finally:
             interrupts.release(held)
 
@@ -264,9 +264,9 @@ class GradientReducer(Generic[T]):
         try:
             started, self._started = self._started, []
             reduced, self._reduced = self._reduced, {}
-            for transfer in started:
-                transfer.forget()
-                self._open.difference_update(transfer.names)
+            for reduction in started:
+                reduction.forget()
+                self._open.difference_update(reduction.names)
         finally:
             interrupts.release(held)
         if failure is not None:
@@ -280,10 +280,10 @@ class GradientReducer(Generic[T]):
             the first failure, which ``wait`` raises.
         """
         failure = self._advance()
-        for transfer in self._started:
-            if transfer.pending is not None:
+        for reduction in self._started:
+            if reduction.pending is not None:
                 try:
-                    self._receive(transfer)
+                    self._receive(reduction)
                 except Exception as error:  # noqa: BLE001 - all memory must be at rest before the first error is raised
                     failure = failure or error
         return failure
@@ -320,28 +320,28 @@ class GradientReducer(Generic[T]):
         except Exception:  # noqa: BLE001 - its results are not needed; the next collective has the job's error
             pass
         self._left, self._open, self._postponed = {}, set(), []
-        for transfer in self._transfers.values():
-            transfer.held = {}
+        for reduction in self._reductions.values():
+            reduction.held = {}
 
     def _begin_in(self, context: object) -> None:
         """Start over in another job, in which the process set has another number."""
         number = process_set_id(self._process_set)  # first of all: an error is to come again
         self.reset()
         self._operation = self._operation._replace(process_set=number)
-        for transfer in self._transfers.values():
-            transfer.operation = None
+        for reduction in self._reductions.values():
+            reduction.operation = None
         self._context = context
 
-    def _made(self, transfer: _Transfer[T]) -> _Transfer[T]:
+    def _made(self, reduction: _Reduction[T]) -> _Reduction[T]:
         if self._labels:
-            transfer.call(self._labels[transfer.names[0]])
-        return transfer
+            reduction.call(self._labels[reduction.names[0]])
+        return reduction
 
     def _advance(self) -> Exception | None:
         """Have compressors that need several collectives start their next ones, all before the first is waited for."""
         failure: Exception | None = None
-        for transfer in self._started:
-            pending = transfer.pending
+        for reduction in self._started:
+            pending = reduction.pending
             if pending is not None and not isinstance(pending, Pending):
                 try:
                     pending.advance()
@@ -349,62 +349,62 @@ class GradientReducer(Generic[T]):
                     failure = failure or error
         return failure
 
-    def _send(self, transfer: _Transfer[T], gradients: Sequence[T]) -> None:
-        """Start a transfer, unless names are not known yet, and count its gradients as sent."""
+    def _send(self, reduction: _Reduction[T], gradients: Sequence[T]) -> None:
+        """Start a reduction, unless names are not known yet, and count its gradients as sent."""
         held = interrupts.hold()
         try:
             if self._labels is None:
-                self._postponed.append((transfer, gradients))
+                self._postponed.append((reduction, gradients))
             else:
-                self._start(transfer, gradients)
-            self._open.update(transfer.names)
-            transfer.held = {}
+                self._start(reduction, gradients)
+            self._open.update(reduction.names)
+            reduction.held = {}
         finally:
             interrupts.release(held)
 
-    def _start(self, transfer: _Transfer[T], gradients: Sequence[T]) -> None:
+    def _start(self, reduction: _Reduction[T], gradients: Sequence[T]) -> None:
         in_place = self._in_place
         sent: Sequence[T] | None = None
         if not self._plain:
             begin = getattr(self._compression, "begin", None)
             if begin is not None:
-                transfer.pending = begin(self._frontend, self._operation, transfer.label, gradients)
-                transfer.gradients, transfer.sent = gradients, None
-                self._started.append(transfer)
+                reduction.pending = begin(self._frontend, self._operation, reduction.label, gradients)
+                reduction.gradients, reduction.sent = gradients, None
+                self._started.append(reduction)
                 return
             pairs = [self._compression.compress(gradient) for gradient in gradients]
             sent = [tensor for tensor, _ in pairs]
-            transfer.contexts = [context for _, context in pairs]
+            reduction.contexts = [context for _, context in pairs]
             # A compressed copy is ours to overwrite. Compressors return the tensor itself where they leave it
             # unchanged.
             in_place = in_place or all(s is not g for s, g in zip(sent, gradients, strict=True))
-        operation = transfer.operation
+        operation = reduction.operation
         if operation is None or operation.in_place is not in_place:
-            operation = transfer.operation = self._frontend.persistent(
-                self._operation, transfer.label, in_place=in_place, grouped=transfer.grouped
+            operation = reduction.operation = self._frontend.persistent(
+                self._operation, reduction.label, in_place=in_place, grouped=reduction.grouped
             )
-        transfer.pending = operation.start(gradients if sent is None else sent)
-        transfer.gradients, transfer.sent = gradients, sent
-        self._started.append(transfer)
+        reduction.pending = operation.start(gradients if sent is None else sent)
+        reduction.gradients, reduction.sent = gradients, sent
+        self._started.append(reduction)
 
-    def _receive(self, transfer: _Transfer[T]) -> None:
+    def _receive(self, reduction: _Reduction[T]) -> None:
         """Wait for what is under way, and keep the results by name; merged gradients share one."""
-        pending, sent, reduced = transfer.pending, transfer.sent, self._reduced
+        pending, sent, reduced = reduction.pending, reduction.sent, self._reduced
         assert pending is not None
-        names = transfer.names if transfer.whole is None else (transfer.label,)
+        names = reduction.names if reduction.whole is None else (reduction.label,)
         results: Sequence[T] = pending.result() if isinstance(pending, Pending) else pending.wait()
         if sent is None:
             reduced.update(zip(names, results, strict=True))
         else:
             deliver = self._frontend.adapter.deliver
             for name, gradient, context, one, result in zip(
-                names, transfer.gradients, transfer.contexts, sent, results, strict=True
+                names, reduction.gradients, reduction.contexts, sent, results, strict=True
             ):
                 whole = self._compression.decompress(result, context)
                 if self._in_place and one is not gradient:
                     whole = deliver(whole, gradient, in_place=True)
                 reduced[name] = whole
-        transfer.forget()
+        reduction.forget()
 
 
 def check_passes(passes: int) -> None:
@@ -417,12 +417,12 @@ def check_passes(passes: int) -> None:
         raise InvalidArgumentError(f"backward_passes_per_step must be a whole number from 1, not {passes!r}")
 
 
-def _groups(groups: Iterable[Sequence[str]]) -> dict[str, _Transfer[Any]]:
-    index: dict[str, _Transfer[Any]] = {}
+def _groups(groups: Iterable[Sequence[str]]) -> dict[str, _Reduction[Any]]:
+    index: dict[str, _Reduction[Any]] = {}
     for group in groups:
-        transfer: _Transfer[Any] | None = None
+        reduction: _Reduction[Any] | None = None
         for name in group:
             if name in index:
                 raise InvalidArgumentError(f"{name} is in two groups, or twice in one")
-            transfer = index[name] = transfer or _Transfer(tuple(group), grouped=True)
+            reduction = index[name] = reduction or _Reduction(tuple(group), grouped=True)
     return index
