@@ -3,13 +3,16 @@
 Each has an environment of its own under ``.venv-clients``, which sees the torch of this one (and the TensorFlow of
 ``.venv-tf``). If it was written for Horovod, its program is run by two workers in both ways in which ``import horovod``
 is hvdgloo: under ``hvdgloo-run --as-horovod``, and by ``horovodrun`` in an environment that has ``hvdgloo-horovod``.
-Libraries that use torch.distributed are run under ``hvdgloo-run``, some also on two hosts in network namespaces, which
-needs root. Each program checks its own results. The exit status is 0 if all passed.
+Libraries that use torch.distributed are run under ``hvdgloo-run`` on gloo, unchanged on hvdgloo (``--as-gloo``), and
+some with hvdgloo by name, by a launcher of their own, and on two hosts in network namespaces, which needs root. Each
+program checks its own results; those that it prints must be the same with gloo and with hvdgloo. The exit status is 0
+if all passed.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import sysconfig
@@ -26,8 +29,12 @@ ENVIRONMENTS = ROOT / ".venv-clients"
 TENSORFLOW = ROOT / ".venv-tf"
 PROGRAMS = Path(__file__).with_name("programs")
 LIMIT_S = 300.0
+NAME = "hvdgloo"
+"""Name of torch.distributed's backend."""
 SIGN = "as it should be"
 """Text that each rank of a program prints once all of its checks have passed."""
+RESULT = re.compile(r"^(?:\[0\]<stdout>:)?result (.*)$", re.MULTILINE)
+"""Line in which rank 0 prints numbers that do not depend on what carries its tensors."""
 
 
 def packages_of(environment: Path) -> Path:
@@ -58,11 +65,14 @@ def make_environment(client: Client) -> Path:
     return folder / "bin"
 
 
-def attempt(client: Client, command: list[str | Path], host: hosts.Host | None = None) -> bool:
+def attempt(
+    client: Client, command: list[str | Path], host: hosts.Host | None = None, results: set[str] | None = None
+) -> bool:
     """Run its program with two workers; returns whether both passed their checks.
 
     Args:
         host: where to run the command; by default on this machine.
+        results: of the client's earlier attempts, with which this one's must agree; this one's are added.
     """
     began = time.monotonic()
     # Horovod's name must come from what is tried, not from what this process was started with.
@@ -83,9 +93,13 @@ def attempt(client: Client, command: list[str | Path], host: hosts.Host | None =
         else:
             done = host.run([str(each) for each in command], env=environment, cwd=folder, timeout=LIMIT_S)
     passed = done.returncode == 0 and done.stdout.count(SIGN) == 2
+    if results is not None:
+        results.update(RESULT.findall(done.stdout))
+        passed = passed and len(results) <= 1
     if not passed:
         print(done.stdout, done.stderr, sep="")
-    way = Path(command[0]).name + (" --as-horovod" if "--as-horovod" in command else "")
+    flags = [str(each) for each in command if each in ("--as-horovod", "--as-gloo", NAME)]
+    way = " ".join([Path(command[0]).name, *flags])
     way += " on two hosts" if host else ""
     outcome = "passed" if passed else f"FAILED with status {done.returncode}"
     print(f"{client.name} {client.version}, {way}: {outcome}, {time.monotonic() - began:.0f} s", flush=True)
@@ -112,12 +126,20 @@ def main() -> int:
             passed.append(attempt(client, [programs / "hvdgloo-run", "--as-horovod", "-np", "2", program]))
             passed.append(attempt(client, [programs / "horovodrun", "-np", "2", programs / "python", program]))
         else:
-            passed.append(attempt(client, [programs / "hvdgloo-run", "-np", "2", program]))
+            results: set[str] = set()
+            launcher: list[str | Path] = [programs / "hvdgloo-run", "-np", "2"]
+            commands = [[*launcher, program], [*launcher, "--as-gloo", program]]
+            if client.named:
+                commands.append([*launcher, program, NAME])
+            if client.launches:
+                commands.append([programs / "python", program, NAME])
+            passed += [attempt(client, command, results=results) for command in commands]
         if client.hosts and hosts.available():
             print(f"{client.name} on two hosts: skipped, {hosts.available()}")
         elif client.hosts:
             with hosts.Bed(["h1", "h2"]) as bed:
-                passed.append(attempt(client, [programs / "hvdgloo-run", "-H", "h1:1,h2:1", program], bed["h1"]))
+                command = [programs / "hvdgloo-run", "-H", "h1:1,h2:1", program]
+                passed.append(attempt(client, command, bed["h1"]))
     print(f"{passed.count(True)} passed, {passed.count(False)} failed")
     return int(not all(passed))
 

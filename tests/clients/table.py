@@ -17,7 +17,9 @@ class Client:
         bare: what pip installs without its dependencies, because they pin another torch or TensorFlow, or bring much
             that the program does not import.
         tensorflow: it needs TensorFlow, which is taken from ``.venv-tf``.
-        horovod: it imports Horovod; otherwise it uses torch.distributed, and is run by ``hvdgloo-run`` alone.
+        horovod: it imports Horovod; otherwise it uses torch.distributed, and is run on gloo and on hvdgloo.
+        named: its program takes the name of a backend of torch.distributed as its argument.
+        launches: without a launcher, it starts two ranks itself.
         environment: variables for its program, each as ``NAME=VALUE``.
         hosts: its program is run on two hosts as well, with a worker on each.
     """
@@ -29,6 +31,8 @@ class Client:
     bare: tuple[str, ...] = ()
     tensorflow: bool = False
     horovod: bool = True
+    named: bool = False
+    launches: bool = False
     environment: tuple[str, ...] = ()
     hosts: bool = False
 
@@ -93,15 +97,30 @@ CLIENTS = (
         "accelerate_training",
         ("accelerate==1.15.0",),
         horovod=False,
+        named=True,
         environment=("ACCELERATE_USE_CPU=1",),
     ),
     Client(
-        "transformers", "5.24.0", "transformers_trainer", ("transformers==5.24.0", "accelerate==1.15.0"), horovod=False
+        "transformers",
+        "5.24.0",
+        "transformers_trainer",
+        ("transformers==5.24.0", "accelerate==1.15.0"),
+        horovod=False,
+        named=True,
     ),
-    Client("lightning", "2.6.6", "lightning_ddp", ("lightning==2.6.6",), horovod=False, hosts=True),
+    Client(
+        "lightning",
+        "2.6.6",
+        "lightning_ddp",
+        ("lightning==2.6.6",),
+        horovod=False,
+        named=True,
+        launches=True,
+        hosts=True,
+    ),
     Client("torchmetrics", "1.9.0", "torchmetrics_sync", ("torchmetrics==1.9.0",), horovod=False),
     Client("webdataset", "1.0.2", "webdataset_nodes", ("webdataset==1.0.2",), horovod=False),
-    Client("torch", "2.13.0", "torch_fsdp2", ("torch==2.13.0",), horovod=False),
+    Client("torch", "2.13.0", "torch_fsdp2", ("torch==2.13.0",), horovod=False, named=True),
     Client("deepspeed", "0.19.8", "deepspeed_init", ("deepspeed==0.19.8",), horovod=False),
     Client(
         "mosaicml",

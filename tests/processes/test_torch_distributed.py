@@ -616,3 +616,71 @@ open(os.environ["JOB_FOLDER"] + "/over", "w").close()
         ended = job.wait()
     assert "interrupted" in ended[0].stdout, ended[0].stderr
     assert "interrupted by KeyboardInterrupt" in ended[0].stdout
+
+
+@EXTENDED
+def test_every_way_to_train_ends_with_the_parameters_that_gloo_gives(tmp_path: Path) -> None:
+    """DDP, FSDP2, tensor parallel and a pipeline, on two ranks: bit for bit."""
+    run(
+        2,
+        """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+def model():
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+
+def data(of):
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(of))
+
+def train(trained, inputs):
+    optimizer = torch.optim.Adam(trained.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        trained(inputs).square().mean().backward()
+        optimizer.step()
+    return [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach().clone() for p in trained.parameters()]
+
+def ddp():
+    return train(DistributedDataParallel(model()), data(rank))
+
+def fsdp2():
+    mesh, trained = init_device_mesh("cpu", (size,)), model()
+    for layer in (trained[0], trained[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(trained, mesh=mesh)
+    return train(trained, data(rank))
+
+def tensor_parallel():
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return train(parallelize_module(model(), init_device_mesh("cpu", (size,)), plan), data(0))
+
+def pipeline():
+    whole = model()
+    part = whole[0] if rank == 0 else whole[1:]
+    stage = PipelineStage(part, rank, size, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda out, want: (out - want).square().mean())
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        schedule.step(data(0)) if rank == 0 else schedule.step(target=torch.ones(16, 4), losses=[])
+        optimizer.step()
+    return [p.detach().clone() for p in part.parameters()]
+
+found = {}
+for backend in ("gloo", "hvdgloo"):
+    store = "file://" + os.environ["JOB_FOLDER"] + "/" + backend
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+    found[backend] = {way.__name__: way() for way in (ddp, fsdp2, tensor_parallel, pipeline)}
+    dist.destroy_process_group()
+for way, expected in found["gloo"].items():
+    assert all(map(torch.equal, expected, found["hvdgloo"][way])), way
+    assert all(parameter.isfinite().all() for parameter in expected), way
+""",
+        tmp_path,
+    )

@@ -1,11 +1,16 @@
 """accelerate's Accelerator under hvdgloo-run, which gives its workers the environment that torchrun gives."""
 
+import sys
+
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
 
 def main() -> None:
+    if sys.argv[1:]:  # on the CPU, InitProcessGroupKwargs(backend=...) accepts only "gloo"
+        dist.init_process_group(sys.argv[1])
     accelerator = Accelerator()
     assert accelerator.num_processes == 2
     assert accelerator.device.type == "cpu"
@@ -23,11 +28,14 @@ def main() -> None:
             loss = torch.nn.functional.mse_loss(model(batch), wanted)
             accelerator.backward(loss)
             optimizer.step()
-    assert accelerator.reduce(loss.detach(), reduction="mean") < 0.05
+    mean = accelerator.reduce(loss.detach(), reduction="mean")
+    assert mean < 0.05
     weights = accelerator.gather(accelerator.unwrap_model(model).weight.detach())
     assert torch.equal(weights[0], weights[1]), weights
     seen = sum(len(accelerator.gather_for_metrics(batch[0])) for batch in loader)
     assert seen == 256, seen
+    if accelerator.is_main_process:
+        print("result", mean.item())
     accelerator.end_training()
     print("as it should be", flush=True)
 

@@ -1,5 +1,7 @@
 """torch's FSDP2 (fully_shard) on the CPU, with a distributed checkpoint, beside hvdgloo's own collectives."""
 
+import sys
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,7 +25,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Ten
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group(sys.argv[1] if sys.argv[1:] else "gloo")
     hvd.init()
     assert hvd.size() == dist.get_world_size() == 2
     assert hvd.rank() == dist.get_rank()
@@ -56,6 +58,9 @@ def main() -> None:
     for one, other, plain in zip(model.parameters(), resumed.parameters(), alone.parameters(), strict=True):
         assert torch.equal(one.full_tensor(), other.full_tensor())
         assert torch.allclose(one.full_tensor(), plain, atol=1e-5)
+    results = [parameter.full_tensor().sum().item() for parameter in model.parameters()]
+    if hvd.rank() == 0:
+        print("result", *results)
     # The shards themselves are ordinary tensors, which hvdgloo gathers.
     shard = next(model.parameters()).to_local().detach()
     assert torch.equal(hvd.allgather(shard), next(model.parameters()).full_tensor().detach())
