@@ -18,7 +18,7 @@ from hvdgloo.errors import ConfigError
 if TYPE_CHECKING:
     from hvdgloo._engine.timeline import Timeline
     from hvdgloo._observe import samples
-    from hvdgloo._observe.reporter import Place, Reporter
+    from hvdgloo._observe.reporter import RankInEpoch, Reporter
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +89,10 @@ class GroupReporting:
     # What the Reporter asks, see ``reporter.Subject`` ----------------------------------------------------------------
 
     @property
-    def place(self) -> Place:
-        from hvdgloo._observe.reporter import Place
+    def place(self) -> RankInEpoch:
+        from hvdgloo._observe.reporter import RankInEpoch
 
-        return Place(self._rank, self._size, 0)
+        return RankInEpoch(self._rank, self._size, 0)
 
     def planes(self) -> Sequence[samples.Plane]:
         return self._groups.planes()

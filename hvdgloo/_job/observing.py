@@ -13,7 +13,7 @@ from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._observe import samples
 from hvdgloo._observe.counters import Counters
 from hvdgloo._observe.outlets import AgentOutlet, Outlet, ServerOutlet
-from hvdgloo._observe.reporter import Place, Reporter
+from hvdgloo._observe.reporter import RankInEpoch, Reporter
 from hvdgloo.config import Config, settings
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class _Rank:
     def __init__(self, config: Config, engine: Engine, clock_offset: float) -> None:
         self._config, self._engine, self._clock_offset = config, engine, clock_offset
         topology = engine.topology
-        self.place = Place(engine.rank, topology.size, topology.epoch)
+        self.place = RankInEpoch(engine.rank, topology.size, topology.epoch)
         self.oldest_pending: Callable[[], tuple[str, float]] = engine.oldest_pending
         self.stop_trace: Callable[[], None] = partial(engine.stop_timeline, asked_for=True)
 

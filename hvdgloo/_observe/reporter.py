@@ -42,8 +42,8 @@ _SETTINGS_EVERY = 30
 """Samples from one with the settings to the next, since one may be lost."""
 
 
-class Place(NamedTuple):
-    """A rank's place in its job."""
+class RankInEpoch(NamedTuple):
+    """A rank in an epoch of its job."""
 
     rank: int
     size: int
@@ -54,7 +54,7 @@ class Subject(Protocol):
     """The rank that is reported on; any thread may call."""
 
     @property
-    def place(self) -> Place: ...
+    def place(self) -> RankInEpoch: ...
 
     def planes(self) -> Sequence[samples.Plane]:
         """Return the data planes that are open."""

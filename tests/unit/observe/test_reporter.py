@@ -20,7 +20,7 @@ from hvdgloo._observe import reporter as reporter_module
 from hvdgloo._observe import samples
 from hvdgloo._observe.counters import Counters
 from hvdgloo._observe.outlets import AgentOutlet, ServerOutlet
-from hvdgloo._observe.reporter import Place, Reporter, Sampler
+from hvdgloo._observe.reporter import RankInEpoch, Reporter, Sampler
 from hvdgloo._observe.tracing import LONGEST_SECONDS, PATIENCE, STEPLESS_SECONDS, StepTracer
 from hvdgloo.errors import ConfigError, RendezvousError
 
@@ -31,7 +31,7 @@ class Rank:
     """The rank's interface that a Reporter needs."""
 
     def __init__(self, rank: int = 0) -> None:
-        self.place = Place(rank, 2, 0)
+        self.place = RankInEpoch(rank, 2, 0)
         self.pending = "", 0.0
         self.overdue: tuple[Sequence[samples.Missing], Sequence[tuple[int, str]]] = (), ()
         self.traced: list[str] = []
