@@ -29,7 +29,7 @@ _TOLD_WITHIN = 30.0
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorLocation:
     """Location of an actor.
 
     Attributes:
@@ -76,17 +76,17 @@ class CallFailed(Exception):  # noqa: N818 - it becomes the user's own exception
         return exception_of, self._outcome
 
 
-def own_place() -> Place:
+def own_place() -> ActorLocation:
     """Return the location of this process, which is an actor."""
     import ray
 
     context = ray.get_runtime_context()
     gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-    return Place(context.get_node_id(), ray.util.get_node_ip_address(), in_one_line(socket.gethostname()), gpus)
+    return ActorLocation(context.get_node_id(), ray.util.get_node_ip_address(), in_one_line(socket.gethostname()), gpus)
 
 
 def bring_agent_of(
-    invitation: Invitation, index: int, place: Place | None = None, env: Mapping[str, str] | None = None
+    invitation: Invitation, index: int, place: ActorLocation | None = None, env: Mapping[str, str] | None = None
 ) -> int:
     """Bring the agent of this process, which is an actor; see ``bring_agent``."""
     place = place or own_place()
@@ -117,11 +117,11 @@ class WorkerActor:
         self._over = asyncio.Event()
         self._reason = ""
 
-    async def place(self) -> Place:
+    async def place(self) -> ActorLocation:
         """Return this actor's location."""
         return own_place()
 
-    async def bring(self, invitation: Invitation, index: int, place: Place, env: Mapping[str, str]) -> int:
+    async def bring(self, invitation: Invitation, index: int, place: ActorLocation, env: Mapping[str, str]) -> int:
         """Bring the agent, and wait until its worker has connected.
 
         Args:

@@ -26,7 +26,7 @@ from hvdgloo._platform import pickling
 from hvdgloo.config import Config
 from hvdgloo.errors import HvdglooError, InvalidArgumentError, JobFailedError, LaunchError
 from hvdgloo.ray import _worker
-from hvdgloo.ray._actor import Place, WorkerActor
+from hvdgloo.ray._actor import ActorLocation, WorkerActor
 from hvdgloo.ray._placement import Reservation, reserve
 from hvdgloo.ray._settings import Demand, Settings
 from hvdgloo.ray._worker import Kind
@@ -136,7 +136,7 @@ class Workers:
             for bundle in reservation.bundles
         ]
         self._exit.callback(_unless_over(partial(_kill, actors)))
-        places: list[Place] = self._gathered([actor.place.remote() for actor in actors], "Ray has not started")
+        places: list[ActorLocation] = self._gathered([actor.place.remote() for actor in actors], "Ray has not started")
         order = by_node(places)
         gpus = visible_gpus(places)
         self._job.start()
@@ -402,7 +402,7 @@ def _pickled(pickler: type[Any], content: Any, *, with_references: bool = False)
     return file.getvalue()
 
 
-def by_node(places: Sequence[Place]) -> list[int]:
+def by_node(places: Sequence[ActorLocation]) -> list[int]:
     """Return the actors' order: grouped by node, nodes in the order in which they first appear."""
     first: dict[str, int] = {}
     for index, place in enumerate(places):
@@ -410,7 +410,7 @@ def by_node(places: Sequence[Place]) -> list[int]:
     return sorted(range(len(places)), key=lambda index: (first[places[index].node], index))
 
 
-def visible_gpus(places: Sequence[Place]) -> dict[str, dict[str, str]]:
+def visible_gpus(places: Sequence[ActorLocation]) -> dict[str, dict[str, str]]:
     """Return, for each node, the variable that shows its workers all of their GPUs: hvd.local_rank() selects one."""
     gpus: dict[str, list[str]] = {}
     for place in places:

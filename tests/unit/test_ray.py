@@ -17,7 +17,7 @@ import pytest
 
 from hvdgloo.errors import ConfigError, JobFailedError
 from hvdgloo.ray import RayExecutor, _calls, elastic
-from hvdgloo.ray._actor import Place
+from hvdgloo.ray._actor import ActorLocation
 from hvdgloo.ray._placement import lacking, node_resources
 from hvdgloo.ray._settings import Demand, create_settings, demand
 from hvdgloo.ray._workers import Call, Workers, by_node, visible_gpus, words
@@ -136,8 +136,8 @@ def test_dead_nodes_have_nothing() -> None:
     assert node_resources(nodes) == [{"CPU": 2.0}]
 
 
-def _place(node: str, *gpus: str) -> Place:
-    return Place(node, "10.0.0.1", "h", gpus)
+def _place(node: str, *gpus: str) -> ActorLocation:
+    return ActorLocation(node, "10.0.0.1", "h", gpus)
 
 
 def test_actors_of_a_node_follow_each_other() -> None:
