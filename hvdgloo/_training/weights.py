@@ -11,6 +11,7 @@ of its own. TensorFlow and Keras programs may broadcast after it, when an optimi
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 import zlib
@@ -24,6 +25,7 @@ from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._platform import interrupts
+from hvdgloo._training.exchanges import ResumableExchanges
 from hvdgloo.types import Collective, ReduceOp
 
 logger = logging.getLogger(__name__)
@@ -133,9 +135,8 @@ class LateCheck:
         self._steps = 0
         self._last: object = None  # the step that was counted last
         self._own: int | None = None
-        self._comparing: Callable[[], npt.NDArray[np.uint8]] | None = None  # as long as it is under way
+        self._exchanges = ResumableExchanges()
         self._is_different = False
-        self._gathering: Callable[[], npt.NDArray[np.int64]] | None = None  # as for _comparing
         self._is_done = False
 
     def step(self, sample: Callable[[], int | None], step: object) -> bool:
@@ -166,36 +167,25 @@ class LateCheck:
             self._compare(sample, step)
             if not self._is_different:
                 return self._is_done
-        if self._gathering is None:
-            held = interrupts.hold()
-            try:
-                self._gathering = start_gathering(self._frontend, self._own, self._process_set, f"{self._name}.which")
-            finally:
-                interrupts.release(held)
-        checksums = self._gathering()
-        held = interrupts.hold()
-        try:
-            self._gathering, self._is_done = None, True
+
+        def use(checksums: npt.NDArray[np.int64]) -> None:
+            self._is_done = True
             warn(self._frontend, self._process_set, checksums, self._remedy)
-        finally:
-            interrupts.release(held)
+
+        gather = functools.partial(start_gathering, self._frontend, self._own, self._process_set, f"{self._name}.which")
+        self._exchanges.make("gather", gather, use)
         return True
 
     def _compare(self, sample: Callable[[], int | None], step: object) -> None:
         """Compare weights, after which they are different, or it is done, or it is put off to the next step."""
-        if self._comparing is None:
-            own = sample()
+
+        def start() -> Callable[[], npt.NDArray[np.uint8]]:
+            own = self._own = sample()
             mine = np.concatenate([to_send(self._first), to_send(own), np.array([own != self._first], np.uint8)])
             most = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(self._process_set))
-            held = interrupts.hold()
-            try:
-                self._own, self._comparing = own, self._frontend.start_array(most, mine, self._name)
-            finally:
-                interrupts.release(held)
-        received = self._comparing()
-        held = interrupts.hold()
-        try:
-            self._comparing = None
+            return self._frontend.start_array(most, mine, self._name)
+
+        def use(received: npt.NDArray[np.uint8]) -> None:
             self._steps += 1
             if all_equal(received[:LENGTH]) or all_equal(received[LENGTH:-1]):
                 self._is_done = True
@@ -203,8 +193,8 @@ class LateCheck:
                 self._is_different = True
             else:
                 self._last = step
-        finally:
-            interrupts.release(held)
+
+        self._exchanges.make("compare", start, use)
 
 
 class _Checks:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -26,9 +26,17 @@ import numpy.typing as npt
 import torch
 
 from hvdgloo._backends import gpu
+from hvdgloo._collectives.compression import is_elementwise
 from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.persistent import Pending
+from hvdgloo._collectives.process_sets import process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec
+from hvdgloo._platform import interrupts
+from hvdgloo._training.exchanges import ResumableExchanges
+from hvdgloo._training.reducer import GradientReducer
 from hvdgloo.torch._adapter import overlaps_itself
+from hvdgloo.torch._kinds import Kind
+from hvdgloo.torch._parameters import HookedParameters, ReductionOptions
 from hvdgloo.types import Collective
 
 Tensor = torch.Tensor
@@ -240,6 +248,99 @@ def agree(
         return [[members[position] for position in sorted(members)] for _, members in sorted(buckets.items())]
 
     return agreed
+
+
+@dataclass(eq=False)
+class Bucketing:
+    """An optimizer's way into buckets, in its first step in a Context, and out of them, if its model is converted.
+
+    Attributes:
+        order: names in the order in which their gradients became ready in the first step; None after it.
+        buckets: None as long as there are none.
+        leaving: what is sent in place of buckets that are given up.
+    """
+
+    _frontend: Frontend[Tensor]
+    _reducer: GradientReducer[Tensor]
+    _parameters: HookedParameters
+    _options: ReductionOptions
+    _exchanges: ResumableExchanges
+    order: dict[str, None] | None = field(default_factory=dict)
+    buckets: Buckets | None = None
+    leaving: Sequence[Pending[Tensor]] = ()
+
+    def start_over(self) -> None:
+        """Begin with a step without buckets, in another Context."""
+        self.order, self.buckets, self.leaving = {}, None, ()
+
+    def form(
+        self,
+        order: Iterable[str],
+        kinds: Mapping[str, Kind],
+        grouped: Container[str],
+        label: Callable[[str], str],
+    ) -> None:
+        """Put gradients into buckets from now on, as the set's first rank decides: its settings may differ.
+
+        Args:
+            order: names in the order in which their gradients became ready; those for which this rank had none follow.
+            kinds: on which ranks have agreed; only dense gradients are put into buckets.
+            grouped: names that travel with others as the program has decided.
+            label: returns a gradient's name in messages.
+        """
+        tracked = self._parameters.tracked
+        if not tracked:
+            return
+        limit = self._frontend.context.config.gradient_bucket
+        chosen: dict[str, Tensor] = {}
+        if limit and is_elementwise(self._options.compression):
+            chosen = {
+                name: parameter
+                for name, parameter in tracked.items()
+                if kinds.get(name) is Kind.DENSE and name not in grouped and suits(parameter)
+            }
+        names = list(tracked)
+        planned = plan(chosen, [name for name in dict.fromkeys([*order, *names]) if name in chosen], limit)
+        process_set = process_set_id(self._options.process_set)
+
+        def use(agreed: list[list[str]]) -> None:
+            if agreed:
+                self.buckets = Buckets(self._frontend, process_set, tracked, agreed)
+                for bucket in self.buckets.all:
+                    self._reducer.merge(list(bucket.offsets), bucket.whole)
+            self.order = None
+
+        label_of_all = f"{label(names[0])}.buckets"
+        self._exchanges.make("buckets", lambda: agree(self._frontend, process_set, names, planned, label_of_all), use)
+
+    def leave(self) -> None:
+        """Start over with a step without buckets after a model was converted, as all ranks do. If only this one does,
+        its zeros of the new kind meet the others' buckets, and all get an error. No gradient may be under way."""
+        buckets = self.buckets
+        assert buckets is not None
+        last = [
+            (next(iter(bucket.offsets)), buckets.zeros_like(bucket, self._parameters.all)) for bucket in buckets.all
+        ]
+        held = interrupts.hold()
+        try:
+            self.start_over()
+            self.leaving = self._reducer.part(last)
+        finally:
+            interrupts.release(held)
+
+    def wait_left(self) -> None:
+        """Wait until all ranks have left their buckets; until then nothing else is sent.
+
+        Raises:
+            MismatchError: others have not, since their models are not like this one.
+        """
+        try:
+            for pending in self.leaving:
+                pending.result()
+        except Exception:
+            self.leaving = ()
+            raise
+        self.leaving = ()
 
 
 _storage_uses = getattr(torch._C, "_storage_Use_Count", None)

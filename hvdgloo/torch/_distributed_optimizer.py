@@ -123,7 +123,7 @@ class DistributedTorchOptimizer(torch.optim.Optimizer):
     backward_passes_per_step = _Readable(lambda self: self._hvd.options.backward_passes_per_step)
     gradient_predivide_factor = _Readable(lambda self: self._hvd.options.gradient_predivide_factor)
     sparse_as_dense = _Readable(lambda self: self._hvd.options.sparse_as_dense)
-    _parameter_names = _Readable(lambda self: {p: self._hvd.user_names[id(p)] for p in parameters_of(self)})
+    _parameter_names = _Readable(lambda self: {p: self._hvd.parameters.names[id(p)] for p in parameters_of(self)})
     _requires_update = _Readable(lambda self: self._hvd.reduced_parameters())
     _handles = _Readable(lambda self: self._hvd.under_way())
 
@@ -143,7 +143,7 @@ class DistributedTorchOptimizer(torch.optim.Optimizer):
         session, plain = self._hvd, _plain_of(self)
         copied = copy.deepcopy(plain, memo)
         copies = dict(zip(map(id, parameters_of(plain)), parameters_of(copied), strict=True))
-        named = [(session.user_names[i], parameter) for i, parameter in copies.items()]
+        named = [(session.parameters.names[i], parameter) for i, parameter in copies.items()]
         groups = [[copies[id(p)] for p in group] for group in session.groups]
         return wrap(session.frontend, copied, named, groups or None, session.options)
 

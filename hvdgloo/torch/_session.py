@@ -1,4 +1,4 @@
-"""The distributed part of a torch optimizer: its parameters' names and hooks, the reducer, and the step.
+"""The distributed part of a torch optimizer: its gradients, which ranks share, and its step.
 
 A step: every parameter's hook fires as its gradient is complete and hands it to the reducer, whose transfers overlap
 with the rest of the backward pass; ``step()`` waits for them and lets the user's class step.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-import logging
 import sys
 import warnings
 import weakref
@@ -22,24 +21,20 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.utils.checkpoint
 
 from hvdgloo._backends import gpu
-from hvdgloo._collectives.compression import is_elementwise
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.persistent import Pending
-from hvdgloo._collectives.process_sets import process_set_id
 from hvdgloo._collectives.spec import reduction
 from hvdgloo._job.context import Context
 from hvdgloo._platform import interrupts
+from hvdgloo._training.exchanges import ResumableExchanges
 from hvdgloo._training.options import Groups
 from hvdgloo._training.reducer import GradientReducer
-from hvdgloo._training.weights import all_equal, start_gathering, to_send, warn
 from hvdgloo.errors import (
     GradientsInFlightError,
     HorovodInternalError,
@@ -47,34 +42,17 @@ from hvdgloo.errors import (
     NotInitializedError,
     OptimizerCallError,
 )
-from hvdgloo.torch import _sparse as sparse
 from hvdgloo.torch._adapter import overlaps_itself
-from hvdgloo.torch._buckets import Buckets, agree, plan, suits
+from hvdgloo.torch._buckets import Bucketing
 from hvdgloo.torch._compilation import uncompiled
+from hvdgloo.torch._kinds import GradientKinds, Kind, kind_of
 from hvdgloo.torch._others import refuse_reduced_by_others
-from hvdgloo.torch._parameters import (
-    NamedParameters,
-    ReductionOptions,
-    groups_of,
-    names_of,
-    parameters_of,
-    refuse_unsendable,
-)
-from hvdgloo.torch._weights import checksum_of
+from hvdgloo.torch._parameters import HookedParameters, NamedParameters, ReductionOptions, groups_of, refuse_unsendable
+from hvdgloo.torch._sparse import SparseGradients, make_sparse
 from hvdgloo.types import ReduceOp
-
-logger = logging.getLogger(__name__)
 
 Tensor = torch.Tensor
 Closure = Callable[[], Any]
-T = TypeVar("T")
-
-_REMEDY = "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) on all ranks before the first step"
-
-_owners: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-"""A parameter's id to the Session that reduces its gradient: the latest one, by rule and not by the accidents of
-garbage collection, which differ between ranks. A Session keeps its parameters, so their ids are theirs while it lives.
-Nothing refers weakly to a parameter: torch could not swap its content, as loading and converting a model may."""
 
 
 class _Gradients(enum.Enum):
@@ -86,37 +64,50 @@ class _Gradients(enum.Enum):
     ARRIVED = "reduced, and not used yet: an interrupted step goes on from here"
 
 
-class _Kind(enum.IntEnum):
-    """Form in which a parameter's gradient travels; the greatest value of any rank holds for all."""
+@dataclass(eq=False)
+class _AdasumStep:
+    """The changes that the step of this rank's optimizer has made, to be combined with the others'.
 
-    NONE = 0  # no gradient so far
-    SPARSE = 1
-    DENSE = 2
-
-
-@dataclass
-class _Stepped:
-    """The changes that an Adasum optimizer's step has made, and their reductions.
+    Changes and not gradients, because an optimizer with a state (momentum, Adam) would scale an adapted gradient again
+    (Maleki et al., 2021, section 3.3).
 
     Attributes:
+        trained: the parameters, by name.
         before: the parameters as they were.
         result: the return value of the user's step.
         pending: the changes' reductions, and how to undo their compression; None before they have started.
     """
 
+    trained: dict[str, Tensor]
     before: dict[str, Tensor]
     result: Any
     pending: dict[str, tuple[Pending[Tensor], Any]] | None = None
 
+    def combine(self, frontend: Frontend[Tensor], options: ReductionOptions, label: Callable[[str], str]) -> None:
+        """Replace this rank's changes by the combined ones. After an interrupt, another call goes on.
 
-def _kind_of(parameter: Tensor, options: ReductionOptions) -> _Kind:
-    if parameter.grad is None:
-        return _Kind.NONE
-    return _Kind.SPARSE if parameter.grad.is_sparse and not options.sparse_as_dense else _Kind.DENSE
+        Args:
+            frontend, options: as for ``Session``.
+            label: returns a parameter's name in messages.
+        """
+        if self.pending is None:
+            compress = options.compression.compress
+            sent = {name: compress(self.trained[name].detach() - value) for name, value in self.before.items()}
+            operation = reduction(None, ReduceOp.ADASUM, 1.0, 1.0, options.process_set)
+            held = interrupts.hold()
+            try:
+                pending = {name: frontend.start(operation, [each], label(name)) for name, (each, _) in sent.items()}
+                self.pending = {name: (pending[name], context) for name, (_, context) in sent.items()}
+            finally:
+                interrupts.release(held)
+        with torch.no_grad():
+            for name, (combined, context) in self.pending.items():
+                whole = options.compression.decompress(combined.result()[0], context)
+                self.trained[name].copy_(self.before[name] + whole)
 
 
 class Session:
-    """The parameters' names, hooks and reducer behind one distributed optimizer.
+    """The gradients and the steps behind one distributed optimizer.
 
     Attributes:
         base: the class of the user's optimizer.
@@ -146,14 +137,14 @@ class Session:
         if self.adaptive and options.gradient_predivide_factor != 1.0:
             raise InvalidArgumentError("gradient_predivide_factor divides an average, so it needs op=Average")
         self._gradients = _Gradients.LOCAL
-        parameters = list(parameters_of(plain))
-        self.user_names = names_of(plain, named_parameters)
-        self._parameters = {self.user_names[id(p)]: p for p in parameters}
-        refuse_unsendable(self._parameters.items())
+        # A hook must not keep the session alive: the parameter, which holds the hook, may live on without it.
+        computed = None if self.adaptive else functools.partial(_computed, weakref.ref(self))
+        parameters = self.parameters = HookedParameters(plain, named_parameters, computed)
         if frontend.may_share(options.process_set):
-            refuse_reduced_by_others(self._parameters.items())
-        self.groups = groups_of(groups, [p for p in parameters if p.requires_grad], {id(p) for p in parameters})
-        grouped = [[self.user_names[id(p)] for p in group] for group in self.groups]
+            refuse_reduced_by_others(parameters.all.items())
+        trained = [parameter for parameter in parameters.all.values() if parameter.requires_grad]
+        self.groups = groups_of(groups, trained, set(parameters.names))
+        grouped = [[parameters.names[id(p)] for p in group] for group in self.groups]
         self._grouped = {name for group in grouped for name in group}
         self.reducer = GradientReducer(
             frontend,
@@ -167,22 +158,12 @@ class Session:
         )
         # On which gradients of this step were computed.
         self._streams: dict[Hashable, tuple[torch.device, gpu.Stream]] = {}
-        self._tracked: dict[str, Tensor] = {}
-        self._frozen: dict[str, Tensor] = {}
-        self._hooks: dict[str, torch.utils.hooks.RemovableHandle] = {}
-        self._contents: dict[str, int] = {}  # of parameters with hooks: which of torch's own objects is inside
-        self._lost: set[str] = set()
-        self._first_order: dict[str, None] | None = {}  # as gradients became ready; None once there are buckets
-        self._buckets: Buckets | None = None
-        self._sparse: dict[str, Callable[[], Tensor]] = {}  # gradients under way, to what waits for them
-        self._leaving: list[Pending[Tensor]] = []  # what is sent in place of buckets that are given up
-        self._asked: dict[str, Callable[[], Any]] = {}  # what is being agreed upon, to what waits for the answer
-        self._stepped: _Stepped | None = None  # with op=Adasum: what is being combined
+        exchanges = self._exchanges = ResumableExchanges()
+        self._kinds = GradientKinds(frontend, parameters, options, exchanges)
+        self._bucketing = Bucketing(frontend, self.reducer, parameters, options, exchanges)
+        self._sparse = SparseGradients(frontend, options.op, options.process_set, self._grouped)
+        self._stepped: _AdasumStep | None = None  # with op=Adasum: what is being combined
         self._broken_off = False  # the last step(), synchronize() or the like raised
-        self._kinds: dict[str, _Kind] = {}
-        self._asked_about: list[str] = []  # names in the last question about kinds
-        self._is_new = True  # no step in this Context so far
-        self._differs = False  # the ranks' weights were found to differ, and no warning was logged yet
         self._labels: dict[str, str] | None = None  # gradients' names in this Context's messages
         self._active = False
         self._context: Context | None = None
@@ -217,7 +198,7 @@ class Session:
         self.reducer.hold()
         # A lone rank may be joined by others, while a backward pass runs or the next is about to.
         if active or context.config.elastic:
-            self._track_all()
+            self.parameters.track()
 
     def job_ended(self) -> None:
         """Keep an unfinished step's gradients out of the next Context, on all ranks, now that this one is closed.
@@ -227,20 +208,17 @@ class Session:
         """
         self._drop()
         if self._context is not None and self._context.config.elastic:
-            for parameter in self._parameters.values():
+            for parameter in self.parameters.all.values():
                 parameter.grad = None
 
     def _drop(self) -> None:
         """Forget what is under way, and all that ranks have agreed about."""
         self.reducer.reset()
         self.reducer.part()
-        self._buckets = None
-        self._first_order = {}
-        self._kinds.clear()
-        self._is_new, self._differs = True, False
+        self._bucketing.start_over()
+        self._kinds.start_over()
         self._sparse.clear()
-        self._asked.clear()
-        self._leaving = []
+        self._exchanges.clear()
         self._stepped = None
         self._broken_off = False
         self._streams.clear()
@@ -254,75 +232,14 @@ class Session:
         """
         if self._labels is not None or self._context is None or self._context.closed:
             return
-        self._track_unfrozen()
-        if not self.adaptive:
-            # In the order of parameters, and not of the times at which this rank has frozen and unfrozen them.
-            for name in [name for name, parameter in self._tracked.items() if not parameter.requires_grad]:
-                self._untrack(name)
-            self._tracked = {name: self._tracked[name] for name in self._parameters if name in self._tracked}
+        self.parameters.put_in_order()
+        names = list(self.parameters.all)
         held = interrupts.hold()
         try:
-            self._labels = dict(zip(self._parameters, self.frontend.reserve_names(list(self._parameters)), strict=True))
+            self._labels = dict(zip(names, self.frontend.reserve_names(names), strict=True))
             self.reducer.release(self._labels)
         finally:
             interrupts.release(held)
-
-    # Parameters and hooks
-
-    def _track_all(self) -> None:
-        for name, parameter in self._parameters.items():
-            if name in self._tracked or name in self._lost:
-                continue
-            if self.adaptive:
-                self._tracked[name] = parameter
-            elif parameter.requires_grad:
-                self._frozen.pop(name, None)
-                self._track(name, parameter)
-            else:
-                self._frozen[name] = parameter
-
-    def _untrack(self, name: str) -> None:
-        self._frozen[name] = self._tracked.pop(name)
-        hook = self._hooks.pop(name, None)
-        if hook is not None:
-            hook.remove()
-
-    def _track(self, name: str, parameter: Tensor) -> None:
-        session = _owners.get(id(parameter))
-        if session is not None:
-            session._lose(name_in_session=session.user_names[id(parameter)])
-        _owners[id(parameter)] = self
-        self._tracked[name] = parameter
-        # The hook must not keep the session alive: the parameter, which holds the hook, may live on without it.
-        computed = functools.partial(_computed, weakref.ref(self), name)
-        self._hooks[name] = parameter.register_post_accumulate_grad_hook(computed)  # type: ignore[no-untyped-call]
-        self._contents[name] = parameter._cdata
-
-    def _keep_hook(self, name: str, parameter: Tensor) -> bool:
-        """Install a parameter's hook again if its content was swapped for another tensor's, as a model's conversion may
-        do: torch then leaves the hook behind.
-
-        Returns:
-            whether it was.
-        """
-        if name not in self._hooks or self._contents[name] == parameter._cdata:
-            return False
-        self._contents[name] = parameter._cdata
-        hooked: Any = parameter
-        hooked._post_accumulate_grad_hooks = hooked._post_accumulate_grad_hooks
-        return True
-
-    def _lose(self, name_in_session: str) -> None:
-        hook = self._hooks.pop(name_in_session, None)
-        if hook is not None:
-            hook.remove()
-            self._lost.add(name_in_session)
-
-    def _track_unfrozen(self) -> None:
-        for name, parameter in list(self._frozen.items()):
-            if parameter.requires_grad:
-                del self._frozen[name]
-                self._track(name, parameter)
 
     def add_param_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         index = len(optimizer.param_groups)
@@ -330,15 +247,10 @@ class Session:
         if isinstance(given, (list, tuple)):  # torch says what else it may be, and takes one tensor as well
             refuse_unsendable((f"noname.{index}.{i}", p) for i, p in enumerate(given) if isinstance(p, Tensor))
         self.base.add_param_group(optimizer, group)
-        added = list(optimizer.param_groups[index]["params"])
-        names = [f"noname.{index}.{i}" for i in range(len(added))]
-        self.user_names.update((id(p), name) for p, name in zip(added, names, strict=True))
-        self._parameters.update(zip(names, added, strict=True))
+        names = self.parameters.add(index, optimizer.param_groups[index]["params"])
         self._follow()
         if self._labels is not None:
             self._labels.update(zip(names, self.frontend.reserve_names(names), strict=True))
-        if self._tracked or self._frozen:
-            self._track_all()
 
     # Gradients
 
@@ -347,21 +259,22 @@ class Session:
         if not self.active:
             return
         self._gradients = _Gradients.LOCAL
-        if self._first_order is not None:
-            self._first_order[name] = None
-        kind = self._kinds.get(name)
+        bucketing = self._bucketing
+        if bucketing.order is not None:
+            bucketing.order[name] = None
+        kind = self._kinds.agreed.get(name)
         if kind is None:
-            kind = _kind_of(parameter, self.options)
-        if kind is _Kind.DENSE:
+            kind = kind_of(parameter, self.options)
+        if kind is Kind.DENSE:
             device = gpu.of(parameter)
             if device is not None:
                 key = gpu.current_key(device)
                 if key not in self._streams:
                     self._streams[key] = device, gpu.current(device)
-            gradient = parameter.grad if self._buckets is None else None
+            gradient = parameter.grad if bucketing.buckets is None else None
             if gradient is None or gradient.is_sparse or not gradient.is_contiguous():
                 gradient = self._dense_gradient(name, parameter)
-            if self._leaving:
+            if bucketing.leaving:
                 return  # ``step()`` sends it
             try:
                 self.reducer.ready(name, gradient)
@@ -375,11 +288,12 @@ class Session:
             gpu.wait_for(stream, device)
 
     def _dense_gradient(self, name: str, parameter: Tensor) -> Tensor:
-        buckets = self._buckets
+        buckets = self._bucketing.buckets
         if buckets is not None and name in buckets and not self.reducer.is_open(name):
             if buckets.suit(name, parameter):
                 return buckets.adopt(name, parameter)
-            self._leave_buckets()
+            self.require_rest("a model was converted")
+            self._bucketing.leave()
         gradient = parameter.grad
         if gradient is None:
             gradient = torch.zeros_like(parameter, requires_grad=False)
@@ -391,97 +305,15 @@ class Session:
             gradient = parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
         return gradient
 
-    def _start_sparse(self, name: str, parameter: Tensor) -> None:
-        if name in self._grouped:
-            raise InvalidArgumentError(
-                f"the gradient of {name} is sparse, and cannot be in a group with others; leave it out of groups=, or "
-                "use sparse_as_dense=True"
-            )
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = sparse.empty_like(parameter)
-        elif not gradient.is_sparse:
-            gradient = gradient.to_sparse(1)
-        op = ReduceOp.AVERAGE if self.options.op is None else self.options.op
-        label, process_set = self._label(name), self.options.process_set
-        held = interrupts.hold()
-        try:
-            self._sparse[name] = sparse.start_sparse_allreduce(self.frontend, gradient, label, op, process_set)
-        finally:
-            interrupts.release(held)
-
     def _label(self, name: str) -> str:
         """Return a gradient's name in messages, which is known since this Context's first step began."""
         return name if self._labels is None else self._labels[name]
 
-    def _learn_kinds(self) -> None:
-        """Agree on how gradients travel that no rank has had so far: a rank that lacks one cannot know.
-
-        A gradient that is dense on some rank is sent as dense by all from then on: that rank may already have sent it.
-        """
-        unknown = {name: p for name, p in self._tracked.items() if name not in self._kinds}
-        if self.options.sparse_as_dense or self.adaptive:
-            self._kinds.update(dict.fromkeys(unknown, _Kind.DENSE))
-            unknown = {}
-        if not (unknown or self._is_new or "kinds" in self._asked):
-            return
-        is_new, own = self._is_new, None
-        if is_new and self.frontend.context.config.check_weights:
-            own = checksum_of(self._parameters.values())
-
-        def ask() -> Callable[[], npt.NDArray[np.uint8]]:
-            kinds = np.array([_kind_of(parameter, self.options) for parameter in unknown.values()], np.uint8)
-            most = reduction(None, ReduceOp.MAX, 1.0, 1.0, self.options.process_set)
-            self._asked_about = list(unknown)
-            return self.frontend.start_array(most, np.concatenate([kinds, to_send(own)]) if is_new else kinds, None)
-
-        def use(most: npt.NDArray[np.uint8]) -> None:
-            names = self._asked_about
-            kinds = {name: _Kind(kind) for name, kind in zip(names, most.tolist(), strict=False)}
-            self._kinds.update({name: kind for name, kind in kinds.items() if kind != _Kind.NONE})
-            self._is_new, self._differs = False, is_new and not all_equal(most[len(names) :])
-
-        self._agree("kinds", ask, use)
-        if self._differs:
-            self._tell_of_weights(own)
-
-    def _tell_of_weights(self, own: int | None) -> None:
-        """Warn of different weights, on one rank."""
-
-        def ask() -> Callable[[], npt.NDArray[np.int64]]:
-            return start_gathering(self.frontend, own, self.options.process_set)
-
-        def use(checksums: npt.NDArray[np.int64]) -> None:
-            self._differs = False
-            warn(self.frontend, self.options.process_set, checksums, _REMEDY)
-
-        self._agree("weights", ask, use)
-
-    def _agree(self, what: str, ask: Callable[[], Callable[[], T]], use: Callable[[T], None]) -> None:
-        """Exchange something with all ranks, and use the answer. Where that was interrupted, the next call goes on."""
-        answer = self._asked.get(what)
-        if answer is None:
-            held = interrupts.hold()
-            try:
-                answer = self._asked[what] = ask()
-            finally:
-                interrupts.release(held)
-        try:
-            agreed = answer()
-        except Exception:
-            del self._asked[what]
-            raise
-        held = interrupts.hold()
-        try:
-            del self._asked[what]
-            use(agreed)
-        finally:
-            interrupts.release(held)
-
     def _reduce(self) -> None:
-        if self._lost:
+        lost = self.parameters.lost
+        if lost:
             raise InvalidArgumentError(
-                f"{', '.join(sorted(self._lost))}: given to a later DistributedOptimizer, which now reduces the "
+                f"{', '.join(sorted(lost))}: given to a later DistributedOptimizer, which now reduces the "
                 "gradients; this one cannot step any more"
             )
         self._broken_off = True
@@ -489,9 +321,9 @@ class Session:
             if self._gradients is not _Gradients.ARRIVED:
                 self._exchange()
             if issubclass(self.base, torch.optim.SparseAdam):
-                self._make_sparse()
-            if self._first_order is not None:
-                self._form_buckets(self._first_order)
+                make_sparse(self.parameters.tracked.values())
+            if self._bucketing.order is not None:
+                self._bucketing.form(self._bucketing.order, self._kinds.agreed, self._grouped, self._label)
         except HorovodInternalError:  # all ranks have it, and none has the step
             self._broken_off = False
             raise
@@ -501,26 +333,26 @@ class Session:
         """Send what has not been sent, and wait for all of it. What was under way when an interrupt came is not sent
         again: the others have it."""
         try:
-            if self._first_order is not None:  # the first step: a model may have been wrapped after the optimizer
-                refuse_reduced_by_others(self._parameters.items())
+            if self._bucketing.order is not None:  # the first step: a model may have been wrapped after the optimizer
+                refuse_reduced_by_others(self.parameters.all.items())
             self._agree_on_names()
-            self._track_unfrozen()
-            self._learn_kinds()
-            if self._leaving:
-                self._leave()
-            for name, parameter in self._tracked.items():
+            self.parameters.track_unfrozen()
+            self._kinds.learn()
+            if self._bucketing.leaving:
+                self._bucketing.wait_left()
+            for name, parameter in self.parameters.tracked.items():
                 if name in self._sparse or self.reducer.is_open(name):
                     continue
-                self._keep_hook(name, parameter)
+                self.parameters.keep_hook(name, parameter)
                 # A parameter frozen since then has nothing to send, unless the rest of its group waits for it.
                 if not (parameter.requires_grad or self._has_company(name)):
                     continue
-                if self._kinds.get(name) is _Kind.SPARSE:
-                    self._start_sparse(name, parameter)
+                if self._kinds.agreed.get(name) is Kind.SPARSE:
+                    self._sparse.start(name, parameter, self._label(name))
                 else:
                     gradient = self._dense_gradient(name, parameter)
-                    if self._leaving:
-                        self._leave()
+                    if self._bucketing.leaving:
+                        self._bucketing.wait_left()
                     self.reducer.ready(name, gradient, final=True)
         except HorovodInternalError:
             self._rest()
@@ -533,10 +365,10 @@ class Session:
         gathered, failure = self._rest()
         held = interrupts.hold()
         try:
-            if self._buckets is not None:
-                self._buckets.deliver()
+            if self._bucketing.buckets is not None:
+                self._bucketing.buckets.deliver()
             for name, gradient in gathered.items():
-                self._tracked[name].grad = gradient
+                self.parameters.tracked[name].grad = gradient
             self._sparse.clear()
             self._streams.clear()
             self.reducer.wait()
@@ -553,80 +385,13 @@ class Session:
             the sparse gradients that have arrived, and the first failure.
         """
         failure = self.reducer.rest()
-        gathered = {}
-        for name, finish in self._sparse.items():
-            try:
-                gathered[name] = finish()
-            except Exception as error:  # noqa: BLE001 - raised once all memory is at rest
-                failure = failure or error
-        return gathered, failure
-
-    def _make_sparse(self) -> None:
-        """Leave gradients that travelled as dense ones, zeros included, as the optimizer needs them."""
-        for parameter in self._tracked.values():
-            gradient = parameter.grad
-            if gradient is not None and not gradient.is_sparse:
-                parameter.grad = gradient.to_sparse(1)
+        gathered, failure_of_sparse = self._sparse.rest()
+        return gathered, failure or failure_of_sparse
 
     def _has_company(self, name: str) -> bool:
         """Tell whether other gradients cannot be sent before this one."""
-        return name in self._grouped or (self._buckets is not None and name in self._buckets)
-
-    def _form_buckets(self, order: dict[str, None]) -> None:
-        """Put gradients into buckets from now on, as the set's first rank decides: its settings may differ."""
-        limit = self.frontend.context.config.gradient_bucket
-        chosen: dict[str, Tensor] = {}
-        if limit and is_elementwise(self.options.compression):
-            chosen = {
-                name: parameter
-                for name, parameter in self._tracked.items()
-                if self._kinds.get(name) is _Kind.DENSE and name not in self._grouped and suits(parameter)
-            }
-        # Those for which this rank had no gradient at first come last.
-        planned = plan(chosen, [name for name in {**order, **self._tracked} if name in chosen], limit)
-        names = list(self._tracked)
-        if not names:
-            return
-        process_set = process_set_id(self.options.process_set)
-
-        def use(agreed: list[list[str]]) -> None:
-            if agreed:
-                self._buckets = Buckets(self.frontend, process_set, self._tracked, agreed)
-                for bucket in self._buckets.all:
-                    self.reducer.merge(list(bucket.offsets), bucket.whole)
-            self._first_order = None
-
-        label = f"{self._label(names[0])}.buckets"
-        self._agree("buckets", lambda: agree(self.frontend, process_set, names, planned, label), use)
-
-    def _leave_buckets(self) -> None:
-        """Start over with a step without buckets after a model was converted, as all ranks do. If only this one does,
-        its zeros of the new kind meet the others' buckets, and all get an error."""
-        self.require_rest("a model was converted")
-        buckets = self._buckets
-        assert buckets is not None
-        last = [(next(iter(bucket.offsets)), buckets.zeros_like(bucket, self._parameters)) for bucket in buckets.all]
-        held = interrupts.hold()
-        try:
-            self._buckets = None
-            self._first_order = {}
-            self._leaving = self.reducer.part(last)
-        finally:
-            interrupts.release(held)
-
-    def _leave(self) -> None:
-        """Wait until all ranks have left their buckets; until then nothing else is sent.
-
-        Raises:
-            MismatchError: others have not, since their models are not like this one.
-        """
-        try:
-            for pending in self._leaving:
-                pending.result()
-        except Exception:
-            self._leaving = []
-            raise
-        self._leaving = []
+        buckets = self._bucketing.buckets
+        return name in self._grouped or (buckets is not None and name in buckets)
 
     def synchronize(self) -> None:
         if not self.active:
@@ -655,8 +420,9 @@ class Session:
 
     def settle(self) -> None:
         """Reduce what is in flight because someone is about to look at the gradients."""
-        swapped = [name for name, parameter in self._tracked.items() if self._keep_hook(name, parameter)]
-        if self.reducer.open or self._leaving or (swapped and self._gradients is _Gradients.LOCAL):
+        keep_hook = self.parameters.keep_hook
+        swapped = [name for name, parameter in self.parameters.tracked.items() if keep_hook(name, parameter)]
+        if self.reducer.open or self._bucketing.leaving or (swapped and self._gradients is _Gradients.LOCAL):
             self._reduce()
             self._gradients = _Gradients.REDUCED
 
@@ -664,22 +430,24 @@ class Session:
 
     def reduced_parameters(self) -> set[Tensor]:
         """Return the parameters whose gradients are reduced."""
-        return set(self._tracked.values()) if self.active else set()
+        return set(self.parameters.tracked.values()) if self.active else set()
 
     def under_way(self) -> dict[Tensor, tuple[None, None]]:
         """Return the parameters whose gradients were handed over and not waited for. Where Horovod has a handle and a
         compressor's context there is nothing: the reducer has both, and gradients may travel together."""
-        return {parameter: (None, None) for name, parameter in self._tracked.items() if self.reducer.is_open(name)}
+        tracked = self.parameters.tracked.items()
+        return {parameter: (None, None) for name, parameter in tracked if self.reducer.is_open(name)}
 
     def start(self, parameter: Tensor) -> None:
         """Hand over a gradient now, in whichever backward pass; a sparse one waits for ``step()``."""
-        name = self.user_names.get(id(parameter), "")
-        if not self.active or name not in self._tracked or self.adaptive:
+        name = self.parameters.names.get(id(parameter), "")
+        if not self.active or name not in self.parameters.tracked or self.adaptive:
             raise OptimizerCallError(
                 "the optimizer does not reduce this parameter's gradient: see its _requires_update"
             )
         self._gradients = _Gradients.LOCAL
-        if not self.reducer.is_open(name) and self._kinds.get(name, _kind_of(parameter, self.options)) is _Kind.DENSE:
+        kind = self._kinds.agreed.get(name, kind_of(parameter, self.options))
+        if kind is Kind.DENSE and not self.reducer.is_open(name):
             self.reducer.ready(name, self._dense_gradient(name, parameter), final=True)
 
     def forget(self) -> None:
@@ -695,8 +463,8 @@ class Session:
         self.reducer.reset()
         if self._gradients is _Gradients.ARRIVED:
             self._gradients = _Gradients.LOCAL
-        if self._buckets is not None:
-            self._buckets.forget()
+        if self._bucketing.buckets is not None:
+            self._bucketing.buckets.forget()
 
     def require_rest(self, action: str) -> None:
         opened = self.reducer.open
@@ -747,41 +515,19 @@ class Session:
         return replaced(*closure)
 
     def _adaptive_step(self, optimizer: torch.optim.Optimizer, closure: Closure | None) -> Any:
-        """Combine the changes that the ranks' optimizers made, each on its own gradients.
-
-        Changes and not gradients, because an optimizer with a state (momentum, Adam) would scale an adapted gradient
-        again (Maleki et al., 2021, section 3.3).
-        """
-        stepped = self._stepped
-        if stepped is None:
+        if self._stepped is None:
             self._agree_on_names()
-            self._learn_kinds()
-            trained = {name: p for name, p in self._tracked.items() if p.requires_grad}
+            self._kinds.learn()
+            trained = {name: p for name, p in self.parameters.tracked.items() if p.requires_grad}
             before = {name: p.detach().clone() for name, p in trained.items()}
             given = () if closure is None else (closure,)
-            stepped = self._stepped = _Stepped(before, self._plain_step(optimizer, *given))
-        if stepped.pending is None:
-            compress = self.options.compression.compress
-            sent = {name: compress(self._tracked[name].detach() - value) for name, value in stepped.before.items()}
-            operation = reduction(None, ReduceOp.ADASUM, 1.0, 1.0, self.options.process_set)
-            held = interrupts.hold()
-            try:
-                pending = {n: self.frontend.start(operation, [each], self._label(n)) for n, (each, _) in sent.items()}
-                stepped.pending = {name: (pending[name], context) for name, (_, context) in sent.items()}
-            except Exception:
-                self._stepped = None
-                raise
-            finally:
-                interrupts.release(held)
+            self._stepped = _AdasumStep(trained, before, self._plain_step(optimizer, *given))
         try:
-            with torch.no_grad():
-                for name, (combined, context) in stepped.pending.items():
-                    whole = self.options.compression.decompress(combined.result()[0], context)
-                    self._tracked[name].copy_(stepped.before[name] + whole)
+            self._stepped.combine(self.frontend, self.options, self._label)
         except Exception:
             self._stepped = None
             raise
-        self._stepped = None
+        stepped, self._stepped = self._stepped, None
         return stepped.result
 
     def _evaluate(self, closure: Closure) -> Any:

@@ -278,7 +278,7 @@ def test_a_gradient_becomes_its_part_of_the_bucket(late: Simulated, monkeypatch:
             optimizer.zero_grad()
             loss_of(weights, on_gpu(values(4, 6, seed=context.rank))).backward()
             optimizer.step()
-        (bucket,) = optimizer._hvd._buckets.all
+        (bucket,) = optimizer._hvd._bucketing.buckets.all
         assert gpu.of(bucket.whole) == torch.device("cuda", 0)
         addresses = {weight.grad.data_ptr(): weight.grad for weight in weights}
         assert set(addresses) == {bucket.address(name) for name in bucket.offsets}

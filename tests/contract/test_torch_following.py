@@ -516,7 +516,7 @@ def test_buckets_of_an_epoch_are_freed_when_it_ends(plane: str, no_collector: No
     def body(life: Life) -> None:
         steps(3)(life)
         loss_of(life.kept["model"], part_of(life.context)).backward()
-        buckets.extend(weakref.ref(bucket.whole) for bucket in life.kept["optimizer"]._hvd._buckets.all)
+        buckets.extend(weakref.ref(bucket.whole) for bucket in life.kept["optimizer"]._hvd._bucketing.buckets.all)
 
     with Lives(make, plane) as lives:
         lives.epoch("ab", body)
