@@ -39,7 +39,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=15, help="how often each image is seen")
     parser.add_argument("--batch-size", type=int, default=32, help="images in a step of one rank")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of one rank")
-    parser.add_argument("--work-dir", default=None, help="where data and checkpoints go; by default a temporary folder")
+    parser.add_argument(
+        "--work-dir", default=None, help="where data and checkpoints go; by default a temporary directory"
+    )
     return parser.parse_args()
 
 

@@ -2,7 +2,7 @@
 
 Each would be a job of its own, and train a model of its own. Those that torchrun has started on one host are joined to
 one job. What they need for that, above all a secret, must not pass through torchrun's store, which any process may read
-that reaches its port. Ranks of one host that belong to one user have a better place: that user's private folder, in
+that reaches its port. Ranks of one host that belong to one user have a better place: that user's private directory, in
 which rank 0 says where its server listens. Across hosts there is no such place; there, and with other launchers, a
 warning names the command to use instead.
 """

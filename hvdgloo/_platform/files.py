@@ -1,7 +1,7 @@
 """Files that are made or written: never through a link that another user has put in the way.
 
-In a folder that others may write to, such as a shared one without the sticky bit, any name may turn out to be another
-user's link to a file of this user's. So all of the library's files are opened here, by one of three functions.
+In a directory that others may write to, such as a shared one without the sticky bit, any name may turn out to be
+another user's link to a file of this user's. So all of the library's files are opened here, by one of three functions.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def overwrite(path: str, *, append: bool = False, private: bool = False) -> int:
 
 
 def check_link(path: str) -> None:
-    """Accept a folder, or a link of this user's or the system's to one.
+    """Accept a directory, or a link of this user's or the system's to one.
 
     Raises:
         PermissionError: it is another user's link, which may lead anywhere.

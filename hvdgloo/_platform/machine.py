@@ -245,7 +245,7 @@ def _quota(path: str) -> float:
 
 
 def _own_groups(controller: str) -> Iterator[str]:
-    """Folders of the control groups (version 2, and version 1's for a controller) that this process is in."""
+    """Directories of the control groups (version 2, and version 1's for a controller) that this process is in."""
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as file:
             lines = file.read().splitlines()

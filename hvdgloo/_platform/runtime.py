@@ -1,4 +1,4 @@
-"""This user's private folder for what belongs to running jobs: sockets, and files that say where a job can be seen."""
+"""This user's private directory for running jobs: sockets, and files that tell where a job can be observed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LONGEST_SOCKET = 103
 """Bytes that the path of a Unix socket may have, on the least generous system."""
 
 ROOM = 32
-"""Bytes of that which are left for names in the folder."""
+"""Bytes of that which are left for names in the directory."""
 
 SHORT = "/tmp"
-"""The folder for temporary files where the usual one's name is too long."""
+"""The directory for temporary files where the usual one's name is too long."""
 
 AGENT_SOCKET = "agent"
-"""The socket in an agent's folder by which it is known to live."""
+"""The socket in an agent's directory by which it is known to live."""
 
 _NAME = "hvdgloo"
 _OF_JOB = 12  # digits of its id; a socket's path must be short
@@ -35,8 +35,8 @@ _UNFINISHED = re.compile(r"[0-9a-f]+\.job\.new")
 def runtime_folder(environ: Mapping[str, str]) -> str:
     """Return the directory. It is made if it does not exist yet, and only this user can look into it.
 
-    It is ``hvdgloo`` in XDG_RUNTIME_DIR, where a login has one, and otherwise ``hvdgloo-<user id>`` in the folder for
-    temporary files.
+    It is ``hvdgloo`` in XDG_RUNTIME_DIR, where a login has one, and otherwise ``hvdgloo-<user id>`` in the directory
+    for temporary files.
 
     Args:
         environ: this process's.
@@ -63,8 +63,8 @@ def runtime_folder(environ: Mapping[str, str]) -> str:
             continue
         if _is_private(path):
             return path
-        reason = reason or f"{path} is not a folder that this user alone may enter"
-    raise ConfigError(f"there is no private folder for sockets: {reason}")
+        reason = reason or f"{path} is not a directory that this user alone may enter"
+    raise ConfigError(f"there is no private directory for sockets: {reason}")
 
 
 def agent_folder(agent_id: str, environ: Mapping[str, str]) -> str:
@@ -82,11 +82,11 @@ def agent_folder(agent_id: str, environ: Mapping[str, str]) -> str:
 
 
 def remove_stale(folder: str) -> None:
-    """Remove from this user's folder what processes have left there that were killed, of agents and of launchers.
+    """Remove from this user's directory what processes have left there that were killed, of agents and of launchers.
 
     A socket at which no process listens any more tells of it, wherever its process has run: containers may share the
-    folder, and have process ids of their own. What has no socket has to be old. No process is connected to, so none is
-    woken.
+    directory, and have process ids of their own. What has no socket has to be old. No process is connected to, so none
+    is woken.
     """
     try:
         names = set(os.listdir(folder))

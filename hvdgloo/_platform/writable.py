@@ -14,14 +14,14 @@ def why_not_writable(path: str) -> str:
     known to prevent it (a full disk shows only later).
     """
     if os.path.isdir(path):
-        return "it is a folder"
+        return "it is a directory"
     if os.path.exists(path):
         return "" if os.access(path, os.W_OK) else "permission denied"
     folder = os.path.dirname(os.path.abspath(path))
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder):
-        return f"{folder} is not a folder"
+        return f"{folder} is not a directory"
     # Some file systems (/proc) claim to be writable and are not; that shows only when the file is opened.
     return "" if os.access(folder, os.W_OK | os.X_OK) else f"permission denied in {folder}"
 

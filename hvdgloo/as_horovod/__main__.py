@@ -18,7 +18,7 @@ from hvdgloo.as_horovod import VARIABLE, environment
 
 
 def main() -> NoReturn:
-    """Become Python with these arguments; without any, print the folder for PYTHONPATH."""
+    """Become Python with these arguments; without any, print the directory for PYTHONPATH."""
     environ = {**os.environ, VARIABLE: "1"}
     environ.update(environment(environ))
     if len(sys.argv) == 1:

@@ -102,7 +102,9 @@ class JobObserver:
             _check_report(self._views.report)
             folder = os.path.dirname(os.path.abspath(self._views.report))
             if not os.path.isdir(folder):
-                self._say(f"--report {self._views.report}: there is no folder {folder} yet; the job's end creates it")
+                self._say(
+                    f"--report {self._views.report}: there is no directory {folder} yet; the job's end creates it"
+                )
         with ExitStack() as stack:
             self._stack = stack
             if self._public:

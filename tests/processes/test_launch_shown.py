@@ -45,7 +45,7 @@ while not over:
 
 @pytest.fixture
 def private(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The user's private folder."""
+    """The user's private directory."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         yield Path(folder) / "hvdgloo"
@@ -139,7 +139,7 @@ def test_report_is_written_after_a_failure_and_the_summary_says_where(launcher: 
     assert f"hvdgloo-run: {what}" in lines
     assert lines[-1] == "hvdgloo-run: the report is in reports/job.html"
     folder = launcher.folder / "reports"
-    assert lines[0].endswith(f"--report reports/job.html: there is no folder {folder} yet; the job's end creates it")
+    assert lines[0].endswith(f"--report reports/job.html: there is no directory {folder} yet; the job's end creates it")
     assert "<html" in (launcher.folder / "reports/job.html").read_text()
     recording = json.loads((launcher.folder / "reports/job.json").read_text())
     job = recording["snapshot"]["job"]
@@ -252,7 +252,7 @@ def test_report_of_a_job_that_could_not_be_started(launcher: Launcher) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--report", "."], "--report .: it cannot be written: it is a folder"),
+        (["--report", "."], "--report .: it cannot be written: it is a directory"),
         (["--page-control"], "--page-control needs the page; add --page, or leave it out"),
         (["--page=nonsense:port"], "'nonsense:port': expected ADDR, ADDR:PORT or [ADDR]:PORT"),
         (["--page=192.0.2.1:0"], "192.0.2.1"),

@@ -34,7 +34,7 @@ os.write(1, (" ".join(map(str, joined)) + "\n").encode())  # at once: torchrun's
 
 @pytest.fixture
 def private() -> Iterator[Path]:
-    """The user's private folder."""
+    """The user's private directory."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 

@@ -50,7 +50,7 @@ PUBLISHER = """if True:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The private folder of a user who runs no job. Its name is short, as the names of sockets must be."""
+    """The private directory of a user who runs no job. Its name is short, as the names of sockets must be."""
     with tempfile.TemporaryDirectory(prefix="top") as runtime:
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         own = Path(runtime, "hvdgloo")

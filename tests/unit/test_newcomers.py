@@ -111,8 +111,8 @@ class TestFilesToBeWritten:
         (tmp_path / "file").write_text("")
         assert why_not_writable(str(tmp_path / "new/folders/trace.json")) == ""
         assert why_not_writable(str(tmp_path / "file")) == ""
-        assert why_not_writable(str(tmp_path)) == "it is a folder"
-        assert why_not_writable(str(tmp_path / "file/x/y.json")) == f"{tmp_path}/file is not a folder"
+        assert why_not_writable(str(tmp_path)) == "it is a directory"
+        assert why_not_writable(str(tmp_path / "file/x/y.json")) == f"{tmp_path}/file is not a directory"
 
     def test_without_permission(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
@@ -130,7 +130,7 @@ class TestFilesToBeWritten:
             monkeypatch.setenv("HOROVOD_TIMELINE", path)
         flags = [] if given == "variable" else ["--timeline-filename", path]
         text = complaint(capsys, "-np", "2", *flags, "true")
-        reason = f"{path} cannot be written: {tmp_path}/file is not a folder"
+        reason = f"{path} cannot be written: {tmp_path}/file is not a directory"
         assert text == f"--timeline-filename (HVDGLOO_TIMELINE): {reason}"
 
     def test_a_trace_on_another_host(self, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ class TestFilesToBeWritten:
         diagnosis = preflight_failure(found, str(tmp_path))
         assert diagnosis is not None
         assert diagnosis.cause is Cause.OUTPUT
-        assert diagnosis.text == f"file/trace.json cannot be written: {tmp_path}/file is not a folder"
+        assert diagnosis.text == f"file/trace.json cannot be written: {tmp_path}/file is not a directory"
 
     def test_output(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "file").write_text("")
@@ -160,7 +160,7 @@ class TestFilesToBeWritten:
         (tmp_path / "logs/rank.1/stderr").mkdir(parents=True)
         text = complaint(capsys, "-np", "2", "--output-filename", str(tmp_path / "logs"), "true")
         logs = f"{tmp_path}/logs"
-        assert text == f"--output-filename {logs}: {logs}/rank.1/stderr cannot be written: it is a folder"
+        assert text == f"--output-filename {logs}: {logs}/rank.1/stderr cannot be written: it is a directory"
 
 
 class TestBind:

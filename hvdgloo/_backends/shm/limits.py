@@ -31,7 +31,7 @@ def check_room(nbytes: int) -> None:
 
 
 def _groups() -> Iterator[str]:
-    """The folders of this process's memory control group and of those around it."""
+    """The directories of this process's memory control group and of those around it."""
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as file:
             lines = file.read().splitlines()

@@ -87,7 +87,7 @@ if hasattr(fcntl, "F_ADD_SEALS"):
 def create_memory(name: str, nbytes: int) -> int:
     """Return the descriptor of anonymous memory of a size that is sealed (memfd_create).
 
-    It lies neither in /dev/shm nor in any folder, takes real memory only where it is written, and ends with the last
+    It lies neither in /dev/shm nor in any directory, takes real memory only where it is written, and ends with the last
     process that has it open or mapped.
 
     Raises:

@@ -82,7 +82,7 @@ def load_model(
     """``hvdgloo.keras.load_model``; where ``tf.keras`` is tf_keras (TF_USE_LEGACY_KERAS=1), for what that has saved.
 
     Args:
-        filepath: of a ``.keras`` or ``.h5`` file; with tf_keras, also of a SavedModel's folder.
+        filepath: of a ``.keras`` or ``.h5`` file; with tf_keras, also of a SavedModel's directory.
         custom_optimizers, custom_objects, compression, legacy_opts: see there.
     """
     if not tf.keras.Model.__module__.startswith("tf_keras."):

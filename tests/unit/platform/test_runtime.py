@@ -1,4 +1,4 @@
-"""The private folder for what belongs to running jobs: no other user's, whatever was there before."""
+"""The private directory for what belongs to running jobs: no other user's, whatever was there before."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_another_user_may_have_put_there_is_refused(
     else:
         taken.write_text("")
     monkeypatch.setattr("hvdgloo._platform.runtime.SHORT", str(temporary))
-    with pytest.raises(ConfigError, match="is not a folder that this user alone may enter"):
+    with pytest.raises(ConfigError, match="is not a directory that this user alone may enter"):
         runtime_folder({})
 
 

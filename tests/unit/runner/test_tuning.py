@@ -484,7 +484,7 @@ class TestAutotuneLog:
         (tmp_path / "file").write_text("")
         path = tmp_path / "file" / "log.csv"
         assert main(["-np", "2", "--autotune", "--autotune-log-file", str(path), "true"]) == 2
-        reason = f"{path} cannot be written: {tmp_path}/file is not a folder"
+        reason = f"{path} cannot be written: {tmp_path}/file is not a directory"
         (line,) = capsys.readouterr().err.splitlines()
         assert line == f"hvdgloo-run: --autotune-log-file (HVDGLOO_AUTOTUNE_LOG): {reason}"
 

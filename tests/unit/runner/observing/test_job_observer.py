@@ -49,7 +49,7 @@ class Played:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """The user's private folder."""
+    """The user's private directory."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
@@ -233,7 +233,7 @@ def test_without_a_private_folder_the_job_runs_and_top_does_not_find_it(
         stage.start(job_observer)
     with stage.show(page=("127.0.0.1", 0)) as job_observer:
         stage.start(job_observer)
-        assert stage.said, "the page needs no folder"
+        assert stage.said, "the page needs no directory"
 
 
 def test_for_the_progress_line_hosts_are_not_measured_and_output_is_not_kept(stage: Stage) -> None:
@@ -416,12 +416,12 @@ def test_nothing_is_left_behind(stage: Stage) -> None:
     [
         ("", "--report '': it cannot be written: it does not end with the name of a file"),
         ("absent/", "absent/: it cannot be written: it does not end with the name of a file"),
-        (".", "--report .: it cannot be written: it is a folder"),
+        (".", "--report .: it cannot be written: it is a directory"),
         (
             "/proc/x.html",
             "--report /proc/x.html: it cannot be written: (no file can be made|permission denied) in /proc",
         ),
-        ("taken", "taken: it cannot be written: .*taken.json: it is a folder"),
+        ("taken", "taken: it cannot be written: .*taken.json: it is a directory"),
     ],
 )
 def test_a_report_that_could_not_be_written_is_refused_before_the_job(
