@@ -22,6 +22,13 @@ from hvdgloo.rendezvous._server.streams import Reader, Waiting, Writer
 logger = logging.getLogger(__name__)
 
 
+def refusal(status: str, reason: str) -> bytes:
+    """Return a whole answer, as JSON, after which the connection ends."""
+    body = json.dumps({"error": status[4:], "reason": reason}).encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
+    return f"{head}\r\n\r\n".encode("latin-1") + body
+
+
 class _Headers(dict[bytes, bytes]):
     """Headers that refuse a second value where there must be only one, and lengths that are not plain numbers."""
 
@@ -70,14 +77,9 @@ class _Request(cheroot_server.HTTPRequest):
 
     def simple_response(self, status: str, msg: str = "") -> None:
         status = str(status)
-        body = json.dumps({"error": status[4:], "reason": msg or status[4:]}).encode()
         self.close_connection = True
         self.conn.must_linger = True
-        self.conn.wfile.write(
-            f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-            "Connection: close\r\n\r\n".encode("latin-1")
-            + body
-        )
+        self.conn.wfile.write(refusal(status, msg or status[4:]))
 
     def send_headers(self) -> None:
         if self.conn.hand_over is not None:

@@ -24,15 +24,12 @@ The pool's threads are created when they are needed, up to a limit that its call
 from __future__ import annotations
 
 import errno
-import heapq
-import itertools
-import json
 import logging
 import selectors
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -42,8 +39,8 @@ from cheroot import server as cheroot_server
 
 from hvdgloo._net.event_loop import EventLoop
 from hvdgloo._net.tls import TLS_HELLO, Tls, pending, shake_hands
-from hvdgloo.rendezvous._server.http_connection import Gateway, HttpConnection
-from hvdgloo.rendezvous._server.pauses import Pause
+from hvdgloo.rendezvous._server.http_connection import Gateway, HttpConnection, refusal
+from hvdgloo.rendezvous._server.pauses import Pause, PausedRequests
 from hvdgloo.rendezvous._server.service import Entrance
 from hvdgloo.rendezvous._server.streams import MAX_HEAD, WRITE_TIMEOUT
 from hvdgloo.rendezvous._server.thread_pool import ThreadPool
@@ -54,7 +51,6 @@ LINGER_TIMEOUT = 2.0
 _STOP_GRACE = 0.5
 _MOST_DISCARDED = 64 * 1024 * 1024
 _ACCEPTS_AT_ONCE = 64
-_TIMERS_OF_THE_PAST = 64  # of pauses that are over; more are thrown away
 
 
 class Front(cheroot_server.HTTPServer):
@@ -115,11 +111,7 @@ class Front(cheroot_server.HTTPServer):
         self._lingering: OrderedDict[HttpConnection, float] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._accept_again = 0.0
-        # Requests that were put aside: those whose pauses are over, and all by the time when they will be.
-        self._ready_again: deque[tuple[HttpConnection, Pause]] = deque()
-        self._timers: list[tuple[float, int, HttpConnection, Pause]] = []
-        self._order = itertools.count()
-        self._parked = 0
+        self._paused: PausedRequests[HttpConnection] = PausedRequests(self._wake)
 
     # The life of the server.
 
@@ -249,9 +241,14 @@ class Front(cheroot_server.HTTPServer):
             except Exception:  # one connection's failure must not end the service
                 logger.exception("the rendezvous server's front")
         until = time.monotonic() + _STOP_GRACE
-        while self._parked and time.monotonic() < until:  # the service has let all go, one after the other
+        while self._paused and time.monotonic() < until:  # the service has let all go, one after the other
             self._resume()
-            time.sleep(0.001 if self._parked else 0)
+            time.sleep(0.001 if self._paused else 0)
+
+    def _wake(self) -> None:
+        """Have the front's thread look for requests to resume, unless it is the one that calls this."""
+        if threading.current_thread() is not self._thread:
+            self._loop.wake_up.wake()
 
     def _next(self) -> float:
         """Return the time at which the next thing expires."""
@@ -259,10 +256,8 @@ class Front(cheroot_server.HTTPServer):
             deadlines = [next(iter(table.values())) for table in (self._reading, self._lingering) if table]
         if self._accept_again:
             deadlines.append(self._accept_again)
-        if self._timers:
-            deadlines.append(self._timers[0][0])
-        if self._ready_again:
-            return 0.0
+        if self._paused.deadline is not None:
+            deadlines.append(self._paused.deadline)
         return min(deadlines, default=time.monotonic() + 60.0)
 
     def _listen(self) -> None:
@@ -339,39 +334,18 @@ class Front(cheroot_server.HTTPServer):
 
     def _park(self, connection: HttpConnection, pause: Pause) -> None:
         """Put a request aside until its pause is over."""
-        self._parked += 1
         with self._lock:
             connection.on_hang_up = pause.hang_up
             self._register(connection)
-        heapq.heappush(self._timers, (time.monotonic() + pause.seconds, next(self._order), connection, pause))
-        pause.latch.then(lambda: self._let_go_on(connection, pause))
-
-    def _let_go_on(self, connection: HttpConnection, pause: Pause) -> None:
-        """Queue a request whose pause is over; called on any thread, which may hold locks."""
-        self._ready_again.append((connection, pause))
-        if threading.current_thread() is not self._thread:
-            self._loop.wake_up.wake()
+        self._paused.put(connection, pause)
 
     def _resume(self) -> None:
         """Resume all requests whose pauses are over."""
-        while self._ready_again:
-            self._unpark(*self._ready_again.popleft(), True)
-        now = time.monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            _, _, connection, pause = heapq.heappop(self._timers)
-            self._unpark(connection, pause, False)
-        if len(self._timers) > 2 * self._parked + _TIMERS_OF_THE_PAST:
-            self._timers = [timer for timer in self._timers if timer[2].pause is timer[3]]
-            heapq.heapify(self._timers)
-
-    def _unpark(self, connection: HttpConnection, pause: Pause, released: bool) -> None:
-        if connection.pause is not pause:
-            return  # it went on before
-        self._parked -= 1
-        with self._lock:
-            connection.on_hang_up = None
-        connection.resume(released)
-        self._go_on(connection)
+        for connection, released in self._paused.over():
+            with self._lock:
+                connection.on_hang_up = None
+            connection.resume(released)
+            self._go_on(connection)
 
     def _greet(self, connection: HttpConnection) -> bool:
         """Continue a connection's TLS handshake; return whether it is complete.
@@ -483,28 +457,18 @@ class Front(cheroot_server.HTTPServer):
     def _say_encrypted(connection: HttpConnection) -> None:
         """Tell a client that speaks HTTP without TLS, in plain HTTP, that it must use TLS."""
         reason = "this server uses TLS: set HVDGLOO_TLS=required for every process of the job"
-        body = json.dumps({"error": "Bad Request", "reason": reason}).encode()
         try:
             socket.socket.recv(connection.socket, MAX_HEAD)  # or closing it would make the kernel drop the answer
-            socket.socket.send(
-                connection.socket,
-                b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
-                b"Content-Length: %d\r\n\r\n%s" % (len(body), body),
-            )
+            socket.socket.send(connection.socket, refusal("400 Bad Request", reason))
         except OSError:
             pass  # it has gone
 
     def _say_too_slow(self, connection: HttpConnection) -> None:
         if not connection.rfile.has_data():
             return
-        body = json.dumps(
-            {"error": "Request Timeout", "reason": f"no whole request head within {self._head_timeout:g} s"}
-        ).encode()
+        reason = f"no whole request head within {self._head_timeout:g} s"
         try:
-            connection.socket.send(
-                b"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
-                b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
-            )
+            connection.socket.send(refusal("408 Request Timeout", reason))
         except OSError:
             pass  # it does not read either
 

@@ -7,14 +7,20 @@ threads for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import heapq
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from hvdgloo.rendezvous._store import Latch
 
 T = TypeVar("T")
+
+_TIMERS_OF_THE_PAST = 64  # of pauses that are over; more are thrown away
 
 HangUpWatch = Callable[[Callable[[], None]], AbstractContextManager[None]]
 """Makes a context to be entered during a wait on this thread; its argument is called if the client hangs up."""
@@ -55,3 +61,56 @@ def waited(steps: Steps[T], watch: HangUpWatch) -> T:
     except StopIteration as end:
         answer: T = end.value
         return answer
+
+
+class PausedRequests(Generic[T]):
+    """Requests that were put aside, until their pauses are over: an event happened, or the time has passed.
+
+    Args:
+        on_event: called when an event happened, on any thread, which may hold locks.
+    """
+
+    def __init__(self, on_event: Callable[[], None]) -> None:
+        self._on_event = on_event
+        self._waiting: set[Pause] = set()
+        self._released: deque[tuple[T, Pause]] = deque()
+        self._timers: list[tuple[float, int, T, Pause]] = []
+        self._order = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def deadline(self) -> float | None:
+        """The time at which ``over`` has something to yield; None if only an event can tell."""
+        if self._released:
+            return 0.0
+        return self._timers[0][0] if self._timers else None
+
+    def put(self, request: T, pause: Pause) -> None:
+        """Put a request aside."""
+        self._waiting.add(pause)
+        heapq.heappush(self._timers, (time.monotonic() + pause.seconds, next(self._order), request, pause))
+        pause.latch.then(lambda: self._release(request, pause))
+
+    def _release(self, request: T, pause: Pause) -> None:
+        self._released.append((request, pause))
+        self._on_event()
+
+    def over(self) -> Iterator[tuple[T, bool]]:
+        """Yield the requests whose pauses are over, each with True if its event happened. More may be put aside
+        meanwhile."""
+        while self._released:
+            request, pause = self._released.popleft()
+            if pause in self._waiting:  # or its time has passed before
+                self._waiting.remove(pause)
+                yield request, True
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            _, _, request, pause = heapq.heappop(self._timers)
+            if pause in self._waiting:
+                self._waiting.remove(pause)
+                yield request, False
+        if len(self._timers) > 2 * len(self._waiting) + _TIMERS_OF_THE_PAST:
+            self._timers = [timer for timer in self._timers if timer[3] in self._waiting]
+            heapq.heapify(self._timers)

@@ -583,7 +583,7 @@ class TestFront:
             store.set(f"key {number}", b"")
             assert waiting.result() == b""
         assert server._front is not None
-        assert len(server._front._timers) <= 65
+        assert len(server._front._paused._timers) <= 65
 
     @pytest.mark.parametrize("timeout", ["0", "0.2"])
     def test_requests_that_come_before_the_answer(self, raw: RawClient, timeout: str) -> None:
