@@ -45,14 +45,12 @@ class GroupReporting:
     Args:
         counters: of the process.
         groups: of the process.
-        rank: the process's, where no launcher has given it one.
-        size: number of ranks.
+        rank, size: of the group that has all ranks.
     """
 
     def __init__(self, config: Config, counters: Counters, groups: Groups, rank: int, size: int) -> None:
         self._counters, self._groups = counters, groups
-        self._rank = rank if config.rank is None else config.rank
-        self._size = size
+        self._rank, self._size = rank, size
         self._lock = threading.Lock()
         self._timelines: dict[bool, Timeline] = {}  # the program's own (False), and one that an observer asked for
         self._reporting: Reporting | None = None
@@ -62,7 +60,8 @@ class GroupReporting:
                 self._start_timeline(path.replace("{rank}", str(self._rank)), asked_for=False)
             except ConfigError as error:
                 logger.warning("%s", error)
-        if config.observe and config.observer and not config.elastic:
+        # Processes that a worker has started have its environment, but other ranks.
+        if config.observe and config.observer and config.rank == rank and not config.elastic:
             if self._rank == 0 and self._size > 1:
                 from hvdgloo._observe.lateness import LatenessBook  # the other ranks do not need it
 

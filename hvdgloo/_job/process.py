@@ -196,7 +196,7 @@ def groups_begin(groups: Groups, rank: int, size: int) -> Counters | None:
     """Show what the process exchanges in groups of its own, until ``groups_ended`` or ``init()``.
 
     Args:
-        rank, size: the process's place where no launcher has given it one.
+        rank, size: of the group that has all ranks.
 
     Returns:
         what to count in; None if nothing is to be counted.

@@ -12,7 +12,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from hvdgloo._observe import view
-from hvdgloo._observe.samples import Sample, Steps
+from hvdgloo._observe.samples import Plane, Sample, Steps
 from hvdgloo._observe.trace_control import BusyError, Trace
 from tests.page.support import NARROW, USUAL, WIDE, Chromium, Shown, axe, drag, stays, until, words
 from tests.support.observed import EVIL, SimulatedJob
@@ -129,6 +129,24 @@ def test_planes_are_shown_with_their_reasons(show: Show, browser: Chromium) -> N
     assert browser.text("#planes-in-use") == "Data goes over gloo (hosts h1 and h2)."
     rows = browser.texts("#plane-list tbody tr")
     assert any(row.startswith("glooall rankshosts h1 and h2") for row in rows), rows
+
+
+class OfTorchDistributed(SimulatedJob):
+    """A program whose tensors travel in groups of torch.distributed."""
+
+    def _sample(self, rank: int) -> Sample:
+        why = "shared memory: all ranks are on host h1"
+        planes = [Plane(f"dist.{kind}", 0, "cpu", why) for kind in ("all_reduce", "broadcast")]
+        return msgspec.structs.replace(super()._sample(rank), planes=planes, flows=[])
+
+
+def test_operations_of_torch_distributed_name_the_plane_that_they_go_over(show: Show, browser: Chromium) -> None:
+    job = OfTorchDistributed()
+    job.advance(60)
+    show(job)
+    assert browser.text("#planes-in-use") == "Data goes over shared memory (all ranks are on host h1)."
+    rows = browser.texts("#plane-list tbody tr")
+    assert [row.partition("all ranks")[0] for row in rows] == ["dist.all_reduce", "dist.broadcast"], rows
 
 
 def test_what_happens_is_shown_while_it_happens(show: Show, browser: Chromium) -> None:

@@ -88,7 +88,12 @@ dist.destroy_process_group()
 assert metrics().operations == 17
 """,
         tmp_path,
+        HVDGLOO_TIMELINE=str(tmp_path / "trace.json"),
     )
+    events = json.loads((tmp_path / "trace.json").read_text())
+    names = [event["name"] for event in events if "bytes" in event.get("args", {})]
+    assert len(names) == 17, names
+    assert {"ALL_REDUCE", "BARRIER", "SEND", "RECV"} <= set(names)
 
 
 def test_nothing_is_counted_where_the_user_wants_no_counts(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from hvdgloo.errors import BackendError, ConfigError, RendezvousTimeoutError
 from hvdgloo.rendezvous import host_identity
 from hvdgloo.rendezvous._host_identity import host_name
 from hvdgloo.topology import Host, Topology, Worker
+from hvdgloo.torch.distributed._record import own_number
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +246,7 @@ def _own_facts(config: Config, own_rank: int) -> dict[str, Any]:
         "pid": os.getpid(),
         "pid namespace": _pid_namespace(),
         "address": config.address or _own_address(),
-        "number": config.rank if config.rank is not None else int(os.environ.get("RANK") or own_rank),
+        "number": own_number(own_rank),
         "cores": usable_cores(),
     }
 

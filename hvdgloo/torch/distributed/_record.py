@@ -237,6 +237,13 @@ class Steps:
 
 
 _steps: Steps | None = None
+_number: int | None = None
+"""This process's rank in its first group, which has all ranks."""
+
+
+def own_number(rank: int) -> int:
+    """Return this process's rank in the group of all ranks; ``rank`` if there is none."""
+    return rank if _number is None else _number
 
 
 def begin(rank: int, size: int) -> Counters | None:
@@ -245,7 +252,9 @@ def begin(rank: int, size: int) -> Counters | None:
     Args:
         rank, size: of the group that is made.
     """
-    global _steps
+    global _number, _steps
+    if _number is None:
+        _number = rank
     counters = process.groups_begin(ProcessGroups(), rank, size)
     if counters is not None and _steps is None:
         _steps = Steps(counters)
@@ -254,7 +263,8 @@ def begin(rank: int, size: int) -> Counters | None:
 
 def end() -> None:
     """Send the last report, since no group is left."""
-    global _steps
+    global _number, _steps
+    _number = None
     process.groups_ended()
     if _steps is not None:
         _steps.close()
@@ -263,5 +273,7 @@ def end() -> None:
 
 def after_fork_in_child() -> None:
     """Leave reports and timeline to the process that this one was forked from."""
+    global _number
     process.groups_after_fork_in_child()
+    _number = None
     _open.clear()
