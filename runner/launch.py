@@ -36,8 +36,8 @@ from hvdgloo.runner.observing.job_observer import JobObserver, progress_display
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Spawn
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
 from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, Interrupts, Outside, no_outside_system, passed_on
-from hvdgloo.runner.supervise.audience import Seat
 from hvdgloo.runner.supervise.init_watch import InitWatch
+from hvdgloo.runner.supervise.observers import PlacedWorker
 from hvdgloo.runner.supervise.startup import check_machines
 from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
 from hvdgloo.runner.surroundings import Results, Surroundings
@@ -199,7 +199,9 @@ def _attempt(
                 rendezvous.serve()
                 if spec.stdin_rank is not None:
                     _feed_stdin(supervisor, spec.stdin_rank)
-                job_observer.placed(0, [Seat(slot.rank, slot.rank, slot.agent, slot.local_rank) for slot in slots])
+                job_observer.placed(
+                    0, [PlacedWorker(slot.rank, slot.rank, slot.agent, slot.local_rank) for slot in slots]
+                )
                 init = _init_watch(spec, slots, rendezvous)
                 progress = observer.running(progress_display(spec, job_observer, console))
                 with _init_display(spec, init, console) as observer.display, progress:

@@ -28,7 +28,7 @@ from hvdgloo.runner.console.startup_view import LiveDisplay
 from hvdgloo.runner.job.outcome import JobOutcome
 from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.runner.protocol.frames import Frame, Observe, Observed, Traced, TraceSteps, Tracing
-from hvdgloo.runner.supervise.audience import Seat
+from hvdgloo.runner.supervise.observers import PlacedWorker
 from hvdgloo.version import __version__
 
 if TYPE_CHECKING:  # not imported for a job without observers
@@ -47,9 +47,10 @@ _PACKAGES = ("torch", "tensorflow", "keras", "jax", "mxnet", "numpy")
 
 
 class JobObserver:
-    """The observer of a job, from its start to its end, over all restarts. An ``Audience`` of each supervisor.
+    """The observer of a job, from its start to its end, over all restarts.
 
-    A context manager. Methods are for the supervisor's thread, except where they say otherwise.
+    The ``JobObservers`` of each supervisor, and a context manager. Methods are for the supervisor's thread, except
+    where they say otherwise.
 
     Args:
         spec: the job, whose ``views`` are the requested ones.
@@ -87,7 +88,7 @@ class JobObserver:
             self._views.page is not None or self._views.report is not None
         )  # what workers print is shown, too
         self._epoch = 0
-        self._seats: dict[int, Seat] = {}
+        self._placed: dict[int, PlacedWorker] = {}
         self._pids: dict[int, int] = {}
         self._ends: dict[int, tuple[str, str]] = {}
         self._hosts: dict[str, str] = {}
@@ -138,11 +139,11 @@ class JobObserver:
         """
         with self._lock:
             self._supervisor = supervisor
-            supervisor.audience = self
+            supervisor.job_observers = self
             if self._observatory is not None:
-                for seat in self._seats.values():
-                    self._observatory.worker(seat.rank, "starting")
-            for each in (self._seats, self._pids, self._ends, self._hosts):
+                for worker in self._placed.values():
+                    self._observatory.worker(worker.rank, "starting")
+            for each in (self._placed, self._pids, self._ends, self._hosts):
                 each.clear()
         if restart:
             self.event("state", restart)
@@ -178,10 +179,10 @@ class JobObserver:
     def output(self, number: int, stream: int, data: bytes) -> None:
         """Take a worker's output."""
         if self._public and self._observatory is not None:
-            seat = self._seats.get(number)
-            self._observatory.output(number if seat is None else seat.rank, stream, data)
+            worker = self._placed.get(number)
+            self._observatory.output(number if worker is None else worker.rank, stream, data)
 
-    # Called by the supervisor: see ``Audience``.
+    # Called by the supervisor: see ``JobObservers``.
 
     def host(self, name: str, state: str, reason: str = "") -> None:
         """Record that a host is "up", is "left out" for the time being, was "lost", or has "left" the job."""
@@ -194,18 +195,18 @@ class JobObserver:
         if state != "up" and self._traces is not None:
             self._traces.host_lost()
 
-    def placed(self, epoch: int, seats: Sequence[Seat]) -> None:
+    def placed(self, epoch: int, workers: Sequence[PlacedWorker]) -> None:
         """Record the workers that form an epoch of the job."""
         with self._lock:
             self._epoch = epoch
-            self._seats = {seat.number: seat for seat in seats}
+            self._placed = {worker.number: worker for worker in workers}
             self._place()
 
     def spawned(self, number: int, pid: int) -> None:
         """Record the process of a worker that was started."""
         with self._lock:
             self._pids[number] = pid
-        if self._place_at is None and number in self._seats:
+        if self._place_at is None and number in self._placed:
             self._place_at = time.monotonic() + _GATHER
 
     def ended(self, number: int, status: int | None, reason: str) -> None:
@@ -269,21 +270,21 @@ class JobObserver:
     def _place(self) -> None:
         with self._lock:
             self._place_at = None
-            if self._observatory is None or not self._seats:
+            if self._observatory is None or not self._placed:
                 return
-            seats = [
-                (seat.rank, seat.host, seat.local_rank, self._pids.get(number, 0))
-                for number, seat in self._seats.items()
+            workers = [
+                (worker.rank, worker.host, worker.local_rank, self._pids.get(number, 0))
+                for number, worker in self._placed.items()
             ]
-            self._observatory.placed(self._epoch, seats)
+            self._observatory.placed(self._epoch, workers)
             for number in self._ends:
                 self._report_end(number)
 
     def _report_end(self, number: int) -> None:
-        seat = self._seats.get(number)
-        if self._observatory is not None and seat is not None:
+        worker = self._placed.get(number)
+        if self._observatory is not None and worker is not None:
             state, reason = self._ends[number]
-            self._observatory.worker(seat.rank, state, reason)
+            self._observatory.worker(worker.rank, state, reason)
 
     def _listen(self) -> None:
         """Have a socket for ``hvdgloo-run top``, and with ``--page`` an address for browsers."""
@@ -380,7 +381,7 @@ class JobObserver:
         """Have all workers trace; return the number of their hosts. Called on any thread."""
         with self._lock:
             supervisor = self._supervisor
-            hosts = {seat.host for number, seat in self._seats.items() if number not in self._ends}
+            hosts = {worker.host for number, worker in self._placed.items() if number not in self._ends}
             hosts = {host for host in hosts if self._hosts.get(host) == "up"}
         if supervisor is None or not hosts or self._over:
             return 0

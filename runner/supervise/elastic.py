@@ -26,8 +26,8 @@ from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol.frames import Dying, Frame, Hello, Leaving, Require, Spawn, StopWorker
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
-from hvdgloo.runner.supervise.audience import Seat, SupervisionObserver
 from hvdgloo.runner.supervise.host_state import HostState
+from hvdgloo.runner.supervise.observers import PlacedWorker, SupervisionObserver
 from hvdgloo.runner.supervise.supervisor import Supervisor
 from hvdgloo.runner.supervise.survivors import Survivors
 from hvdgloo.runner.transport.base import Spawner
@@ -218,7 +218,7 @@ class ElasticSupervisor(Supervisor):
 
     def left_out(self, host: str) -> None:
         """Record that a host is not used for the time being."""
-        self.audience.host(host, "left out")
+        self.job_observers.host(host, "left out")
 
     def finish(self, ended: Ended) -> None:
         """End the job. Workers that were told to end have the usual time for that."""
@@ -269,12 +269,12 @@ class ElasticSupervisor(Supervisor):
         for worker, rank in assignment.ranks.items():
             if worker in self.workers:
                 self._ranks[self.workers[worker]] = rank
-        seats = [
-            Seat(self.workers[member.worker], rank, member.host, member.local_rank)
+        placed = [
+            PlacedWorker(self.workers[member.worker], rank, member.host, member.local_rank)
             for rank, member in enumerate(assignment.members)
             if member.worker in self.workers
         ]
-        self.audience.placed(assignment.epoch, seats)
+        self.job_observers.placed(assignment.epoch, placed)
 
     def _has_ended(self, link: Link, number: int, status: int, reason: str) -> None:
         link.release(number)
@@ -415,7 +415,7 @@ class ElasticSupervisor(Supervisor):
         self.admission.withdraw(visit)
         if not self.settled:
             visit.lost = True
-            self.audience.host(visit.name, "lost", reason)
+            self.job_observers.host(visit.name, "lost", reason)
             self.driver.host_lost(visit.name, reason)
 
     def _let_go(self, visit: Visit) -> None:
@@ -426,7 +426,7 @@ class ElasticSupervisor(Supervisor):
             return
         visit.parted, visit.admitted = True, False
         self.admission.withdraw(visit)
-        self.audience.host(visit.name, "left")
+        self.job_observers.host(visit.name, "left")
         if visit.state is not None:
             self._agents.offer(host_state.Finish(), [visit.state])
 

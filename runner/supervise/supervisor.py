@@ -48,10 +48,10 @@ from hvdgloo.runner.protocol.frames import (
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
 from hvdgloo.runner.supervise.agents import Agents
-from hvdgloo.runner.supervise.audience import Audience, Nobody, SupervisionObserver
 from hvdgloo.runner.supervise.first_failure import Verdict
 from hvdgloo.runner.supervise.host_state import HostState, Phase
 from hvdgloo.runner.supervise.init_watch import InitWatch
+from hvdgloo.runner.supervise.observers import JobObservers, NoObservers, SupervisionObserver
 from hvdgloo.runner.supervise.policy import Policy, describe_end
 from hvdgloo.runner.supervise.signal_handling import SignalHandling
 from hvdgloo.runner.supervise.startup import Startup
@@ -81,14 +81,14 @@ class Supervisor:
     A context manager: leaving it, in whatever way, ends everything that it started.
 
     Attributes:
-        audience: the observers of the job; must be set before the first host or worker appears.
+        job_observers: the observers of the job; must be set before the first host or worker appears.
     """
 
     def __init__(
         self, spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostState], job_id: str, observer: SupervisionObserver
     ) -> None:
         self.outcome = JobOutcome()
-        self.audience: Audience = Nobody()
+        self.job_observers: JobObservers = NoObservers()
         self._spec = spec
         self._spawner = spawner
         self._observer = observer
@@ -231,9 +231,9 @@ class Supervisor:
                 workers=workers,
             )
         )
-        self.audience.host(link.host.name, "up")
-        if self.audience.observe is not None:
-            link.channel.send(self.audience.observe)
+        self.job_observers.host(link.host.name, "up")
+        if self.job_observers.observe is not None:
+            link.channel.send(self.job_observers.observe)
         function = memoryview(self._spec.function or b"")
         for position in range(0, len(function), 4 * CHUNK):
             link.channel.send(Blob(bytes(function[position : position + 4 * CHUNK])))
@@ -393,7 +393,7 @@ class Supervisor:
 
     def lost(self, host: HostState, link: Link | None, text: str) -> None:
         """Record the loss of a host; ``text`` continues ``the agent on host h1 ...``."""
-        self.audience.host(host.name, "lost", f"its agent {text}")
+        self.job_observers.host(host.name, "lost", f"its agent {text}")
         self._verdict.gone(link.workers if link is not None else ())
         self.fail(Failure(None, host.name, 1, f"the agent on host {host.name} {text}"))
         self._finish_if_over()
@@ -418,7 +418,7 @@ class Supervisor:
         link.owe(frame)
 
     def _on_observed(self, link: Link, frame: Frame) -> None:
-        self.audience.reported(link.host.name, frame)
+        self.job_observers.reported(link.host.name, frame)
 
     def _on_foreign_mpi(self, link: Link, frame: ForeignMpi) -> None:
         size = sum(len(each.workers) for each in self.links)
@@ -432,7 +432,7 @@ class Supervisor:
                 link.channel.send(frame)
 
     def _on_spawned(self, link: Link, frame: Spawned) -> None:
-        self.audience.spawned(frame.number, frame.pid)
+        self.job_observers.spawned(frame.number, frame.pid)
         self._verdict.spawned(frame.number, frame.pid)
         if self._spec.verbose:
             self._observer.notice(f"rank {frame.number} is process {frame.pid} on {link.host.name}")
@@ -451,7 +451,7 @@ class Supervisor:
 
     def _report_end(self, number: int, status: int, reason: str) -> None:
         """Report that a worker has ended, or could not be started. Once the end is decided, workers end on request."""
-        self.audience.ended(number, status, "" if self._verdict.settled else reason)
+        self.job_observers.ended(number, status, "" if self._verdict.settled else reason)
 
     def _has_ended(self, link: Link, number: int, status: int, reason: str) -> None:
         """Continue after the end of a worker, of which the policy knows."""

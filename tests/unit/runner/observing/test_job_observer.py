@@ -25,18 +25,18 @@ from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Views
 from hvdgloo.runner.observing.job_observer import JobObserver
 from hvdgloo.runner.protocol.frames import Observe, Observed, TraceSteps, Tracing
-from hvdgloo.runner.supervise.audience import Seat
+from hvdgloo.runner.supervise.observers import PlacedWorker
 from tests.support.launching import wait_for
 
 EXITED = JobOutcome(Failure(1, "h2", 3, "exited with status 3"))
-SEATS = [Seat(0, 0, "h1", 0), Seat(1, 1, "h2", 0)]
+SEATS = [PlacedWorker(0, 0, "h1", 0), PlacedWorker(1, 1, "h2", 0)]
 
 
 class Played:
     """A supervisor, as far as those who look at the job need it."""
 
     def __init__(self) -> None:
-        self.audience: Any = None
+        self.job_observers: Any = None
         self.observing: list[Observe] = []
         self.tracing: list[TraceSteps] = []
 
@@ -283,7 +283,7 @@ def test_ranks_of_an_elastic_job_belong_to_the_present_epoch(stage: Stage) -> No
     with stage.show(page=("127.0.0.1", 0)) as job_observer:
         stage.start(job_observer)
         job_observer.ended(0, -9, "was killed by signal 9 (SIGKILL)")
-        job_observer.placed(1, [Seat(1, 0, "h2", 0), Seat(7, 1, "h2", 1)])
+        job_observer.placed(1, [PlacedWorker(1, 0, "h2", 0), PlacedWorker(7, 1, "h2", 1)])
         job_observer.spawned(7, 700)
         job_observer.output(1, 1, b"I am rank 0 now\n")
         job_observer.conclude(JobOutcome(), "")
@@ -299,7 +299,7 @@ def test_a_restart_is_an_event_and_begins_again(stage: Stage) -> None:
         job_observer.ended(0, 1, "exited with status 1")
         again = Played()
         job_observer.attend(cast(Any, again), "restart 1: rank 0 exited with status 1")
-        assert again.audience is job_observer
+        assert again.job_observers is job_observer
         job_observer.placed(0, SEATS)
         assert states(job_observer) == ["starting", "starting"]
         assert "restart 1: rank 0 exited with status 1" in [event.text for event in snapshot(job_observer).events]

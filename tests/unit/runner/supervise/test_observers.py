@@ -25,9 +25,9 @@ from hvdgloo.runner.protocol.frames import (
 )
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import Link
-from hvdgloo.runner.supervise.audience import Seat
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
+from hvdgloo.runner.supervise.observers import PlacedWorker
 from hvdgloo.runner.supervise.supervisor import Supervisor
 from tests.unit.runner.supervise.test_elastic import Command, Nothing
 
@@ -44,8 +44,8 @@ class Onlooker:
     def host(self, name: str, state: str, reason: str = "") -> None:
         self.told.append(("host", name, state, reason))
 
-    def placed(self, epoch: int, seats: Sequence[Seat]) -> None:
-        self.told.append(("placed", epoch, *seats))
+    def placed(self, epoch: int, workers: Sequence[PlacedWorker]) -> None:
+        self.told.append(("placed", epoch, *workers))
 
     def spawned(self, number: int, pid: int) -> None:
         self.told.append(("spawned", number, pid))
@@ -96,7 +96,7 @@ def onlooker() -> Onlooker:
 def fixed(onlooker: Onlooker) -> Iterator[Supervisor]:
     observer = cast(Any, Nothing())
     made = Supervisor(SPEC, cast(Any, Nothing()), [], "job", observer)
-    made.audience = onlooker
+    made.job_observers = onlooker
     yield made
     for link in made._agents.links:
         link.close()
@@ -111,7 +111,7 @@ def elastic(onlooker: Onlooker) -> Iterator[ElasticSupervisor]:
     )
     made.driver = made.admission = nothing
     made.on_start = lambda: None
-    made.audience = onlooker
+    made.job_observers = onlooker
     yield made
     for link in made._agents.links:
         link.close()
@@ -170,7 +170,7 @@ def test_a_lost_host_is_told_with_the_reason(fixed: Supervisor, onlooker: Onlook
     assert onlooker.told == [("host", "h1", "lost", "its agent was killed by signal 9 (SIGKILL)")]
 
 
-def test_what_agents_observe_reaches_the_audience(fixed: Supervisor, onlooker: Onlooker) -> None:
+def test_what_agents_observe_reaches_the_job_s_observers(fixed: Supervisor, onlooker: Onlooker) -> None:
     link = ready(fixed)
     for frame in (Observed([b"one"]), Tracing(1, 2), Traced(1, 0, b"data", True)):
         fixed.received(link, frame)
@@ -180,7 +180,7 @@ def test_what_agents_observe_reaches_the_audience(fixed: Supervisor, onlooker: O
 def test_ranks_of_an_elastic_job_are_told_with_each_epoch(elastic: ElasticSupervisor, onlooker: Onlooker) -> None:
     elastic.workers.update({"a": 0, "b": 1, "c": 2})
     elastic._on_placed(Assignment(3, (Member("c", "h2", 0, 0), Member("a", "h1", 1, 1), Member("gone", "h1", 0, 0))))
-    assert onlooker.told == [("placed", 3, Seat(2, 0, "h2", 0), Seat(0, 1, "h1", 1))]
+    assert onlooker.told == [("placed", 3, PlacedWorker(2, 0, "h2", 0), PlacedWorker(0, 1, "h1", 1))]
 
 
 def test_a_host_of_an_elastic_job_leaves_when_nothing_runs_there_any_more(

@@ -27,7 +27,7 @@ class SupervisionObserver(Protocol):
 
 
 @dataclass(frozen=True)
-class Seat:
+class PlacedWorker:
     """A worker's host and rank."""
 
     number: int
@@ -36,7 +36,7 @@ class Seat:
     local_rank: int
 
 
-class Audience(Protocol):
+class JobObservers(Protocol):
     """The observers of a job. None of these methods may block.
 
     Attributes:
@@ -48,7 +48,7 @@ class Audience(Protocol):
     def host(self, name: str, state: str, reason: str = "") -> None:
         """Report that a host is "up", is "left out" for the time being, was "lost", or has "left" the job."""
 
-    def placed(self, epoch: int, seats: Sequence[Seat]) -> None:
+    def placed(self, epoch: int, workers: Sequence[PlacedWorker]) -> None:
         """Report the workers that form an epoch of the job; a job of a fixed size has only one epoch."""
 
     def spawned(self, number: int, pid: int) -> None:
@@ -61,13 +61,13 @@ class Audience(Protocol):
         """Report an agent's observations of its host, or its workers' traces."""
 
 
-class Nobody:
+class NoObservers:
     """No observers."""
 
     observe: Observe | None = None
 
     def host(self, name: str, state: str, reason: str = "") -> None: ...
-    def placed(self, epoch: int, seats: Sequence[Seat]) -> None: ...
+    def placed(self, epoch: int, workers: Sequence[PlacedWorker]) -> None: ...
     def spawned(self, number: int, pid: int) -> None: ...
     def ended(self, number: int, status: int | None, reason: str) -> None: ...
     def reported(self, host: str, frame: Frame) -> None: ...
