@@ -60,7 +60,7 @@ from hvdgloo.rendezvous._elastic.events import (
 from hvdgloo.rendezvous._elastic.hosts import shortened
 from hvdgloo.rendezvous._elastic.newcomers import Newcomers
 from hvdgloo.rendezvous._elastic.phases import NEXT, SAY_SOON, Phase, PhaseTracker
-from hvdgloo.rendezvous._elastic.pool import NOBODY, Pool, listed
+from hvdgloo.rendezvous._elastic.pool import NO_MEMBERS, Pool, listed
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
 
 ACCUSED_TIME = 2.0
@@ -257,7 +257,7 @@ class ElasticJob:
             self._phases.patience = self._now + self.rules.elastic_timeout
         worker = self._pool.meet(event)
         known = event.after == self.assignment.epoch and self._pool.is_free(event.rank)
-        if event.after >= 0 and (self.assignment is NOBODY or known):
+        if event.after >= 0 and (self.assignment is NO_MEMBERS or known):
             worker.stage, worker.rank, worker.epoch = Stage.MEMBER, event.rank or 0, event.after
             self._pool.epoch = max(self._pool.epoch, event.after)
             self._pool.ran = True

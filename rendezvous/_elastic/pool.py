@@ -18,7 +18,7 @@ SHORTEST_REST, LONGEST_REST = 0.5, 5.0
 """Seconds for which a slot stays empty after its second failure in a row before training, and from the fifth on, so
 that a program that fails at its start is not started as fast as it fails."""
 
-NOBODY = Assignment(-1, ())
+NO_MEMBERS = Assignment(-1, ())
 """Assignment before the first epoch."""
 
 UNHEARD = Member("", "", 0, 0)
@@ -50,7 +50,7 @@ class Pool:
         limit = rules.failures_per_host if rules.launched else 1 << 30
         self.hosts = Hosts(limit, rules.cooldown, chance)
         self.workers: dict[str, Worker] = {}
-        self.assignment = NOBODY
+        self.assignment = NO_MEMBERS
         self.epoch = -1
         self.is_recalled = False
         self.ran = False
@@ -84,7 +84,7 @@ class Pool:
 
     def recall(self, event: Recalled) -> bool:
         """Record a member of an epoch that an earlier server formed; return False if it is too late."""
-        if self.assignment is NOBODY:
+        if self.assignment is NO_MEMBERS:
             self.assignment = Assignment(event.epoch, (UNHEARD,) * event.size)
             self.is_recalled = True
             self.epoch = max(self.epoch, event.epoch)
@@ -104,7 +104,7 @@ class Pool:
         """Forget the epoch that an earlier server formed, and its members."""
         for worker in self.members():
             del self.workers[worker.id]
-        self.assignment, self.is_recalled = NOBODY, False
+        self.assignment, self.is_recalled = NO_MEMBERS, False
 
     def is_free(self, rank: int | None) -> bool:
         """Return whether no member with this rank has been heard from yet."""
