@@ -131,7 +131,7 @@ test-all: check test
 # target, so that one is made while the tests of another run. The targets that take longest come first.
 test-others: $(READY)
 	+$(SIDE_BY_SIDE) test-tensorflow test-spark test-extended test-spark-3.5 test-pygloo test-mxnet $(PYTHON_TARGETS) \
-	    test-packaging test-page test-docs
+	    test-packaging test-page test-docs test-torch-distributed
 
 # More planes, more hosts, more accidents and more input than in `make test` (tests/support/selection.py).
 test-extended: $(READY)
@@ -234,7 +234,7 @@ test-gpu: $(READY_GPU)
 # torch's own tests of torch.distributed, from its wheel: on the backend hvdgloo, and on gloo under HVDGLOO_AS_GLOO=1. WAYS=gloo
 # runs them on torch's own gloo, for comparison.
 test-torch-distributed: $(READY)
-	$(BIN)/python -m tests.torch_suite $(WAYS)
+	$(BIN)/python -m tests.torch_suite --jobs $(OVERLAPPING) $(WAYS)
 
 # Not part of the tests: libraries that use Horovod or torch.distributed, each in an environment of its own
 # (docs/compatibility.md). CLIENTS="itwinai open_clip" runs these only.

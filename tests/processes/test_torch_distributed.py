@@ -429,7 +429,7 @@ while not os.path.exists(os.environ["JOB_FOLDER"] + "/over"):
     assert re.search(
         r"all_reduce\(SUM, 3 x float32\) in the default process group has waited for rank 1 \(host", warning
     )
-    assert re.search(r"rank 1 \(host \S+, pid \d+\) did not come within 2 s", error), error
+    assert re.search(r"rank 1 \(host \S+, pid \d+\) did not come within the timeout of 2 s", error), error
 
 
 def test_ranks_that_never_call_a_group_s_first_operation_are_named(tmp_path: Path) -> None:
@@ -446,7 +446,84 @@ if rank != 1:
         tmp_path,
     )
     for rank in (0, 2):
-        assert "rank 1 did not call this group's first operation within 1 s" in outputs[rank], outputs
+        assert "rank 1 did not call this group's first operation within the timeout of 1 s" in outputs[rank], outputs
+
+
+def test_timeouts_of_a_call_and_of_a_wait_hold_for_a_group_s_first_operation_as_well(tmp_path: Path) -> None:
+    outputs = run(
+        2,
+        """
+begin(timeout=timedelta(seconds=50))
+options = dist.BarrierOptions()
+options.timeout = timedelta(seconds=1)
+if rank == 0:
+    for call in (
+        lambda: dist.new_group([0, 1]).barrier(options).wait(),
+        lambda: dist.new_group([0, 1]).barrier(timeout=timedelta(seconds=1)).wait(),
+    ):
+        began = time.monotonic()
+        try:
+            call()
+        except dist.DistBackendError as error:
+            print(error, flush=True)
+        assert time.monotonic() - began < 10
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    try:
+        work.wait(timedelta(seconds=0.5))
+    except dist.DistBackendError as error:
+        print(error, flush=True)
+    assert time.monotonic() - began < 15
+    open(os.environ["JOB_FOLDER"] + "/over", "w").close()
+    work.wait()
+else:
+    dist.new_group([0, 1]), dist.new_group([0, 1])
+    while not os.path.exists(os.environ["JOB_FOLDER"] + "/over"):
+        time.sleep(0.01)
+    dist.all_reduce(torch.ones(1))
+""",
+        tmp_path,
+    )
+    assert "has not ended within this wait's timeout" in outputs[0], outputs
+    assert outputs[0].count("rank 1 did not call this group's first operation within the timeout of 1 s") == 2, outputs
+
+
+def test_a_monitored_barrier_names_the_ranks_that_are_missing_and_leaves_the_group_as_it_is(tmp_path: Path) -> None:
+    outputs = run(
+        4,
+        """
+begin(timeout=timedelta(seconds=50))
+group = dist.group.WORLD
+def reached(**options):
+    try:
+        group.monitored_barrier(**options)
+    except dist.DistBackendError as error:
+        print(error, flush=True)
+    else:
+        print("passed", flush=True)
+reached()  # the group's first call
+if rank in (0, 3):
+    reached(timeout=timedelta(seconds=0.5))
+dist.all_reduce(tensor := torch.ones(1))
+assert tensor.item() == size
+if rank == 0:
+    reached(timeout=0.2, wait_all_ranks=True)
+dist.barrier()
+if rank != 0:
+    reached(timeout=0.2)  # too late for rank 3's first failure, and for all of the second
+""",
+        tmp_path,
+    )
+    lines = [output.splitlines() for output in outputs]
+    assert all(of_one[0] == "passed" for of_one in lines), outputs
+    assert "Rank 1 failed to pass monitoredBarrier in 500 ms" in lines[0][1]
+    assert "Ranks 1, 2, 3 failed to pass monitoredBarrier in 200 ms" in lines[0][2]
+    reached = (
+        "Rank 3 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0"
+    )
+    assert reached in lines[3][1], outputs
+    assert "Rank 1 failed to pass" in lines[3][1], outputs
+    assert "Rank 1 failed to pass" in lines[1][1], outputs
+    assert "Ranks 1, 2, 3 failed to pass" in lines[3][2], outputs
 
 
 def test_groups_leave_nothing_behind_and_can_be_made_again(tmp_path: Path) -> None:

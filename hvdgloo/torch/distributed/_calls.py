@@ -137,16 +137,13 @@ class GroupCalls:
         return True
 
     def barrier(self, opts: Options = None, timeout: timedelta | None = None) -> Work:
+        opts = opts or Defaults(timeout=timeout)
         call = Call("barrier")
         if self._at_once(call, 0, opts, lambda small, wait: small.barrier(wait)):
             return FINISHED
         here = torch.zeros(1, dtype=torch.uint8, device="cpu")
         buffer = _tensors.numbers(here)
         return self._add(call, lambda backend: backend.allreduce(buffer, ReduceOp.MAX), None, [here], opts)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have called it; the error names those that have not."""
-        self.barrier(Defaults(timeout=timeout)).wait()
 
     # Calls within torch.distributed._coalescing_manager begin one by one.
 

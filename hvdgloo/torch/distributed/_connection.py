@@ -325,7 +325,7 @@ def _exchange(
 
 def _not_there(missing: Sequence[int], timeout: float) -> BackendError:
     ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-    return BackendError(f"{ranks} did not call this group's first operation within {timeout:g} s")
+    return BackendError(f"{ranks} did not call this group's first operation within the timeout of {timeout:g} s")
 
 
 def _topology(found: Sequence[dict[str, Any]]) -> tuple[Topology, bool]:

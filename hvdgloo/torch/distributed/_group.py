@@ -25,6 +25,7 @@ from hvdgloo.config import Config
 from hvdgloo.torch.distributed import _record, _tensors
 from hvdgloo.torch.distributed._connection import Connection
 from hvdgloo.torch.distributed._messages import Messages
+from hvdgloo.torch.distributed._monitored import MonitoredBarriers
 from hvdgloo.torch.distributed._queue import OperationQueue
 from hvdgloo.torch.distributed._record import Record
 from hvdgloo.torch.distributed._reductions import Reductions
@@ -64,10 +65,13 @@ class HvdglooProcessGroup(Reductions, Transfers, _ProcessGroup):  # type: ignore
         queue = OperationQueue(
             label,
             None if counters is None else Record(counters, label),
-            lambda cancelled: Connection(PrefixStore("all", self._store), rank, size, label, self._seconds, cancelled),
+            lambda seconds, cancelled: Connection(
+                PrefixStore("all", self._store), rank, size, label, seconds, cancelled
+            ),
         )
         Reductions.__init__(self, queue, rank, size, timeout.total_seconds())
         self._messages = Messages(self._store, rank, size, label, self._seconds, counters)
+        self._monitored = MonitoredBarriers(self._store, rank, size, self._queue.check_peers)
         _groups.add(self)
         _not_shut.add(self._queue)
 
@@ -136,6 +140,10 @@ class HvdglooProcessGroup(Reductions, Transfers, _ProcessGroup):  # type: ignore
         self._seconds = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
+
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until all ranks have called it; the error names those that have not."""
+        self._monitored.wait(self._seconds if timeout is None else timeout, wait_all_ranks)
 
     def abort(self) -> None:
         self._queue.abort()

@@ -74,9 +74,9 @@ class Messages:
             store = PrefixStore(f"messages/{self.rank}to{to}", self._store)
             label = f"messages from rank {self.rank} to rank {to} of {self.label}"
 
-            def connect(cancelled: Any) -> Connection:
+            def connect(seconds: float, cancelled: Any) -> Connection:
                 store.set(_OPEN, "1")
-                return Connection(store, _SENDER, 2, label, self.seconds, cancelled, names=(self.rank, to))
+                return Connection(store, _SENDER, 2, label, seconds, cancelled, names=(self.rank, to))
 
             record = None if self.record is None else Record(self.record.counters, self.label)
             queue = self._outgoing[to] = OperationQueue(label, record, connect)

@@ -39,6 +39,9 @@ _HEAD_START = 0.0002
 """Seconds for which a group's thread leaves an operation to its caller. Most callers come to wait at once, and a switch
 between threads takes longer than a small operation."""
 
+_LOOK = 0.001
+"""Seconds between looks at a connection that another thread makes."""
+
 _CLOSING_SECONDS = 5.0
 
 _guard = threading.Lock()
@@ -203,11 +206,14 @@ class OperationQueue:
     Args:
         label: of the group, for messages.
         record: counts what has ended; None to count nothing.
-        connect: connects the group's ranks, when its first operation is carried out; is handed a function to poll
+        connect: connects the group's ranks, when its first operation is carried out; is handed that operation's
+            timeout in seconds, and a function to poll
             whether to give up.
     """
 
-    def __init__(self, label: str, record: Record | None, connect: Callable[[Callable[[], bool]], Connection]) -> None:
+    def __init__(
+        self, label: str, record: Record | None, connect: Callable[[float, Callable[[], bool]], Connection]
+    ) -> None:
         self.label, self.record = label, record
         self._connect = connect
         self.connection: Connection | None = None
@@ -278,6 +284,8 @@ class OperationQueue:
 
     def _carry_out_until(self, operation: Operation, deadline: float | None) -> None:
         while not operation.has_ended():
+            if deadline is not None and not self._connected_by(deadline):
+                raise self._still_waiting(operation)
             if deadline is None:
                 self.carrying_out.acquire()
             elif not self.carrying_out.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -293,6 +301,20 @@ class OperationQueue:
                 self.carrying_out.release()
                 interrupts.release(held)
             first.settle()
+
+    def _connected_by(self, deadline: float) -> bool:
+        """Leave it to the group's thread to connect the ranks, since this cannot be left half done.
+
+        Returns:
+            False if that has neither succeeded nor failed by the deadline.
+        """
+        if self.connection is None and self.failure is None:
+            self.wake()
+        while self.connection is None and self.failure is None:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK)
+        return True
 
     def _still_waiting(self, operation: Operation) -> Exception:
         return dist.DistBackendError(
@@ -326,7 +348,7 @@ class OperationQueue:
         try:
             if self.failure is not None:
                 raise BackendError(f"the group failed before: {self.failure}")
-            connection = self.connect()
+            connection = self.connect(operation.seconds)
             if operation.work is None:
                 assert operation.start is not None
                 operation.begun = time.monotonic()
@@ -369,17 +391,31 @@ class OperationQueue:
             connection.check_peers()
         return True
 
-    def connect(self) -> Connection:
+    def connect(self, seconds: float) -> Connection:
         """Return the connection of the group's ranks, which the first call makes.
+
+        Args:
+            seconds: within which the other ranks must arrive.
 
         Raises:
             HvdglooError: they could not be connected.
         """
         if self.connection is None:
-            self.connection = self._connect(lambda: self._aborted)
+            self.connection = self._connect(seconds, lambda: self._aborted)
             if self.record is not None:
                 self.record.connected(self.connection)
         return self.connection
+
+    def check_peers(self) -> None:
+        """Check that no process of the group has ended, as far as the ranks are connected.
+
+        Raises:
+            DistBackendError: some process has ended; it names them.
+        """
+        connection = self.connection
+        ended = connection.peers.ended() if connection is not None else []
+        if connection is not None and ended:
+            raise dist.DistBackendError(f"hvdgloo: {self.label}: {connection.describe(ended)} has ended")
 
     def fail(self, call: Call, failure: BaseException) -> Exception:
         """Take note that an operation has failed: no later one of the group can succeed.
@@ -497,7 +533,7 @@ class Lookout:
         waited = time.monotonic() - self.began
         if waited >= self._seconds:
             who = connection.describe(connection.late())
-            raise BackendError(f"{who or 'another rank'} did not come within {self._seconds:g} s")
+            raise BackendError(f"{who or 'another rank'} did not come within the timeout of {self._seconds:g} s")
         if not self._warned and 0 < connection.stall_warning_time <= waited:
             self._warned = True
             who = connection.describe(connection.late())
