@@ -26,7 +26,7 @@ from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.network.probe import LAUNCHER, Answer, ProbeListener, ProbeResult
 from hvdgloo.runner.network_discovery import SETTLE_SECONDS, is_here, loopback_of, probe_timeout
 from hvdgloo.runner.protocol.frames import Probe, Probed, Relay, Relaying, Survey, Surveyed
-from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.relayed import RelayedConnections
 
@@ -63,7 +63,7 @@ class _Host:
     """
 
     visit: Visit
-    link: Link
+    link: AgentLink
     number: int
     until: float
     since: float = math.inf
@@ -318,10 +318,10 @@ class Admission:
 
     # Frames.
 
-    def _host_of(self, link: Link) -> _Host | None:
+    def _host_of(self, link: AgentLink) -> _Host | None:
         return next((host for host in self._hosts.values() if host.link is link), None)
 
-    def _on_surveyed(self, link: Link, frame: Surveyed) -> None:
+    def _on_surveyed(self, link: AgentLink, frame: Surveyed) -> None:
         host = self._host_of(link)
         if host is None:
             return
@@ -342,7 +342,7 @@ class Admission:
         there = [other.reached for other in self._hosts.values() if other is not host and other.reached is not None]
         return any(not reached.address.loopback for reached in there)
 
-    def _on_relaying(self, link: Link, frame: Relaying) -> None:
+    def _on_relaying(self, link: AgentLink, frame: Relaying) -> None:
         host = self._host_of(link)
         if host is None or host.relayed is None or host.reached is not None:
             return
@@ -351,7 +351,7 @@ class Admission:
         else:
             self._admit(host, Reached(host.relayed, host.visit.hello.loopback, frame.port))
 
-    def _on_probed(self, link: Link, frame: Probed) -> None:
+    def _on_probed(self, link: AgentLink, frame: Probed) -> None:
         host = self._host_of(link)
         if self._round is None or host is None or host.number not in self._round.indices:
             return

@@ -20,7 +20,7 @@ from hvdgloo.runner.network.addressing import Placement, Reports, Server
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.network.probe import LAUNCHER, Answer, ProbeListener, ProbeResult, ProbeTarget
 from hvdgloo.runner.protocol.frames import Hello, Probe, Probed, ProbesEnd, Survey, Surveyed
-from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.supervisor import Supervisor
 
 
@@ -65,7 +65,7 @@ def discover(supervisor: Supervisor, spec: LaunchSpec) -> DiscoveredNetwork:
         JobFailedError: a signal interrupted it.
     """
     links = supervisor.links
-    first: dict[str, Link] = {}
+    first: dict[str, AgentLink] = {}
     for link in links:
         first.setdefault(link.host.machine, link)
     # Of several agents on one machine, one reports for all.
@@ -103,7 +103,7 @@ def is_here(hello: Hello) -> bool:
     return hello.identity == host_identity() and ports.is_held(hello.port)
 
 
-def _alone(supervisor: Supervisor, spec: LaunchSpec, links: Sequence[Link]) -> DiscoveredNetwork:
+def _alone(supervisor: Supervisor, spec: LaunchSpec, links: Sequence[AgentLink]) -> DiscoveredNetwork:
     """Choose the address for a job on one host, or on several names of this one."""
     first = _hello(links[0])
     server = Server.LAUNCHER if is_here(first) else Server.FIRST_HOST
@@ -117,7 +117,7 @@ def _alone(supervisor: Supervisor, spec: LaunchSpec, links: Sequence[Link]) -> D
     return DiscoveredNetwork(Placement((address,) * len(links), server, address.address), port)
 
 
-def _hello(link: Link) -> Hello:
+def _hello(link: AgentLink) -> Hello:
     assert link.hello is not None, "addresses are chosen once all agents are up"
     return link.hello
 
@@ -129,7 +129,7 @@ class _Discovery:
         links: links to the agents that report and probe.
     """
 
-    def __init__(self, supervisor: Supervisor, spec: LaunchSpec, links: Sequence[Link]) -> None:
+    def __init__(self, supervisor: Supervisor, spec: LaunchSpec, links: Sequence[AgentLink]) -> None:
         self._supervisor = supervisor
         self._links = links
         self._network = spec.network
@@ -259,10 +259,10 @@ class _Discovery:
         if lost:
             raise LaunchError(f"the agent on {', '.join(lost)} was lost while addresses were tested")
 
-    def _on_surveyed(self, link: Link, frame: Surveyed) -> None:
+    def _on_surveyed(self, link: AgentLink, frame: Surveyed) -> None:
         self._surveyed[self._links.index(link)] = frame
 
-    def _on_probed(self, link: Link, frame: Probed) -> None:
+    def _on_probed(self, link: AgentLink, frame: Probed) -> None:
         source = self._links.index(link)
         for (host, address, _), (own, who, detail, outcome) in frame.answers:
             self._answers[source, host, address] = Answer(ProbeResult(outcome), own, who, detail)

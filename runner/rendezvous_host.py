@@ -22,7 +22,7 @@ from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.network.addressing import Placement, Server
 from hvdgloo.runner.protocol.frames import AskServed, Serve, Served
-from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.init_watch import Arrivals
 from hvdgloo.runner.supervise.supervisor import Supervisor
 
@@ -193,7 +193,7 @@ class _Beside:
         self._first.channel.send(AskServed(self._asked))
         return self._asked
 
-    def _on_served(self, link: Link, frame: Served) -> None:
+    def _on_served(self, link: AgentLink, frame: Served) -> None:
         message = frame.message
         if isinstance(message, Listening):
             self._endpoint = parse_endpoint(message.endpoints[0])

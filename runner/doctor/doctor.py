@@ -40,7 +40,7 @@ from hvdgloo.runner.network.addressing import Reports
 from hvdgloo.runner.network_discovery import explore
 from hvdgloo.runner.protocol.frames import Examine, Examined, Hello, Require
 from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, passed_on
-from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.host_state import HostState, Lost
 from hvdgloo.runner.supervise.startup import Startup
 from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
@@ -130,7 +130,7 @@ class _Supervisor(Supervisor):
         self.left_out.update(startup.reasons())
         self._agents.release([link for link in self.links if link.gone])
 
-    def lost(self, host: HostState, link: Link | None, text: str) -> None:
+    def lost(self, host: HostState, link: AgentLink | None, text: str) -> None:
         """Leave out a host that is lost."""
         self.left_out[host.host] = f"its agent {text}"
 
@@ -173,7 +173,7 @@ class _Observer:
 def _look_round(supervisor: Supervisor, spec: LaunchSpec, spawner: Spawner, round_: _Round) -> None:
     """Have each agent examine its host."""
 
-    def on_examined(link: Link, frame: Examined) -> None:
+    def on_examined(link: AgentLink, frame: Examined) -> None:
         answer = round_.answers[link.host]
         answer.received, answer.examined = time.time(), frame
 

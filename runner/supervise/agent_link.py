@@ -16,7 +16,7 @@ _ACKNOWLEDGE = 64 * 1024  # bytes of output for which credit is given at once
 _HELD_BACK = 200  # lines kept of what arrives before an agent can be used
 
 
-class Link:
+class AgentLink:
     """A command, its streams, and what came from them. Only ``state`` has the host's progress.
 
     Args:

@@ -40,7 +40,7 @@ from hvdgloo.runner.protocol.frames import (
     Sweep,
 )
 from hvdgloo.runner.supervise import host_state
-from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.host_state import Action, Event, HostState, Phase
 from hvdgloo.runner.supervise.startup import Startup
 from hvdgloo.runner.transport.base import Spawner
@@ -64,19 +64,19 @@ class Job(Protocol):
     def notice(self, text: str) -> None:
         """Show a notice to the user."""
 
-    def usable(self, link: Link) -> None:
+    def usable(self, link: AgentLink) -> None:
         """Use an agent that is up, on a host that has everything that workers need."""
 
     def unusable(self, host: HostState) -> None:
         """Give up a host on which no agent can be used; its ``failure`` has the reason."""
 
-    def received(self, link: Link, frame: Frame) -> None:
+    def received(self, link: AgentLink, frame: Frame) -> None:
         """Process an agent's frame that concerns its workers."""
 
-    def ended(self, link: Link) -> None:
+    def ended(self, link: AgentLink) -> None:
         """Record that an agent has ended in order."""
 
-    def lost(self, host: HostState, link: Link | None, text: str) -> None:
+    def lost(self, host: HostState, link: AgentLink | None, text: str) -> None:
         """Record the loss of a host; ``text`` continues ``the agent on host h1 ...``."""
 
 
@@ -107,8 +107,8 @@ class Agents:
         self._job = job
         self._numbers = {host: number for number, host in enumerate(self.hosts)}
         self._next_number = len(self.hosts)
-        self._links: dict[HostState, Link] = {}
-        self._past: list[Link] = []
+        self._links: dict[HostState, AgentLink] = {}
+        self._past: list[AgentLink] = []
         self._startup: Startup | None = None
         self._required: Callable[[HostEntry], Require] | None = None
         self._open = False
@@ -128,7 +128,7 @@ class Agents:
     # Called by the supervisor.
 
     @property
-    def links(self) -> list[Link]:
+    def links(self) -> list[AgentLink]:
         """The current ends, in order of hosts."""
         return [self._links[host] for host in self.hosts if host in self._links]
 
@@ -140,7 +140,7 @@ class Agents:
         """Return a host's number among all hosts that the job ever had."""
         return self._numbers[host]
 
-    def link(self, host: HostState) -> Link | None:
+    def link(self, host: HostState) -> AgentLink | None:
         """Return the launcher's end of a host's agent, if there is one."""
         return self._links.get(host)
 
@@ -216,7 +216,7 @@ class Agents:
             if not link.gone:
                 link.channel.send(frame)
 
-    def release(self, links: Iterable[Link]) -> None:
+    def release(self, links: Iterable[AgentLink]) -> None:
         """Release hosts that the job does not use."""
         for link in links:
             link.close()
@@ -252,7 +252,7 @@ class Agents:
             elif late is not None:
                 self.happen(host, late)
 
-    def _excused(self, link: Link) -> bool:
+    def _excused(self, link: AgentLink) -> bool:
         """Tell whether a silent agent has been kept from running, or has run in the meantime after all."""
         if link.stream.starved():
             return True
@@ -280,7 +280,7 @@ class Agents:
 
     # Data from hosts.
 
-    def _on_readable(self, link: Link) -> None:
+    def _on_readable(self, link: AgentLink) -> None:
         if not link.listening:
             return  # it was lost while this event was pending
         host = link.state
@@ -302,7 +302,7 @@ class Agents:
             self.offer(host_state.SweepFailed(link.last_words or "the connection ended"), [host])
             self.offer(host_state.StreamEnded(), [host])
 
-    def _on_item(self, link: Link, item: Frame | Noise) -> None:
+    def _on_item(self, link: AgentLink, item: Frame | Noise) -> None:
         host = link.state
         if isinstance(item, Noise):
             self._on_lines(link, link.keep(item.data))
@@ -319,14 +319,14 @@ class Agents:
         elif host.phase not in host_state.SECOND:
             self._job.received(link, item)
 
-    def _greeted(self, link: Link, hello: Hello) -> None:
+    def _greeted(self, link: AgentLink, hello: Hello) -> None:
         if (hello.protocol, hello.version) != (PROTOCOL, __version__):
             self._reject(link, Diagnosis(Cause.VERSION, other_version(hello.version, self._spec.reach.python)))
             return
         link.hello = hello
         self.happen(link.state, host_state.Greeted())
 
-    def _checked(self, link: Link, diagnosis: Diagnosis | None) -> None:
+    def _checked(self, link: AgentLink, diagnosis: Diagnosis | None) -> None:
         """Proceed after the agent has checked the workers' requirements."""
         if diagnosis is not None:
             self._reject(link, diagnosis)
@@ -337,12 +337,12 @@ class Agents:
         self.happen(link.state, host_state.Checked(detail))
         self._job.usable(link)
 
-    def _reject(self, link: Link, diagnosis: Diagnosis) -> None:
+    def _reject(self, link: AgentLink, diagnosis: Diagnosis) -> None:
         """Reject an agent whose host cannot be used."""
         link.channel.send(Finish())
         self._unusable(link, diagnosis, time.monotonic())
 
-    def _judge(self, host: HostState, link: Link, now: float) -> None:
+    def _judge(self, host: HostState, link: AgentLink, now: float) -> None:
         """Judge a command whose stream has ended without a goodbye, once its exit status is known."""
         status = link.stream.poll()
         if status is None and now < host.deadline and not self._job.settled:
@@ -353,7 +353,7 @@ class Agents:
         elif self._startup is not None:
             self._unusable(link, self._spawner.diagnose(host.host, Ending(status, tuple(link.stderr))), now)
 
-    def _unusable(self, link: Link, diagnosis: Diagnosis, now: float) -> None:
+    def _unusable(self, link: AgentLink, diagnosis: Diagnosis, now: float) -> None:
         assert self._startup is not None, "the start-up goes on while hosts are starting up"
         if diagnosis.cause is Cause.OTHER or self._spec.verbose:
             self._show_held_back(link)  # the diagnosis tells less
@@ -361,17 +361,17 @@ class Agents:
         if link.state.phase is Phase.FAILED:
             self._job.unusable(link.state)
 
-    def _on_lines(self, link: Link, lines: list[str]) -> None:
+    def _on_lines(self, link: AgentLink, lines: list[str]) -> None:
         if link.hello is None or link.state.starting_up:
             link.hold_back(lines)
         else:
             self._say(link, lines)
 
-    def _show_held_back(self, link: Link) -> None:
+    def _show_held_back(self, link: AgentLink) -> None:
         self._say(link, link.held_back)
         link.held_back.clear()
 
-    def _say(self, link: Link, lines: Iterable[str]) -> None:
+    def _say(self, link: AgentLink, lines: Iterable[str]) -> None:
         for line in lines:
             if not line.startswith(LAST_WORDS):  # they are part of the message about the agent's loss
                 self._job.notice(f"[{link.host.name}] {line}")
@@ -380,7 +380,7 @@ class Agents:
 
     def _connect(self, host: HostState) -> None:
         """Start the command for a host, and listen to it."""
-        link = Link(host, self._spawner.start(host.host))
+        link = AgentLink(host, self._spawner.start(host.host))
         self._links[host] = link
         link.listening = link.stderr_open = True
         self._selector.register(link.channel.receive_fd, selectors.EVENT_READ, partial(self._on_readable, link))
@@ -433,19 +433,19 @@ class Agents:
 
     # Streams.
 
-    def _ignore(self, link: Link) -> None:
+    def _ignore(self, link: AgentLink) -> None:
         """Read the last lines of a command, and stop listening to it."""
         self._stop_listening(link)
         self._read_stderr(link)
         self._close_stderr(link)
         self._loop.watch_writes(link.channel, wanted=False)
 
-    def _stop_listening(self, link: Link) -> None:
+    def _stop_listening(self, link: AgentLink) -> None:
         if link.listening:
             link.listening = False
             self._selector.unregister(link.channel.receive_fd)
 
-    def _read_stderr(self, link: Link) -> None:
+    def _read_stderr(self, link: AgentLink) -> None:
         while link.stderr_open:
             lines = link.read_stderr()
             if lines is None:
@@ -455,7 +455,7 @@ class Agents:
             else:
                 return
 
-    def _close_stderr(self, link: Link) -> None:
+    def _close_stderr(self, link: AgentLink) -> None:
         if link.stderr_open:
             link.stderr_open = False
             self._selector.unregister(link.stream.stderr)

@@ -25,7 +25,7 @@ from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.protocol.frames import Dying, Frame, Hello, Leaving, Require, Spawn, StopWorker
 from hvdgloo.runner.supervise import host_state
-from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.supervise.observers import PlacedWorker, SupervisionObserver
 from hvdgloo.runner.supervise.supervisor import Supervisor
@@ -69,7 +69,7 @@ class Visit:
     name: str
     since: float
     state: HostState | None = None
-    link: Link | None = None
+    link: AgentLink | None = None
     admitted: bool = False
     waiting: list[tuple[int, SpawnOrder]] = field(default_factory=list)
     leaving: bool = False
@@ -276,7 +276,7 @@ class ElasticSupervisor(Supervisor):
         ]
         self.job_observers.placed(assignment.epoch, placed)
 
-    def _has_ended(self, link: Link, number: int, status: int, reason: str) -> None:
+    def _has_ended(self, link: AgentLink, number: int, status: int, reason: str) -> None:
         link.release(number)
         if not self.settled:
             self.driver.exited(self._ids[number], status, reason)
@@ -324,7 +324,7 @@ class ElasticSupervisor(Supervisor):
             return
         visit.state = state
 
-    def usable(self, link: Link) -> None:
+    def usable(self, link: AgentLink) -> None:
         """Probe a host whose agent is up."""
         visit = self._visit_of(link.state)
         if visit is None or self.settled:
@@ -375,7 +375,7 @@ class ElasticSupervisor(Supervisor):
         if visit is not None:
             self._lose(visit, host.failure)
 
-    def lost(self, host: HostState, link: Link | None, text: str) -> None:
+    def lost(self, host: HostState, link: AgentLink | None, text: str) -> None:
         """Continue without a host that is lost."""
         if link is not None:
             self.survivors.gone(link.workers)
@@ -385,7 +385,7 @@ class ElasticSupervisor(Supervisor):
             self._lose(visit, f"its agent {text}")
         self._finish_if_over()
 
-    def ended(self, link: Link) -> None:
+    def ended(self, link: AgentLink) -> None:
         """Record that an agent has ended in order."""
         visit = self._visit_of(link.state)
         if visit is not None:
@@ -393,12 +393,12 @@ class ElasticSupervisor(Supervisor):
         self.survivors.gone(link.workers)
         self._finish_if_over()
 
-    def _on_dying(self, link: Link, frame: Dying) -> None:
+    def _on_dying(self, link: AgentLink, frame: Dying) -> None:
         visit = self._visit_of(link.state)
         if visit is not None:
             self._lose(visit, f"its agent ended its workers, because {frame.reason}")
 
-    def _on_leaving(self, link: Link, _: Frame) -> None:
+    def _on_leaving(self, link: AgentLink, _: Frame) -> None:
         visit = self._visit_of(link.state)
         if visit is not None and not self.settled:
             visit.leaving = True

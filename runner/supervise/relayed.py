@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdgloo.runner.protocol.frames import Frame, RelayClose, RelayCredit, RelayData, Relaying, RelayOpen
 from hvdgloo.runner.protocol.relay import MOST, Relays
-from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.agent_link import AgentLink
 
 
 class RelayedConnections:
@@ -25,18 +25,21 @@ class RelayedConnections:
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, server: tuple[str, int], listening: Callable[[Link, Relaying], None]
+        self,
+        selector: selectors.BaseSelector,
+        server: tuple[str, int],
+        listening: Callable[[AgentLink, Relaying], None],
     ) -> None:
         self._selector = selector
         self._server = server
-        self._relays: dict[Link, Relays] = {}
-        self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {
+        self._relays: dict[AgentLink, Relays] = {}
+        self.handlers: dict[type[Frame], Callable[[AgentLink, Any], None]] = {
             Relaying: listening,
             RelayOpen: self._on_open,
             **dict.fromkeys((RelayData, RelayCredit, RelayClose), self._on_relayed),
         }
 
-    def forget(self, link: Link) -> None:
+    def forget(self, link: AgentLink) -> None:
         """Close the connections of an agent that has gone."""
         relays = self._relays.pop(link, None)
         if relays is not None:
@@ -47,7 +50,7 @@ class RelayedConnections:
         for link in list(self._relays):
             self.forget(link)
 
-    def _on_open(self, link: Link, frame: RelayOpen) -> None:
+    def _on_open(self, link: AgentLink, frame: RelayOpen) -> None:
         if link not in self._relays:
             self._relays[link] = Relays(self._selector, link.channel.send)
         relays = self._relays[link]
@@ -67,6 +70,6 @@ class RelayedConnections:
         except OSError:
             return None
 
-    def _on_relayed(self, link: Link, frame: Frame) -> None:
+    def _on_relayed(self, link: AgentLink, frame: Frame) -> None:
         if link in self._relays:
             self._relays[link].handlers[type(frame)](frame)

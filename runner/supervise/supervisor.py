@@ -46,7 +46,7 @@ from hvdgloo.runner.protocol.frames import (
     Tracing,
 )
 from hvdgloo.runner.supervise import host_state
-from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.agents import Agents
 from hvdgloo.runner.supervise.first_failure import Verdict
 from hvdgloo.runner.supervise.host_state import HostState, Phase
@@ -102,10 +102,10 @@ class Supervisor:
         self._announcement: tuple[float, str] | None = None
         self._told_of_mpi = False
         self._slept = 0.0
-        self._stdin_link: Link | None = None
+        self._stdin_link: AgentLink | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
         self._signals = SignalHandling(self, spec.grace_after_signal, observer.suspend)
-        self.handlers: dict[type[Frame], Callable[[Link, Any], None]] = {
+        self.handlers: dict[type[Frame], Callable[[AgentLink, Any], None]] = {
             Output: self._on_output,
             Result: lambda _, frame: observer.result(frame.number, frame.data),
             Spawned: self._on_spawned,
@@ -214,7 +214,7 @@ class Supervisor:
                 if spawn.stdin:
                     self._stdin_link = link
 
-    def _begin(self, link: Link, env: Mapping[str, str], *, elastic: bool = False, workers: int = 0) -> None:
+    def _begin(self, link: AgentLink, env: Mapping[str, str], *, elastic: bool = False, workers: int = 0) -> None:
         """Send an agent the common part of all its workers."""
         is_local = self._spawner.is_local(link.host)
         self._agents.happen(link.state, host_state.Start(self._spec.heartbeat_timeout))
@@ -238,7 +238,7 @@ class Supervisor:
         for position in range(0, len(function), 4 * CHUNK):
             link.channel.send(Blob(bytes(function[position : position + 4 * CHUNK])))
 
-    def _spawn(self, link: Link, spawn: Spawn) -> None:
+    def _spawn(self, link: AgentLink, spawn: Spawn) -> None:
         """Have an agent start a worker."""
         link.workers.append(spawn.number)
         link.channel.send(spawn)
@@ -254,12 +254,12 @@ class Supervisor:
         self._run(self._nothing_left)
         return self.outcome
 
-    def id_for(self, link: Link) -> str:
+    def id_for(self, link: AgentLink) -> str:
         """Return the mark of the processes that an agent starts for the job."""
         return self._agents.id_for(link.state)
 
     @property
-    def links(self) -> Sequence[Link]:
+    def links(self) -> Sequence[AgentLink]:
         """The links to all agents, in order of hosts."""
         return self._agents.links
 
@@ -380,25 +380,25 @@ class Supervisor:
         """Prepare for the interruption of the workers by Ctrl-C."""
         self._observer.interrupted()
 
-    def received(self, link: Link, frame: Frame) -> None:
+    def received(self, link: AgentLink, frame: Frame) -> None:
         """Process an agent's frame that concerns its workers."""
         if type(frame) in self.handlers:
             self.handlers[type(frame)](link, frame)
 
-    def ended(self, link: Link) -> None:
+    def ended(self, link: AgentLink) -> None:
         """Record that an agent has ended in order."""
         if link.workers:
             self._verdict.gone(link.workers)
             self._finish_if_over()
 
-    def lost(self, host: HostState, link: Link | None, text: str) -> None:
+    def lost(self, host: HostState, link: AgentLink | None, text: str) -> None:
         """Record the loss of a host; ``text`` continues ``the agent on host h1 ...``."""
         self.job_observers.host(host.name, "lost", f"its agent {text}")
         self._verdict.gone(link.workers if link is not None else ())
         self.fail(Failure(None, host.name, 1, f"the agent on host {host.name} {text}"))
         self._finish_if_over()
 
-    def usable(self, link: Link) -> None:
+    def usable(self, link: AgentLink) -> None:
         """Do nothing: ``gather`` waits for all agents."""
 
     def unusable(self, host: HostState) -> None:
@@ -413,14 +413,14 @@ class Supervisor:
 
     # Workers.
 
-    def _on_output(self, link: Link, frame: Output) -> None:
+    def _on_output(self, link: AgentLink, frame: Output) -> None:
         self._observer.output(frame.number, frame.stream, frame.data)
         link.owe(frame)
 
-    def _on_observed(self, link: Link, frame: Frame) -> None:
+    def _on_observed(self, link: AgentLink, frame: Frame) -> None:
         self.job_observers.reported(link.host.name, frame)
 
-    def _on_foreign_mpi(self, link: Link, frame: ForeignMpi) -> None:
+    def _on_foreign_mpi(self, link: AgentLink, frame: ForeignMpi) -> None:
         size = sum(len(each.workers) for each in self.links)
         if size > 1 and not self._told_of_mpi:
             self._told_of_mpi = True  # by one host's agent: the others see the same
@@ -431,19 +431,19 @@ class Supervisor:
             if link.state.phase is Phase.RUNNING:
                 link.channel.send(frame)
 
-    def _on_spawned(self, link: Link, frame: Spawned) -> None:
+    def _on_spawned(self, link: AgentLink, frame: Spawned) -> None:
         self.job_observers.spawned(frame.number, frame.pid)
         self._verdict.spawned(frame.number, frame.pid)
         if self._spec.verbose:
             self._observer.notice(f"rank {frame.number} is process {frame.pid} on {link.host.name}")
 
-    def _on_not_spawned(self, link: Link, frame: SpawnFailed) -> None:
+    def _on_not_spawned(self, link: AgentLink, frame: SpawnFailed) -> None:
         reason = f"could not be started: {frame.reason}"
         self._report_end(frame.number, frame.status, reason)
         self._verdict.not_started(link.host.name, frame)
         self._has_ended(link, frame.number, frame.status, reason)
 
-    def _on_exited(self, link: Link, frame: Exited) -> None:
+    def _on_exited(self, link: AgentLink, frame: Exited) -> None:
         reason = describe_end(frame)
         self._report_end(frame.number, frame.status, reason)
         self._verdict.exited(link.host.name, frame)
@@ -453,11 +453,11 @@ class Supervisor:
         """Report that a worker has ended, or could not be started. Once the end is decided, workers end on request."""
         self.job_observers.ended(number, status, "" if self._verdict.settled else reason)
 
-    def _has_ended(self, link: Link, number: int, status: int, reason: str) -> None:
+    def _has_ended(self, link: AgentLink, number: int, status: int, reason: str) -> None:
         """Continue after the end of a worker, of which the policy knows."""
         self._finish_if_over()
 
-    def _on_dying(self, link: Link, frame: Dying) -> None:
+    def _on_dying(self, link: AgentLink, frame: Dying) -> None:
         if link.state.phase is not Phase.DISMISSED:
             reason = f"the agent on host {link.host.name} ended its workers, because {frame.reason}"
             self.fail(Failure(None, link.host.name, 1, reason))

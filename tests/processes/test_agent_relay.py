@@ -15,7 +15,7 @@ from hvdgloo.rendezvous._elastic.events import Rules
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import Frame, Relay, Relaying
-from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.relayed import RelayedConnections
 from tests.processes.test_agent_elastic import Agent
 from tests.support.elastic_clients import Workers
@@ -24,7 +24,7 @@ from tests.support.rendezvous import SECRET, until
 
 @dataclass(eq=False)
 class Line:
-    """A replacement of a ``Link`` for relayed connections."""
+    """A replacement of a ``AgentLink`` for relayed connections."""
 
     channel: FrameChannel
 
@@ -35,7 +35,7 @@ class Launcher:
     def __init__(self, agent: Agent, server: str) -> None:
         self.answers: list[Relaying] = []
         self._selector = selectors.DefaultSelector()
-        self._link = cast(Link, Line(agent.channel))
+        self._link = cast(AgentLink, Line(agent.channel))
         self.connections = RelayedConnections(
             self._selector, parse_endpoint(server), lambda _, answer: self.answers.append(answer)
         )

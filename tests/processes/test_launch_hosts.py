@@ -24,7 +24,7 @@ from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.processes.worker_process import WINDOW
-from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.transport.base import AgentStream
 from hvdgloo.runner.transport.local import LocalSpawner, LocalStream
@@ -268,7 +268,7 @@ class KeptBySystem(LocalStream):
 def test_a_command_that_cannot_be_killed_keeps_no_launcher_from_ending() -> None:
     stream = KeptBySystem(["sleep", "100"])
     try:
-        Link(HostState(HostEntry("a"), 0.0, 3.0), stream, patience=0.1).close()
+        AgentLink(HostState(HostEntry("a"), 0.0, 3.0), stream, patience=0.1).close()
         assert stream.poll() is None
         assert stream.stdin.closed
         assert stream.stdout.closed
@@ -315,7 +315,7 @@ def test_only_an_agent_that_would_run_if_it_could_is_excused(command: str, excus
         assert all(stream.starved() is excused for _ in range(20))
     finally:
         stream.kill()
-        Link(HostState(HostEntry("a"), 0.0, 3.0), stream).close()
+        AgentLink(HostState(HostEntry("a"), 0.0, 3.0), stream).close()
 
 
 FLOOD = """

@@ -211,7 +211,7 @@ def test_an_agent_without_descriptors_turns_workers_away_instead_of_spinning() -
 
 @dataclass(eq=False)
 class Line:
-    """A replacement of a ``Link`` for relayed connections."""
+    """A replacement of a ``AgentLink`` for relayed connections."""
 
     channel: SimpleNamespace
 

@@ -21,7 +21,7 @@ from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import Frame, Probe, Surveyed
 from hvdgloo.runner.supervise import host_state
-from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
 
@@ -79,10 +79,10 @@ def admitted(supervisor: ElasticSupervisor, *events: host_state.Event) -> Visit:
     state = HostState(HostEntry("h1", 1), 0.0, 3.0)
     for event in (host_state.Try(), host_state.Answered(), host_state.Greeted(), host_state.Checked(), *events):
         state.feed(event, 0.0)
-    visit = Visit("h1", 0.0, state, Link(state, cast(Any, Command())), admitted=True)
+    visit = Visit("h1", 0.0, state, AgentLink(state, cast(Any, Command())), admitted=True)
     supervisor._visits["h1"] = visit
     supervisor._agents.hosts.append(state)
-    supervisor._agents._links[state] = cast(Link, visit.link)
+    supervisor._agents._links[state] = cast(AgentLink, visit.link)
     supervisor._agents._numbers[state] = 0
     return visit
 
@@ -93,7 +93,7 @@ def test_workers_are_not_told_the_address_of_a_host_that_has_gone(supervisor: El
     reached = {visit: SimpleNamespace(address=SimpleNamespace(address="10.0.0.1"))}
     admission = cast(Any, SimpleNamespace(reached=reached.__getitem__))
     supervisor.admission = cast(Any, SimpleNamespace(withdraw=reached.pop))
-    cast(Link, visit.link).hello = cast(Any, SimpleNamespace(port=5000))
+    cast(AgentLink, visit.link).hello = cast(Any, SimpleNamespace(port=5000))
     giver = _Giver(supervisor._spec, "job", supervisor, cast(Any, Nothing()), admission, 1)
     assert giver._master(PLAN) == ("10.0.0.1", 5000)
     if how == "lost":
@@ -123,7 +123,7 @@ def test_what_is_to_be_started_after_the_end_has_a_number_all_the_same(superviso
 
 def test_a_command_that_does_not_end_after_a_visit_is_killed(supervisor: ElasticSupervisor) -> None:
     visit = admitted(supervisor, host_state.Start(10.0), host_state.Finish(), host_state.Farewell())
-    state, command = cast(HostState, visit.state), cast(Any, cast(Link, visit.link).stream)
+    state, command = cast(HostState, visit.state), cast(Any, cast(AgentLink, visit.link).stream)
     command.ends = False
     assert [supervisor._has_gone(visit, state, now) for now in (100.0, 104.9)] == [False, False]
     assert command.kills == 0
@@ -178,7 +178,7 @@ def test_the_places_of_many_workers_are_worked_out_once(
 
     monkeypatch.setattr(elastic_launch, "places", counted)
     visit = admitted(supervisor)
-    cast(Link, visit.link).hello = cast(Any, SimpleNamespace(cores=2, machine_cores=2, port=5000))
+    cast(AgentLink, visit.link).hello = cast(Any, SimpleNamespace(cores=2, machine_cores=2, port=5000))
     made = giver(supervisor)
     frames = [
         made.frame(visit, Spawn(member.worker, "h1", member.slot, CROWD), member.slot) for member in CROWD.members
@@ -199,7 +199,7 @@ def test_a_host_is_refused_by_what_is_planned_for_it_and_once_only(
     lost: list[str] = []
     supervisor.driver = cast(Any, SimpleNamespace(host_lost=lambda host, reason: lost.append(reason)))
     visit = admitted(supervisor)
-    cast(Link, visit.link).hello = cast(Any, SimpleNamespace(cores=2, machine_cores=2, port=5000))
+    cast(AgentLink, visit.link).hello = cast(Any, SimpleNamespace(cores=2, machine_cores=2, port=5000))
     for member in TOO_MANY.members[:10]:
         supervisor.start_worker(Spawn(member.worker, "h1", member.slot, TOO_MANY))
         supervisor._loop.turn(0.0)
@@ -216,8 +216,8 @@ def test_a_signal_comes_before_all_workers_that_are_still_to_be_started(
     supervisor: ElasticSupervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     visit = admitted(supervisor)
-    cast(Link, visit.link).hello = cast(Any, SimpleNamespace(cores=SLOTS, machine_cores=SLOTS, port=5000))
-    monkeypatch.setattr(cast(Link, visit.link).channel, "send", lambda _: None)
+    cast(AgentLink, visit.link).hello = cast(Any, SimpleNamespace(cores=SLOTS, machine_cores=SLOTS, port=5000))
+    monkeypatch.setattr(cast(AgentLink, visit.link).channel, "send", lambda _: None)
     asked: list[int] = []
 
     def frame(_: Visit, order: Spawn, number: int) -> Any:

@@ -24,7 +24,7 @@ from hvdgloo.runner.protocol.frames import (
     Tracing,
 )
 from hvdgloo.runner.supervise import host_state
-from hvdgloo.runner.supervise.agent_link import Link
+from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.supervise.observers import PlacedWorker
@@ -70,12 +70,12 @@ class Line:
         self.sent.append(frame)
 
 
-def ready(supervisor: Supervisor) -> Link:
+def ready(supervisor: Supervisor) -> AgentLink:
     """A host whose agent can be used, in the supervisor's books."""
     state = HostState(SPEC.hosts[0], 0.0, 3.0)
     for event in (host_state.Try(), host_state.Answered(), host_state.Greeted(), host_state.Checked()):
         state.feed(event, 0.0)
-    link = Link(state, cast(Any, Command()))
+    link = AgentLink(state, cast(Any, Command()))
     link.channel = cast(Any, Line())
     agents = supervisor._agents
     agents.hosts.append(state)
@@ -83,7 +83,7 @@ def ready(supervisor: Supervisor) -> Link:
     return link
 
 
-def sent(link: Link) -> list[Frame]:
+def sent(link: AgentLink) -> list[Frame]:
     return cast(Any, link.channel).sent  # type: ignore[no-any-return]
 
 
