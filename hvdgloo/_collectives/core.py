@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
@@ -23,12 +23,15 @@ from msgspec.structs import replace
 
 from hvdgloo._collectives.adapter import Tape, TensorAdapter
 from hvdgloo._collectives.adjoints import ADJOINTS, send_back
+from hvdgloo._collectives.compression import Compressor
 from hvdgloo._collectives.naming import names_of
 from hvdgloo._collectives.persistent import Pending, PersistentOperation
-from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
-from hvdgloo._collectives.spec import CollectiveSpec, reduction
+from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
+from hvdgloo._collectives.spec import CollectiveSpec, broadcasting, reduction
 from hvdgloo._engine.handle import Handle
+from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
+from hvdgloo._platform import interrupts
 from hvdgloo.errors import InvalidArgumentError, NotInitializedError
 from hvdgloo.types import Buffer, Collective, TensorSpec
 
@@ -192,6 +195,16 @@ class Core(Generic[T]):
             sent = sent[:total]
         return [*self.adapter.differentiable(forward, backward, [sent], keep=False), *counts]
 
+    def _apply_compressed(
+        self, operation: CollectiveSpec, tensors: Sequence[T], name: str | None, compression: Compressor[T]
+    ) -> list[T]:
+        """``apply`` to a group of tensors that are compressed on the way."""
+        pairs = [compression.compress(tensor) for tensor in self._own_group(tensors)]
+        if not pairs:
+            return []
+        reduced = self.apply(operation, [sent for sent, _ in pairs], name, grouped=True)
+        return [compression.decompress(r, ctx) for r, (_, ctx) in zip(reduced, pairs, strict=True)]
+
     def _for_gradient(self, operation: CollectiveSpec, name: str | None) -> Core[T]:
         """Return the Core on which the gradient of a call runs its collectives; requested in the order of the calls."""
         return self
@@ -252,6 +265,44 @@ class Core(Generic[T]):
 
         handle = context.engine.submit(request, [buffer], allocate=allocate)
         return handle, lambda: gathered[0]
+
+    def broadcast_all(
+        self,
+        named: Iterable[tuple[str, T]],
+        root_rank: int,
+        process_set: ProcessSet = global_process_set,
+        *,
+        in_place: bool = False,
+    ) -> list[T]:
+        """Return the root's tensors, each sent under its own name, as new ones or in place of these; all are under way
+        before any is awaited."""
+        operation, given = broadcasting(root_rank, process_set), list(named)
+        for name, tensor in given:
+            self.check(name, tensor)  # before anything is sent
+        pending = []
+        for name, tensor in given:
+            try:
+                pending.append(self.start(operation, [tensor], name, in_place=in_place))
+            except InvalidArgumentError as error:
+                raise error if name in str(error) else InvalidArgumentError(f"{name}: {error}") from None
+        return [broadcast.result()[0] for broadcast in pending]
+
+    def _join(self) -> int:
+        context, session = self._bind()
+        held = interrupts.hold()
+        try:
+            handle = session.join = session.join or context.engine.submit(Request("join", Collective.JOIN))
+        finally:
+            interrupts.release(held)
+        try:
+            handle.wait()
+        except Exception:
+            session.join = None
+            raise
+        session.join = None
+        # A rank that joined earlier has counted fewer operations than the others.
+        session.names.restart()
+        return handle.value
 
     def members(self, operation: CollectiveSpec) -> tuple[int, int]:
         """Return the number of ranks that take part in an operation, and this process's place among them.
@@ -352,6 +403,17 @@ class Core(Generic[T]):
         return number
 
     # Checks -----------------------------------------------------------------------------------------------------------
+
+    def check(self, name: str, tensor: T) -> None:
+        """Check that a tensor can be sent.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) it cannot; the text begins with the name.
+        """
+        try:
+            self.adapter.describe(self._own(tensor))
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{name}: {error}") from None
 
     def _own(self, tensor: T) -> T:
         # Compressors and differentiation look at a tensor before ``export`` would refuse it.

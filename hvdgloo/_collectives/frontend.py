@@ -27,10 +27,7 @@ from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, broadcasting, exchanging, gathering, reduction, scattering
 from hvdgloo._engine.handle import Handle
-from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
-from hvdgloo._platform import interrupts
-from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import Collective, ReduceOp
 
 V = TypeVar("V")
@@ -180,11 +177,7 @@ class Frontend(Core[T]):
         Shapes and types may differ within the group. An empty group returns an empty list and sends nothing.
         """
         operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
-        pairs = [compression.compress(tensor) for tensor in self._own_group(tensors)]
-        if not pairs:
-            return []
-        reduced = self.apply(operation, [sent for sent, _ in pairs], name, grouped=True)
-        return [compression.decompress(r, ctx) for r, (_, ctx) in zip(reduced, pairs, strict=True)]
+        return self._apply_compressed(operation, tensors, name, compression)
 
     def grouped_allreduce_async(
         self,
@@ -345,11 +338,7 @@ class Frontend(Core[T]):
     ) -> list[T]:
         """``reducescatter`` of several tensors as one. Differentiable."""
         operation = scattering(op, prescale_factor, postscale_factor, process_set)
-        pairs = [compression.compress(tensor) for tensor in self._own_group(tensors)]
-        if not pairs:
-            return []
-        reduced = self.apply(operation, [sent for sent, _ in pairs], name, grouped=True)
-        return [compression.decompress(r, ctx) for r, (_, ctx) in zip(reduced, pairs, strict=True)]
+        return self._apply_compressed(operation, tensors, name, compression)
 
     def grouped_reducescatter_async(
         self,
@@ -399,39 +388,6 @@ class Frontend(Core[T]):
     ) -> int:
         """``broadcast_`` that returns a handle."""
         return self._number(self.start(broadcasting(root_rank, process_set), [tensor], name, in_place=True))
-
-    def broadcast_all_(self, named: Iterable[tuple[str, T]], root_rank: int) -> None:
-        """Overwrite many tensors with the root's, each under its own name; all are under way before any is awaited."""
-        self._broadcast_all(named, broadcasting(root_rank, global_process_set), in_place=True)
-
-    def broadcast_all(
-        self, named: Iterable[tuple[str, T]], root_rank: int, process_set: ProcessSet = global_process_set
-    ) -> list[T]:
-        """The root's tensors, each under its own name, as new ones; all are under way before any is awaited."""
-        return self._broadcast_all(named, broadcasting(root_rank, process_set), in_place=False)
-
-    def _broadcast_all(self, named: Iterable[tuple[str, T]], operation: CollectiveSpec, *, in_place: bool) -> list[T]:
-        given = list(named)
-        for name, tensor in given:
-            self.check(name, tensor)  # before anything is sent
-        pending = []
-        for name, tensor in given:
-            try:
-                pending.append(self.start(operation, [tensor], name, in_place=in_place))
-            except InvalidArgumentError as error:
-                raise error if name in str(error) else InvalidArgumentError(f"{name}: {error}") from None
-        return [broadcast.result()[0] for broadcast in pending]
-
-    def check(self, name: str, tensor: T) -> None:
-        """Check that a tensor can be sent.
-
-        Raises:
-            InvalidArgumentError: (a ValueError) it cannot; the text begins with the name.
-        """
-        try:
-            self.adapter.describe(self._own(tensor))
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"{name}: {error}") from None
 
     # Python objects ---------------------------------------------------------------------------------------------------
 
@@ -495,21 +451,7 @@ class Frontend(Core[T]):
         Returns:
             the rank that came last, the same on all ranks.
         """
-        context, session = self._bind()
-        held = interrupts.hold()
-        try:
-            handle = session.join = session.join or context.engine.submit(Request("join", Collective.JOIN))
-        finally:
-            interrupts.release(held)
-        try:
-            handle.wait()
-        except Exception:
-            session.join = None
-            raise
-        session.join = None
-        # A rank that joined earlier has counted fewer operations than the others.
-        session.names.restart()
-        return handle.value
+        return self._join()
 
     # Process sets -----------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ def _broadcast_parameters(frontend: Frontend[Tensor], params: Any, root_rank: in
             _broadcast_once_initialized(frontend, value, root_rank, label)
         else:
             named += _arrays_of(value, label)
-    frontend.broadcast_all_(named, root_rank)
+    frontend.broadcast_all(named, root_rank, in_place=True)
 
 
 def require_dense(parameters: Iterable[Any]) -> None:
@@ -81,7 +81,7 @@ def _broadcast_once_initialized(frontend: Frontend[Tensor], parameter: Any, root
     def initialize(parameter: Any, *args: Any, **kwargs: Any) -> None:
         del parameter._init_impl  # once only; earlier requests are forgotten
         parameter._init_impl(*args, **kwargs)
-        frontend.broadcast_all_(_arrays_of(parameter, label), root_rank)
+        frontend.broadcast_all(_arrays_of(parameter, label), root_rank, in_place=True)
 
     parameter._init_impl = MethodType(initialize, parameter)  # a deep copy of it belongs to the copied parameter
 

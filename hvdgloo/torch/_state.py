@@ -28,7 +28,7 @@ def broadcast_parameters(frontend: Frontend[Tensor], params: Any, root_rank: int
         InvalidArgumentError: (a ValueError) ``params`` is neither a dict nor a list, or has values that are not
             tensors.
     """
-    frontend.broadcast_all_(_named(params), root_rank)
+    frontend.broadcast_all(_named(params), root_rank, in_place=True)
 
 
 def _named(params: Any) -> list[tuple[str, Tensor]]:
@@ -97,7 +97,7 @@ def broadcast_optimizer_state(
         _collect_slots(structure, slots)
         tensors = [frontend.adapter.allocate(slot.spec, _like(slot, frontend, optimizer)) for slot in slots]
     label = frontend.automatic_name("broadcast_optimizer_state")
-    frontend.broadcast_all_([(f"{label}.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
+    frontend.broadcast_all([(f"{label}.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank, in_place=True)
     if not is_root:
         optimizer.load_state_dict(_put_tensors(structure, tensors))
 

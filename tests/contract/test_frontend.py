@@ -486,9 +486,9 @@ def test_nothing_is_broadcast_if_a_part_of_it_cannot_be(world: MakeWorld, framew
         frontend = framework.frontend(context)
         weight = framework.writable(framework.float64([context.rank + 1.0]))
         with pytest.raises(ValueError, match=r"^phases: expected "):
-            frontend.broadcast_all_([("weight", weight), ("phases", "not a tensor")], 1)
+            frontend.broadcast_all([("weight", weight), ("phases", "not a tensor")], 1, in_place=True)
         assert framework.array(weight).tolist() == [context.rank + 1.0]
-        frontend.broadcast_all_([("weight", weight)], 1)
+        frontend.broadcast_all([("weight", weight)], 1, in_place=True)
         assert framework.array(weight).tolist() == [2.0]
 
     world(2).run(rank_body)
