@@ -16,18 +16,17 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hvdgloo._backends.base import Mark, Plane, Several, Tunable, has_ended
-from hvdgloo._engine import fusion
-from hvdgloo._engine.fusion import Bucket, Part
+from hvdgloo._backends.base import Mark, Plane, Several, has_ended
+from hvdgloo._engine.fusion import Bucket, Part, Planner
 from hvdgloo._engine.messages import Response, Tune
 from hvdgloo._engine.planes import DEPTH, Group
 from hvdgloo._engine.submission import Submission
 from hvdgloo._engine.transfer import Batch, Phases, Transfer, begin, deliver
-from hvdgloo._observe.counters import AGREEMENT, Counters, Traffic
+from hvdgloo._observe.counters import Counters
 from hvdgloo._platform.queues import take_within
 from hvdgloo.errors import BackendError, HorovodInternalError
 from hvdgloo.types import Collective, ReduceOp
@@ -43,9 +42,6 @@ QUICK_SECONDS = 0.005
 """While the data thread is idle, a bucket of at most this size (the second one on the thread of a waiting caller) may
 be executed on the thread that ordered it, for at most this many seconds: this saves a thread switch, which is a good
 part of a small operation's latency."""
-
-_MOST_PLANS = 256
-"""Plans that are kept: the batches of a step differ a little from one to the next."""
 
 _LOOK_SECONDS = 0.2
 """Seconds between two checks, while waiting for the backend, whether the job was aborted."""
@@ -112,9 +108,8 @@ class Executor:
     ) -> None:
         self._groups = groups
         self._open_group = open_group
-        self._fusion_threshold = fusion_threshold
-        self._separate_groups = separate_groups
-        self._alone = self._depends_on_its_place if deterministic else None
+        alone = partial(_depends_on_its_place, groups) if deterministic else None
+        self._planner = Planner(fusion_threshold, separate_groups=separate_groups, alone=alone)
         self._operation_timeout = operation_timeout
         self._follow_streams = follow_streams
         self._verdict_timeout = verdict_timeout
@@ -126,8 +121,8 @@ class Executor:
         )
         self._under_way: deque[Transfer] = deque()
         self._unresolved: dict[Submission, None] = {}  # in order
-        self._plans: dict[tuple[int, ...], Sequence[Bucket]] = {}
-        self._tuned: Tune | None = None  # as the data thread knows it
+        self.tuned: Tune | None = None
+        """The settings that the data planes were last changed to; None if they never were."""
         self._waiting_here: tuple[Bucket, Batch] | None = None  # the only one queued, if not executed at once
         self._submitted = 0
         self._completed = 0
@@ -190,7 +185,7 @@ class Executor:
         if self.timeline is not None:
             self.timeline.ordered(batch)
         self._unresolved.update(dict.fromkeys([operation for _, operation in batch]))
-        buckets = self._plan(batch)
+        buckets = self._planner.plan(batch)
         self._waiting_here = None
         if len(buckets) == 1 and not self.backlog:
             if may_wait and self._is_quick(buckets[0], batch, LENT_BYTES if lent else QUICK_BYTES):
@@ -202,24 +197,18 @@ class Executor:
             self._submitted += 1
             self._queue.put((bucket, batch))
 
-    @property
-    def tuned(self) -> Tune | None:
-        """The settings that the data planes were last changed to; None if they never were."""
-        return self._tuned
-
     def tune(self, settings: Tune) -> None:
         """Use these settings for all that is ordered from now on. Called as ``execute`` is."""
-        self._fusion_threshold = settings.fusion_threshold
-        self._plans.clear()
+        self._planner.set_limit(settings.fusion_threshold)
         # Data planes change where the data thread comes to this place in the order; until then nothing is executed
         # on other threads.
         self._submitted += 1
         self._queue.put(partial(self._tune_planes, settings))
 
     def _tune_planes(self, settings: Tune) -> None:
-        self._tuned = settings
+        self.tuned = settings
         for group in self._groups.values():
-            _tune_plane(group, settings)
+            group.tune(settings.hierarchical_threshold)
         self._completed += 1
         self._on_room()
 
@@ -239,31 +228,6 @@ class Executor:
             self._execute_here(*item)
         else:
             self._queue.put(item)
-
-    def _plan(self, batch: Batch) -> Sequence[Bucket]:
-        """Divide a batch into buckets; of numbered operations they are cached, since a program repeats its steps."""
-        numbers = tuple([response.signature for response, _ in batch])
-        buckets = self._plans.get(numbers)
-        if buckets is None:
-            buckets = fusion.plan(
-                [response for response, _ in batch],
-                self._fusion_threshold,
-                separate_groups=self._separate_groups,
-                alone=self._alone,
-            )
-            if -1 not in numbers:
-                if len(self._plans) >= _MOST_PLANS:
-                    self._plans.clear()
-                self._plans[numbers] = buckets
-        return buckets
-
-    def _depends_on_its_place(self, response: Response, tensor: int) -> bool:
-        """Return whether a tensor's sums depend on its position in a fused buffer."""
-        request = response.request
-        if not request.collective.reduces:
-            return False
-        backend = self._groups[request.process_set].host.backend
-        return request.tensors[tensor].device != "cpu" or not backend.in_rank_order
 
     def _execute_here(self, bucket: Bucket, batch: Batch) -> None:
         """Do the data thread's work while that is idle; it takes over if this bucket turns out to be slow, or fails."""
@@ -303,11 +267,7 @@ class Executor:
         if self._verdict is None:
             self._verdict = error
         for group in list(self._groups.values()):
-            for backend in group.backends:
-                try:
-                    backend.abort()
-                except Exception:  # one that does not end must not keep the others from it
-                    logger.exception("the %s data plane could not be aborted", backend.name)
+            group.abort()
         first = not self._aborted.is_set()
         self._aborted.set()
         self._queue.put(None)
@@ -387,7 +347,12 @@ class Executor:
             self._drain()
             return
         waited_for = [transfer for transfer in self._under_way if not transfer.in_order]
-        if len(waited_for) == DEPTH and not self._is_in_order(bucket, batch):
+        if len(waited_for) < DEPTH:
+            return
+        part = bucket.parts[0]
+        request = batch[part.operation][0].request
+        device = request.tensors[part.tensor].device if part.tensor >= 0 else "cpu"
+        if not self._groups[request.process_set].is_in_order(device):
             self._finish(waited_for[0])
 
     def _drain(self) -> None:
@@ -422,7 +387,7 @@ class Executor:
         ready = plane.memory.mark() if plane.memory.in_order else None
         if bucket.collective.changes_sets:
             self._change_sets(batch[bucket.parts[0].operation][0])
-        transfer = Transfer(bucket, batch, group, plane, self._fusion_threshold)
+        transfer = Transfer(bucket, batch, group, plane, self._planner.limit)
         try:
             begin(transfer)
         except Exception:
@@ -431,7 +396,7 @@ class Executor:
                 self._under_way.append(transfer)
             raise
         if counters is not None:
-            self._count_from(transfer, counters, started, readable)
+            transfer.count_departure(counters, started, readable)
         if timeline is not None:
             transfer.times = begun, fenced, timeline.now()
         if plane.memory.in_order and not isinstance(transfer.work, Phases):
@@ -449,36 +414,6 @@ class Executor:
         """Return the time from which a bucket that is ready now counts as lost."""
         return now + self._operation_timeout + transfer.nbytes / _SLOWEST_NETWORK
 
-    @staticmethod
-    def _count_from(transfer: Transfer, counters: Counters, started: float, fenced: float) -> None:
-        """A bucket is on its way, and will be counted when it has arrived."""
-        part = transfer.bucket.parts[0]
-        plane = transfer.plane.label if part.tensor >= 0 else AGREEMENT
-        key = plane, transfer.batch[part.operation][0].request.process_set
-        traffic = transfer.traffic = counters.traffic.get(key) or counters.carried(*key)
-        traffic.begun(fenced)
-        transfer.started, transfer.fenced = started, fenced
-
-    @staticmethod
-    def _count(transfer: Transfer, counters: Counters, traffic: Traffic, done: float) -> None:
-        """Count a bucket that has arrived, and whose results are in their places."""
-        parts, batch = transfer.bucket.parts, transfer.batch
-        tensors = len(parts)
-        started, fenced, sent = transfer.started, transfer.fenced, transfer.sent
-        ordered = batch[parts[0].operation][1].handle.ordered
-        if ordered:
-            counters.queue += (started - ordered) * tensors
-        counters.data += (fenced - started) * tensors
-        if transfer.packed and not transfer.in_order:
-            counters.copy += (sent - fenced + time.monotonic() - done) * tensors
-            counters.wire += (done - sent) * tensors
-        else:
-            counters.wire += (done - fenced) * tensors
-        nbytes = transfer.bucket.nbytes
-        if transfer.bucket.collective is Collective.ALLGATHER:  # those are the bytes of all ranks
-            nbytes = sum([source.nbytes for source in transfer.inputs])
-        traffic.ended(done, tensors, nbytes)
-
     def _begun_in_order(self, transfer: Transfer, mark: Mark) -> None:
         """A stream has been given all of a bucket."""
         transfer.begun = time.monotonic()
@@ -488,14 +423,6 @@ class Executor:
             for part in transfer.bucket.parts:
                 transfer.batch[part.operation][1].handle.follow = mark.order
             self._resolve(transfer)
-
-    def _is_in_order(self, bucket: Bucket, batch: Batch) -> bool:
-        part = bucket.parts[0]
-        response, _ = batch[part.operation]
-        if part.tensor < 0:
-            return False
-        group = self._groups[response.request.process_set]
-        return group.is_in_order(response.request.tensors[part.tensor].device)
 
     def _plane(self, bucket: Bucket, batch: Batch, group: Group) -> Plane:
         part = bucket.parts[0]
@@ -529,8 +456,8 @@ class Executor:
         opened = self._open_group(response.value, response.request.ranks)
         if opened is not None:
             self._groups[response.value] = opened
-            if self._tuned is not None:
-                _tune_plane(opened, self._tuned)
+            if self.tuned is not None:
+                opened.tune(self.tuned.hierarchical_threshold)
             if self._verdict is not None:
                 opened.host.backend.abort()  # the abort did not see it
 
@@ -572,7 +499,7 @@ class Executor:
         arrived = time.monotonic() if transfer.traffic is not None else 0.0
         deliver(transfer)
         if transfer.traffic is not None and self._counters is not None:
-            self._count(transfer, self._counters, transfer.traffic, arrived)
+            transfer.count_arrival(self._counters, transfer.traffic, arrived)
         if timeline is not None and transfer.times:
             name = f"{transfer.plane.backend.name}_{transfer.bucket.collective.value}".upper()
             timeline.executed(transfer.bucket, transfer.batch, name, (*transfer.times, done), transfer.packed)
@@ -624,9 +551,12 @@ def _nothing(*_: object) -> None:
     """Do nothing, in place of a callback."""
 
 
-def _tune_plane(group: Group, settings: Tune) -> None:
-    if isinstance(group.host.backend, Tunable):
-        group.host.backend.tune(settings.hierarchical_threshold)
+def _depends_on_its_place(groups: Mapping[int, Group], response: Response, tensor: int) -> bool:
+    """Return whether a tensor's sums depend on its position in a fused buffer."""
+    request = response.request
+    if not request.collective.reduces:
+        return False
+    return request.tensors[tensor].device != "cpu" or not groups[request.process_set].host.backend.in_rank_order
 
 
 def _is_adasum(bucket: Bucket, batch: Batch) -> bool:

@@ -8,12 +8,15 @@ cost by itself travels alone, in its own memory.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hvdgloo._engine.messages import Response
 from hvdgloo.types import Collective
+
+_MOST_PLANS = 256
+"""Plans that are kept: the batches of a step differ a little from one to the next."""
 
 LONE_BYTES = 1 << 22
 """A tensor of at least this size is not copied into a bucket."""
@@ -95,3 +98,35 @@ def plan(
                 bucket.parts.append(part)
                 bucket.nbytes += nbytes
     return [Bucket(bucket.collective, tuple(bucket.parts)) for bucket in buckets]
+
+
+class Planner:
+    """Plans batches, and keeps the plans of numbered operations, since a program repeats its steps.
+
+    Args:
+        limit, separate_groups, alone: as for ``plan``.
+    """
+
+    def __init__(self, limit: int, *, separate_groups: bool, alone: Callable[[Response, int], bool] | None) -> None:
+        self.limit = limit
+        self._separate_groups = separate_groups
+        self._alone = alone
+        self._plans: dict[tuple[int, ...], Sequence[Bucket]] = {}
+
+    def set_limit(self, limit: int) -> None:
+        """Plan with another limit from now on."""
+        self.limit = limit
+        self._plans.clear()
+
+    def plan(self, batch: Sequence[tuple[Response, object]]) -> Sequence[Bucket]:
+        """Divide a batch, the responses and what is to be done for each, into buckets."""
+        numbers = tuple([response.signature for response, _ in batch])
+        buckets = self._plans.get(numbers)
+        if buckets is None:
+            responses = [response for response, _ in batch]
+            buckets = plan(responses, self.limit, separate_groups=self._separate_groups, alone=self._alone)
+            if -1 not in numbers:
+                if len(self._plans) >= _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[numbers] = buckets
+        return buckets

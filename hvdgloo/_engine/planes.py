@@ -7,13 +7,16 @@ common order, so the opening may itself exchange messages.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hvdgloo._backends.base import Backend, Memory, Plane
+from hvdgloo._backends.base import Backend, Memory, Plane, Tunable
 from hvdgloo._backends.memory import HostMemory
 from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, TensorSpec
+
+logger = logging.getLogger(__name__)
 
 DEPTH = 2
 """Buckets under way at once."""
@@ -78,6 +81,19 @@ class Group:
         """The open planes, each with the kind of device whose tensors it carries."""
         device = self._device
         return [("cpu", self.host), *([] if device is None else [("cuda", device)])]
+
+    def tune(self, hierarchical_threshold: int) -> None:
+        """Change the setting of a plane that has it."""
+        if isinstance(self.host.backend, Tunable):
+            self.host.backend.tune(hierarchical_threshold)
+
+    def abort(self) -> None:
+        """Abort all open planes."""
+        for backend in self.backends:
+            try:
+                backend.abort()
+            except Exception:  # one that does not end must not keep the others from it
+                logger.exception("the %s data plane could not be aborted", backend.name)
 
     def plane(self, device: str, example: Buffer | None, *, on_host: bool = False) -> Plane:
         """The plane for tensors of one kind of device, opened if this is the first of them.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from hvdgloo._engine.fusion import Bucket
 from hvdgloo._engine.messages import Response
 from hvdgloo._engine.planes import Group
 from hvdgloo._engine.submission import Submission
-from hvdgloo._observe.counters import Traffic
+from hvdgloo._observe.counters import AGREEMENT, Counters, Traffic
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
 Batch = Sequence[tuple[Response, Submission]]
@@ -112,6 +113,33 @@ class Transfer:
             holds(batch[part.operation][1].inputs[part.tensor]) and holds(batch[part.operation][1].outputs[part.tensor])
             for part in self.bucket.parts
         )
+
+    def count_departure(self, counters: Counters, started: float, fenced: float) -> None:
+        """The bucket is on its way, and will be counted when it has arrived."""
+        part = self.bucket.parts[0]
+        plane = self.plane.label if part.tensor >= 0 else AGREEMENT
+        key = plane, self.batch[part.operation][0].request.process_set
+        traffic = self.traffic = counters.traffic.get(key) or counters.carried(*key)
+        traffic.begun(fenced)
+        self.started, self.fenced = started, fenced
+
+    def count_arrival(self, counters: Counters, traffic: Traffic, done: float) -> None:
+        """The bucket arrived at ``done``, and its results are in their places."""
+        parts = self.bucket.parts
+        tensors = len(parts)
+        ordered = self.batch[parts[0].operation][1].handle.ordered
+        if ordered:
+            counters.queue += (self.started - ordered) * tensors
+        counters.data += (self.fenced - self.started) * tensors
+        if self.packed and not self.in_order:
+            counters.copy += (self.sent - self.fenced + time.monotonic() - done) * tensors
+            counters.wire += (done - self.sent) * tensors
+        else:
+            counters.wire += (done - self.fenced) * tensors
+        nbytes = self.bucket.nbytes
+        if self.bucket.collective is Collective.ALLGATHER:  # those are the bytes of all ranks
+            nbytes = sum([source.nbytes for source in self.inputs])
+        traffic.ended(done, tensors, nbytes)
 
     def stage(self, nbytes: int, like: TensorSpec) -> Buffer:
         """Take room for packed tensors in the plane's memory."""

@@ -53,13 +53,13 @@ def test_results_are_right_while_all_ranks_change_at_the_same_operations(
 
     def rank_body(context: Context) -> tuple[set[bytes], list[int]]:
         executor, limits = context.engine._executor, []
-        plan = executor._plan
+        plan = executor._planner.plan
 
         def noting(batch: Any) -> Any:
-            limits.extend([executor._fusion_threshold] * len(batch))
+            limits.extend([executor._planner.limit] * len(batch))
             return plan(batch)
 
-        executor._plan = noting  # type: ignore[method-assign]
+        executor._planner.plan = noting  # type: ignore[method-assign]
         arrays = [np.full(shape, context.rank + 1, np.int64) for shape in _SHAPES]
         return set(_train(context, arrays, _STEPS)), limits
 
