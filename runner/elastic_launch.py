@@ -283,7 +283,7 @@ def _report(
     last = driver.changes[-1][1].assignment if driver.changes else driver.epochs.assignment
     # Workers that the job had no time to request from the supervisor have no number.
     workers = [supervisor.workers.get(member.worker, -1) for member in last.members]
-    statuses = supervisor.survivors.statuses
+    statuses = supervisor.outcome.statuses
     supervisor.outcome.statuses = {rank: statuses.get(number) for rank, number in enumerate(workers)}
     report = LaunchResult(
         supervisor.outcome,

@@ -146,7 +146,7 @@ class ElasticSupervisor(Supervisor):
         ranks: dict[int, int],
     ) -> None:
         super().__init__(spec, spawner, hosts, job_id, observer)
-        self._verdict = self.survivors = Survivors(self.outcome, observer.notice, self._stop_after_failure)
+        self._verdict = Survivors(self.outcome, observer.notice, self._stop_after_failure)
         self._agents.open(required)
         self._entry = entry
         self._ranks = ranks
@@ -198,7 +198,7 @@ class ElasticSupervisor(Supervisor):
     def stop_worker(self, worker: str, reason: str) -> None:
         """End a worker."""
         number = self.workers.get(worker)
-        if number is None or number in self.survivors.statuses:
+        if number is None:
             return
         for visit in self._visits.values():
             if any(spawn.worker == worker for _, spawn in visit.waiting):
@@ -206,7 +206,7 @@ class ElasticSupervisor(Supervisor):
                 self.driver.exited(worker, 0, "was no longer needed")
                 self._let_go(visit)
                 return
-            if visit.link is not None and number in visit.link.workers:
+            if visit.link is not None and number in visit.link.workers and number in self._verdict.running:
                 if self._spec.verbose:
                     self.notice(f"rank {self._ranks[number]} on host {visit.name} is told to end: {reason}")
                 visit.link.channel.send(StopWorker(number, signal.SIGTERM, self._spec.grace_after_failure))
@@ -229,7 +229,7 @@ class ElasticSupervisor(Supervisor):
             self.fail(Failure(failing.rank, failing.host, failing.status, reason))
         if self.settled:
             return
-        self.survivors.settled = True
+        self._verdict.settled = True
         self._hard_deadline = time.monotonic() + self._spec.grace_after_failure + self._spec.end_timeout
         self._finish_if_over()
 
@@ -378,7 +378,7 @@ class ElasticSupervisor(Supervisor):
     def lost(self, host: HostState, link: AgentLink | None, text: str) -> None:
         """Continue without a host that is lost."""
         if link is not None:
-            self.survivors.gone(link.workers)
+            self._verdict.gone(link.workers)
             link.workers.clear()
         visit = self._visit_of(host)
         if visit is not None:
@@ -390,7 +390,7 @@ class ElasticSupervisor(Supervisor):
         visit = self._visit_of(link.state)
         if visit is not None:
             visit.parted = True
-        self.survivors.gone(link.workers)
+        self._verdict.gone(link.workers)
         self._finish_if_over()
 
     def _on_dying(self, link: AgentLink, frame: Dying) -> None:

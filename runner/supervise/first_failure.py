@@ -56,14 +56,8 @@ class Verdict(Policy):
         """True if no worker runs: in such a job, all are started at once."""
         return not self.running
 
-    def started(self, number: int) -> None:
-        """Record that a worker was told to start."""
-        super().started(number)
-        self._outcome.statuses[number] = None
-
     def exited(self, host: str, frame: Exited) -> None:
         """Record that a worker has ended."""
-        self._outcome.statuses[frame.number] = frame.status
         super().exited(host, frame)
         if frame.status != 0:
             self._fail_unless_echo(Failure(frame.number, host, frame.status, describe_end(frame)))
@@ -73,7 +67,6 @@ class Verdict(Policy):
     def not_started(self, host: str, frame: SpawnFailed) -> None:
         """Record that a worker could not be started."""
         super().not_started(host, frame)
-        self._outcome.statuses[frame.number] = frame.status
         self.fail(Failure(frame.number, host, frame.status, f"could not be started: {frame.reason}"))
 
     def fail(self, failure: Failure) -> None:

@@ -54,6 +54,7 @@ class Policy(ABC):
     def started(self, number: int) -> None:
         """Record that a worker was told to start."""
         self.running.add(number)
+        self._outcome.statuses[number] = None
 
     def spawned(self, number: int, pid: int) -> None:
         """Record that a worker was started as this process of its host."""
@@ -62,14 +63,18 @@ class Policy(ABC):
 
     def exited(self, host: str, frame: Exited) -> None:
         """Record that a worker has ended."""
-        self.running.discard(frame.number)
+        self._record(frame)
         if self.init is not None:
             self.init.ended(frame.number, frame.status)
             self._watch_init(time.monotonic())
 
     def not_started(self, host: str, frame: SpawnFailed) -> None:
         """Record that a worker could not be started."""
+        self._record(frame)
+
+    def _record(self, frame: Exited | SpawnFailed) -> None:
         self.running.discard(frame.number)
+        self._outcome.statuses[frame.number] = frame.status
 
     def gone(self, numbers: Iterable[int]) -> None:
         """Record the loss of workers with their host: nothing will report their ends."""

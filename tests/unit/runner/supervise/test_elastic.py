@@ -114,7 +114,7 @@ def test_a_host_whose_stream_has_just_ended_is_not_let_in(supervisor: ElasticSup
 
 
 def test_what_is_to_be_started_after_the_end_has_a_number_all_the_same(supervisor: ElasticSupervisor) -> None:
-    supervisor.survivors.settled = True
+    supervisor._verdict.settled = True
     supervisor.start_worker(Spawn("h1/0/1", "h1", 0, PLAN))
     supervisor._loop.turn(0.0)
     assert supervisor.workers == {"h1/0/1": 0}
@@ -242,6 +242,6 @@ def test_the_driver_gets_its_turn_to_report_a_discovery_that_hangs_while_the_job
     supervisor.driver = cast(Any, SimpleNamespace(keep_time=times.append))
     supervisor._keep_time()
     assert len(times) == 1
-    supervisor.survivors.settled = True
+    supervisor._verdict.settled = True
     supervisor._keep_time()
     assert len(times) == 1
