@@ -61,7 +61,7 @@ class Peers:
         self._wake_up = WakeUp()
         self.wake = self._wake_up.wake
         self._unsent: set[int] = set()  # peers for whom bytes are left that the thread does not wait to write yet
-        # The thread sleeps in the first, which watches the second; a caller that lends its thread unregisters that
+        # The thread sleeps in the first, which watches the second; a waiting caller that does its work unregisters that
         # meanwhile.
         self._selector, self._sockets = selectors.DefaultSelector(), selectors.DefaultSelector()
         self._selector.register(self._wake_up, selectors.EVENT_READ)

@@ -137,8 +137,8 @@ class Control:
         # Held by the thread that does the work: the control thread except while it sleeps, or one that submits.
         self._turn_lock = threading.Lock()
         self._sleeps_until: float | None = None
-        # What the thread that has the turn may do: wait briefly for other ranks; take longer, since it is lent.
-        self._may_wait, self._lent = True, False
+        # What the thread that has the turn may do: wait briefly for other ranks; take longer, since it waits anyway.
+        self._may_wait, self._caller_waits = True, False
         executor.set_callbacks(on_room=self.room, on_failure=self.data_plane_failed)
         self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}control-{rank}", daemon=True)
 
@@ -170,7 +170,7 @@ class Control:
         else:
             self.wake()
 
-    def lend(self, awaited: Handle) -> None:
+    def work_while_waiting(self, awaited: Handle) -> None:
         """The calling thread waits for an operation: have it do the control thread's work until that has ended, but not
         for long. The others' answers usually arrive sooner than a thread can go to sleep and be woken."""
         held = interrupts.hold()  # before the turn is taken
@@ -184,7 +184,7 @@ class Control:
         """Do the control thread's work on a caller's thread, which has taken the turn, and give the turn back."""
         try:
             try:
-                self._may_wait, self._lent = may_wait, awaited is not None
+                self._may_wait, self._caller_waits = may_wait, awaited is not None
                 if awaited is None:
                     self._look_around(time.monotonic())
                 elif not self._finished:
@@ -204,7 +204,7 @@ class Control:
             oversleeps = deadline is not None and (self._sleeps_until is None or deadline < self._sleeps_until)
             must_wake = oversleeps or self._finished or self.peers.has_unsent
         finally:
-            self._may_wait, self._lent = True, False
+            self._may_wait, self._caller_waits = True, False
             self._turn_lock.release()
         if must_wake:
             self.wake()
@@ -415,7 +415,9 @@ class Control:
         """A message from the coordinator to this rank."""
         if isinstance(message, Execute):
             if self._ended is None:
-                self._executor.execute(self._member.accept(message, now), may_wait=self._may_wait, lent=self._lent)
+                self._executor.execute(
+                    self._member.accept(message, now), may_wait=self._may_wait, caller_waits=self._caller_waits
+                )
         elif isinstance(message, Tune):
             if self._ended is None:
                 self._member.tune(message)

@@ -194,7 +194,7 @@ class Engine:
             on_end=self._end,
             counters=counters,
         )
-        self._lend = self._control.lend
+        self._work_while_waiting = self._control.work_while_waiting
         self._close_timeout = settings.operation_timeout + _CLOSE_MARGIN
         self._closed = False
         _ENGINES.add(self)
@@ -285,7 +285,7 @@ class Engine:
                 f"{request.name}: {len(request.tensors)} tensors are described, but there are {len(inputs)} inputs and "
                 f"{len(results)} outputs"
             )
-        handle.lend = self._lend
+        handle.before_waiting = self._work_while_waiting
         handle.counters = self.counters
         submission = Submission(persistent, inputs, results, allocate, ready, splits, handle)
         held = interrupts.hold()  # what was filed must also be sent

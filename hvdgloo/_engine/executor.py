@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 QUICK_BYTES = 1 << 16
-LENT_BYTES = 1 << 22
+CALLER_BYTES = 1 << 22
 QUICK_SECONDS = 0.005
 """While the data thread is idle, a bucket of at most this size (the second one on the thread of a waiting caller) may
 be executed on the thread that ordered it, for at most this many seconds: this saves a thread switch, which is a good
@@ -171,14 +171,14 @@ class Executor:
         assert self._thread.native_id is not None
         return self._thread.native_id
 
-    def execute(self, batch: Batch, *, may_wait: bool = True, lent: bool = False) -> None:
+    def execute(self, batch: Batch, *, may_wait: bool = True, caller_waits: bool = False) -> None:
         """Queue one batch, or execute it here if it is quick.
 
         Called in the common order, by the thread that does the control thread's work.
 
         Args:
             may_wait: this thread may wait briefly for other ranks.
-            lent: it is the thread of a caller that waits for this and has nothing else to do.
+            caller_waits: this is the thread of a caller that waits for the batch and has nothing else to do.
         """
         if not batch:
             return
@@ -188,7 +188,7 @@ class Executor:
         buckets = self._planner.plan(batch)
         self._waiting_here = None
         if len(buckets) == 1 and not self.backlog:
-            if may_wait and self._is_quick(buckets[0], batch, LENT_BYTES if lent else QUICK_BYTES):
+            if may_wait and self._is_quick(buckets[0], batch, CALLER_BYTES if caller_waits else QUICK_BYTES):
                 self._submitted += 1
                 self._execute_here(buckets[0], batch)
                 return
@@ -213,10 +213,10 @@ class Executor:
         self._on_room()
 
     def execute_queued(self) -> None:
-        """Do on a lent thread what ``execute`` has just left to the data thread, if that has not begun it and it is
-        quick. Called as ``execute`` is."""
+        """Do on a waiting caller's thread what ``execute`` has just left to the data thread, if that has not begun it
+        and it is quick. Called as ``execute`` is."""
         queued, self._waiting_here = self._waiting_here, None
-        if queued is None or self.backlog != 1 or not self._is_quick(*queued, LENT_BYTES):
+        if queued is None or self.backlog != 1 or not self._is_quick(*queued, CALLER_BYTES):
             return
         if self._under_way:  # the data thread looks at a GPU from time to time, and ``take_within`` wants it all
             return

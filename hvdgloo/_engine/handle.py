@@ -44,8 +44,8 @@ class Handle:
         counters: where the time is counted in which threads wait for it; None for nowhere.
         follow: called with the outputs by every thread that has waited: what it does next comes after the operation,
             which may still be under way on a GPU. None where the operation has ended altogether.
-        lend: called with the handle by a thread that is about to wait for it without a timeout: the engine may use the
-            thread for a moment.
+        before_waiting: called with the handle by a thread that is about to wait for it without a timeout: the engine
+            may use the thread for a moment.
     """
 
     __slots__ = (
@@ -53,10 +53,10 @@ class Handle:
         "_done",
         "_error",
         "_latch",
+        "before_waiting",
         "counters",
         "ended",
         "follow",
-        "lend",
         "name",
         "order",
         "ordered",
@@ -72,7 +72,7 @@ class Handle:
         self.ordered = self.ended = 0.0
         self.counters: Counters | None = None
         self.follow: Callable[[Sequence[Buffer]], None] | None = None
-        self.lend: Callable[[Handle], None] | None = None
+        self.before_waiting: Callable[[Handle], None] | None = None
         self._error: BaseException | None = None
         self._done = False
         self._callbacks: list[Callable[[Handle], None]] | None = None
@@ -111,9 +111,9 @@ class Handle:
                 else:
                     counters = None  # another thread's time is being counted
             try:
-                lend = self.lend
-                if timeout is None and lend is not None:
-                    lend(self)
+                before_waiting = self.before_waiting
+                if timeout is None and before_waiting is not None:
+                    before_waiting(self)
                 if not self._done:
                     self._sleep(timeout)
             finally:
@@ -170,7 +170,7 @@ class Handle:
             self.value = value
             self._error = error
             self._done = True
-            self.lend = None
+            self.before_waiting = None
             latch, callbacks, self._callbacks = self._latch, self._callbacks, None
         if latch is not None:
             latch.release()

@@ -74,7 +74,7 @@ def test_a_moment_of_processes_that_agree_in_a_tree() -> None:
 
 
 def test_threads_that_wait_in_turn_do_not_starve_each_other() -> None:
-    """Each has one operation under way and lends the engine its thread while it waits."""
+    """Each has one operation under way and does the engine's work while it waits."""
     done = soak("--seconds", "1", "--np", "2", "--alternating", "3", "--longest", "5", "--growth", "200")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all results right\n")

@@ -363,7 +363,7 @@ class TestQuick:
         assert (b.executor.backlog, b.room) == (0, 1)
 
     @pytest.mark.parametrize("under_way", [False, True], ids=["", "while a GPU is at work"])
-    def test_a_lent_thread_does_what_the_data_thread_has_not_begun(
+    def test_a_waiting_caller_does_what_the_data_thread_has_not_begun(
         self, bench: Callable[..., Bench], under_way: bool
     ) -> None:
         """But while that waits for either a GPU or the queue, no other thread takes from the queue."""

@@ -158,11 +158,11 @@ def test_the_time_of_a_result_that_comes_with_the_order_is_spent_waiting(known: 
     handle.counters = counters
     began = time.monotonic()
 
-    def lend(handle: Handle) -> None:
+    def before_waiting(handle: Handle) -> None:
         handle.ordered = handle.ended = began + 100.0 if known else began - 1.0
         handle.resolve()
 
-    handle.lend = lend
+    handle.before_waiting = before_waiting
     handle.wait()
     assert counters.blocked_in is None
     if known:
