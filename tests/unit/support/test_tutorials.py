@@ -64,7 +64,7 @@ def test_a_page_that_is_right_can_be_followed(tmp_path: Path, monkeypatch: pytes
         ('print("time", 1.25)', "sys.exit(3)", "python one.py a"),
         ("`one.py`:", "`two.py`:", "python one.py a"),
         ("`one.py`:", "A program:", "without the name of its file"),
-        ("$ python one.py", "$ sh one.py", "only python and hvdgloo-run"),
+        ("$ python one.py", "$ sh one.py", "only python, torchrun and hvdgloo-run"),
         ("$ ", "", "programs that no command runs"),
     ],
 )
