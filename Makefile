@@ -144,7 +144,7 @@ test-extended: $(READY)
 test-tensorflow: $(READY_TF)
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest tests/tensorflow
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest -n $(WORKERS) $(TESTS_TF) \
-	    -k "(tensorflow or keras) and (not (gloo or segment or tree) or test_frontend_objects or test_frontend_adjoints)"
+	    -k "(tensorflow or keras) and (not (gloo or tree) or test_frontend_objects or test_frontend_adjoints)"
 
 # Spark and Ray have one environment, with every framework, and so they come one after the other: neither finds it half
 # made by the other.
@@ -187,7 +187,7 @@ test-mxnet:
 
 test-with-mxnet: $(READY_MXNET)
 	HVDGLOO_TEST_FRONTENDS=mxnet $(VENV_MXNET)/bin/python -m pytest -n $(WORKERS) $(TESTS_MXNET) \
-	    -k "mxnet and not gloo and not segment and not tree"
+	    -k "mxnet and not gloo and not tree"
 
 # numpy's front-end on every version of Python that is here, without torch; so contracts that need Gloo are left out.
 test-pythons:

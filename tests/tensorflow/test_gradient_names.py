@@ -62,7 +62,7 @@ def test_an_order_that_changes_later_is_a_stall_that_names_the_variables(ranks: 
         assert "one/kernel" in str(caught.value)
         assert "two/kernel" in str(caught.value)
 
-    ranks(2, stall_warning_time=0.2, stall_shutdown_time=0.5).run(rank_body)
+    ranks(2, stall_warning_time=0.5, stall_shutdown_time=3.0).run(rank_body)
 
 
 @way
@@ -103,7 +103,7 @@ def test_a_gradient_that_one_rank_does_not_have_is_named(ranks: Ranks, way: str)
             [step(context.rank == 0)(tf.constant([1.0])) for _ in range(2)]  # rank 1 may go on once
         assert "dense/bias: " in str(late.value), str(late.value)
 
-    ranks(2, stall_warning_time=0.2, stall_shutdown_time=0.5).run(rank_body)
+    ranks(2, stall_warning_time=0.5, stall_shutdown_time=3.0).run(rank_body)
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras says it as well

@@ -436,7 +436,7 @@ def test_a_stall_report_tells_that_all_of_tensorflows_threads_wait(
             caller.join()
 
     with caplog.at_level(logging.WARNING, "hvdgloo"):
-        ranks(2, stall_warning_time=0.5, stall_shutdown_time=1.0).run(rank_body)
+        ranks(2, stall_warning_time=0.5, stall_shutdown_time=3.0).run(rank_body)
     (report, *_) = [text for text in caplog.messages if text.startswith("Stalled")]
     rank = report.partition("is here:")[2].splitlines()
     assert rank[1].strip() == (

@@ -24,6 +24,7 @@ special ones.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -84,7 +85,8 @@ class HostProcess(subprocess.Popen[str]):
     def send_signal(self, sig: int) -> None:
         inner = self.inner
         if inner is not None:
-            inner.send_signal(sig)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended just now
+                inner.send_signal(sig)
         elif self.poll() is None:
             super().send_signal(sig)
 
