@@ -322,7 +322,7 @@ class Control:
                     self.peers.send(self._parent, frame(message))
                     continue
                 for ranks, numbers in self._coordinator.hear(message, now):
-                    aggregator.operations.ask_back(ranks, numbers)
+                    aggregator.operations.ask_back(ranks, numbers, asked_here=False)
             if not aggregator.down:
                 return
             down, aggregator.down = aggregator.down, []

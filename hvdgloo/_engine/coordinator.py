@@ -187,14 +187,18 @@ class Coordinator:
         elif isinstance(message, Gathered) and self._leaver is None:
             last, waited = message.last, message.waited / 1e6
             unknown += self._negotiator.absorb_whole(masks_of_runs(message.whole), now, last, waited)
+            for ranks, _ in unknown:
+                self._negotiator.asks_back(ranks)
             for part in message.parts:
                 ranks = mask_of_runs(part.ranks)
-                if part.what is None or self._negotiator.absorb_part(
+                if part.what is None:
+                    self._negotiator.was_answered(ranks)
+                elif not self._negotiator.absorb_part(
                     ranks, part.what, part.payload, now - part.age, now=now, last=last, waited=waited
                 ):
-                    continue
-                assert isinstance(part.what, int)
-                unknown.append((ranks, [part.what]))
+                    assert isinstance(part.what, int)
+                    unknown.append((ranks, [part.what]))
+                    self._negotiator.asks_back(ranks)  # before a join that follows in the same message
         elif isinstance(message, Observe):
             self.outbox.append((EVERYONE, message))
         elif isinstance(message, Tune):

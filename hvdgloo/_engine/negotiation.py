@@ -168,9 +168,23 @@ class Negotiator:
         for request in submission.requests:
             if self._file(1 << rank, request, now, submission.payload, by_number=False):
                 self._compare_kinds(request)
+        self._join_late(rank)
+        return unknown
+
+    def asks_back(self, ranks: int) -> None:
+        """Note that ranks, given as a mask, will be asked to spell out requests, by way of the tree."""
+        for rank in bits_of(ranks):
+            self._asked_back[rank] += 1
+
+    def was_answered(self, ranks: int) -> None:
+        """Note that ranks have done so."""
+        for rank in bits_of(ranks):
+            self._asked_back[rank] -= 1
+            self._join_late(rank)
+
+    def _join_late(self, rank: int) -> None:
         if self._late_joins and not self._asked_back[rank] and rank in self._late_joins:
             self._join(rank, self._late_joins.pop(rank))
-        return unknown
 
     def absorb_whole(
         self, masks: Masks, now: float, last: int = -1, waited: float = 0.0

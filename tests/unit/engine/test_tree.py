@@ -142,7 +142,7 @@ class Network:
                 self.up[leader].append(encode(message))
                 continue
             for ranks, numbers in self.coordinator.hear(message, self.now):
-                aggregator.operations.ask_back(ranks, numbers)
+                aggregator.operations.ask_back(ranks, numbers, asked_here=False)
         down, aggregator.down = aggregator.down, []
         for child, message in down:
             if child == leader:
@@ -313,7 +313,22 @@ REMEMBERED_BY_SOME = [
 """An operation goes up by number for some ranks and spelled out for others, while the root forgets the number."""
 
 
+FORGOTTEN_BEFORE_A_JOIN = [
+    Round(((0, 0, Collective.ALLREDUCE),) * 4, frozenset({1}), True, frozenset({0}), 0),
+    Round(((1, 0, Collective.ALLREDUCE),), frozenset(), False, frozenset(), 0),
+    Round(
+        ((0, 0, Collective.ALLREDUCE), (0, 0, Collective.ALLREDUCE), (1, 0, Collective.ALLREDUCE)),
+        frozenset({1}),
+        True,
+        frozenset(),
+        0,
+    ),
+]
+"""A number goes up with the join that follows it, and the root, which has forgotten it, has it spelled out."""
+
+
 @pytest.mark.extended
+@example(([3], 1, FORGOTTEN_BEFORE_A_JOIN, 2, 0, 229))
 @example(([1, 1], 1, LATE_JOIN, 1, 0, 197))
 @example(([3, 1], 2, REMEMBERED_BY_SOME, 2, 8, 1634))
 @given(WHOLE)
