@@ -854,6 +854,11 @@ class Config:
         return files
 
     @property
+    def first_timeline(self) -> str:
+        """Path of the timeline that begins with the job; empty if none does."""
+        return "" if not self.timeline or self.timeline.upper() == "DYNAMIC" else self.timeline
+
+    @property
     def secret_source(self) -> str:
         """Source of the secret, for messages: the setting to correct if the secret is wrong."""
         return f"HVDGLOO_SECRET_FILE={self.secret_file}" if self.secret_file else "HVDGLOO_SECRET"

@@ -54,8 +54,8 @@ class GroupReporting:
         self._lock = threading.Lock()
         self._timelines: dict[bool, Timeline] = {}  # the program's own (False), and one that an observer asked for
         self._reporting: Reporting | None = None
-        path = config.timeline
-        if path and path.upper() != "DYNAMIC" and ("{rank}" in path or self._rank == 0):
+        path = config.first_timeline
+        if path and ("{rank}" in path or self._rank == 0):
             try:
                 self._start_timeline(path.replace("{rank}", str(self._rank)), asked_for=False)
             except ConfigError as error:

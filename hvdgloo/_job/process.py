@@ -78,8 +78,8 @@ def init(
                 try:
                     _show(context)
                     _warn(context)
-                    if config.timeline and config.timeline.upper() != "DYNAMIC":
-                        context.start_timeline(config.timeline, config.timeline_mark_cycles)
+                    if config.first_timeline:
+                        context.start_timeline(config.first_timeline, config.timeline_mark_cycles)
                     prepare(context)
                 except BaseException:
                     context.close()
@@ -124,8 +124,8 @@ def _begin(
         publish(context, membership.master)
         if membership.is_new:
             _warn(context)
-            if config.timeline and config.timeline.upper() != "DYNAMIC":
-                context.start_timeline(config.timeline, config.timeline_mark_cycles)
+            if config.first_timeline:
+                context.start_timeline(config.first_timeline, config.timeline_mark_cycles)
         prepare(context)
         _current = context
 

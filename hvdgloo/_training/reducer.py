@@ -358,7 +358,8 @@ class GradientReducer(Generic[T]):
             else:
                 self._start(reduction, gradients)
             self._open.update(reduction.names)
-            reduction.held = {}
+            if reduction.held:
+                reduction.held = {}
         finally:
             interrupts.release(held)
 
