@@ -33,6 +33,15 @@ os.environ["NCCL_HOSTID"] = "host-of-rank-" + os.environ["HVDGLOO_RANK"]
 """
 """Comes before START: to NCCL, which otherwise refuses two ranks on one GPU, each rank is on a host of its own."""
 
+SOCKETS = {
+    "NCCL_SOCKET_IFNAME": "=lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+}
+"""Variables with which such ranks reach each other."""
+
 # torch's sanitizer sees the kernels only of threads that have entered its mode; the data thread enters it here.
 WATCHED = """
 import torch.cuda._sanitizer

@@ -20,15 +20,8 @@ from tests.support.job import Ended, Job
 PLANES = ["shm", "nccl"]
 ENDED_WITHIN = 10.0
 
-SOCKETS = {
-    "NCCL_SOCKET_IFNAME": "=lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NET": "Socket",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_RAS_ENABLE": "0",
-}
 PLAIN = {
-    **SOCKETS,
+    **programs.SOCKETS,
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
     "NCCL_CUMEM_ENABLE": "0",
@@ -58,7 +51,7 @@ def nccl(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     """Variables with which NCCL, in torch's own hands, takes two ranks on one GPU here."""
     code = programs.OWN_HOST + "import torch\n" + WITHOUT_US
     answers = []
-    for variables in (SOCKETS, PLAIN):
+    for variables in (programs.SOCKETS, PLAIN):
         with Job(2, code, tmp_path_factory.mktemp("nccl"), CUDA_VISIBLE_DEVICES="0", SIZE="2", **variables) as job:
             try:
                 ended = job.wait(25)
