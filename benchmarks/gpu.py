@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [--np 1] [--completion host,stream] [--only resnet,small] [--one-gpu nccl] [--json FILE]
 
 All ways train copies of the same network in the same processes, and take turns; a step's time is the slowest rank's.
-"resnet" is a ResNet-50 (bf16, channels_last, batches of 64; needs torchvision), "small" has 300 gradients of up to 16
+"resnet" is a ResNet-50 (bf16, channels_last; needs torchvision), "small" has 300 gradients of up to 16
 KiB, whose steps are as long as the host takes to queue them. "alone" does not communicate: nothing can be faster. With
 ``--np 1`` hvdgloo is told to use NCCL, as DistributedDataParallel does. ``--one-gpu`` lets several ranks share one
 GPU, over NCCL as in tests/gpu/test_shared_gpu.py, or with "staged" through the host's memory; DistributedDataParallel
@@ -31,18 +31,22 @@ KINDS = ("wall", "queued", "thread", "process")
 time of the thread and of the process."""
 
 
-def networks(on_cpu: bool) -> dict[str, Callable[[], tuple[Any, Any, Any, bool]]]:
-    """For each name, what makes a network, its inputs, its targets, and whether it computes in bf16."""
+def networks(images_per_batch: int, edge: int) -> dict[str, Callable[[], tuple[Any, Any, Any, bool]]]:
+    """For each name, what makes a network, its inputs, its targets, and whether it computes in bf16.
+
+    Args:
+        images_per_batch: of "resnet".
+        edge: of these images, in pixels.
+    """
     import torch
     from torch import nn
 
     def resnet() -> tuple[Any, Any, Any, bool]:
         import torchvision  # type: ignore[import-not-found] # the machine's; nothing else here needs it
 
-        batch, edge = (2, 32) if on_cpu else (64, 224)
-        images = torch.randn(batch, 3, edge, edge).to(memory_format=torch.channels_last)
+        images = torch.randn(images_per_batch, 3, edge, edge).to(memory_format=torch.channels_last)
         network = torchvision.models.resnet50().to(memory_format=torch.channels_last)
-        return network, images, torch.randint(1000, (batch,)), True
+        return network, images, torch.randint(1000, (images_per_batch,)), True
 
     def small() -> tuple[Any, Any, Any, bool]:
         network = nn.Sequential(*[nn.Linear(64, 64) for _ in range(150)])
@@ -51,7 +55,7 @@ def networks(on_cpu: bool) -> dict[str, Callable[[], tuple[Any, Any, Any, bool]]
     return {"resnet": resnet, "small": small}
 
 
-def worker(rounds: int, steps: int, chosen: Sequence[str], one_gpu: str, profile: str) -> dict[str, Any]:
+def worker(rounds: int, steps: int, chosen: Sequence[str], batch: int, one_gpu: str, profile: str) -> dict[str, Any]:
     """One rank's seconds per step, by network, way and kind."""
     if one_gpu:  # before NCCL is loaded
         os.environ["NCCL_HOSTID"] = f"host-of-rank-{os.environ['HVDGLOO_RANK']}"
@@ -76,17 +80,21 @@ def worker(rounds: int, steps: int, chosen: Sequence[str], one_gpu: str, profile
         settle()
         return time.perf_counter() - begin
 
-    torch.zeros(1, device=device)
-    settle()
     one = torch.ones(1, device=device)
+    settle()
+
+    def first_of_torch() -> None:
+        dist.init_process_group("gloo" if on_cpu else "nccl")
+        dist.all_reduce(one)
+
+    edge = 32 if on_cpu else 224
     results: dict[str, Any] = {"first allreduce": seconds(lambda: hvd.allreduce(one, name="first"))}
-    dist.init_process_group("gloo" if on_cpu else "nccl", device_id=None if on_cpu else device)
-    results["first all_reduce of torch's"] = seconds(lambda: dist.all_reduce(one))
+    results["first all_reduce of a process group of torch's own"] = seconds(first_of_torch)
     for name in chosen:
         ways: dict[str, tuple[Any, Any]] = {}
         for way in WAYS:
             torch.manual_seed(1)
-            network, inputs, targets, bf16 = networks(on_cpu)[name]()
+            network, inputs, targets, bf16 = networks(batch, edge)[name]()
             network, inputs, targets = network.to(device), inputs.to(device), targets.to(device)
             if way == "ddp":
                 network = DistributedDataParallel(network, gradient_as_bucket_view=True)
@@ -96,11 +104,11 @@ def worker(rounds: int, steps: int, chosen: Sequence[str], one_gpu: str, profile
                 optimizer = hvd.DistributedOptimizer(optimizer, network.named_parameters())
             ways[way] = network, optimizer
 
-        def step(way: str, ways: Any = ways, batch: Any = (inputs, targets), bf16: bool = bf16) -> None:
+        def step(way: str, ways: Any = ways, given: Any = (inputs, targets), bf16: bool = bf16) -> None:
             network, optimizer = ways[way]
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                loss: Any = nn.functional.cross_entropy(network(batch[0]), batch[1])
+                loss: Any = nn.functional.cross_entropy(network(given[0]), given[1])
             loss.backward()
             optimizer.step()
 
@@ -163,6 +171,7 @@ def main() -> None:
     parser.add_argument("--np", type=int, default=1, help="ranks (default: 1)")
     parser.add_argument("--completion", default="host,stream", help="HVDGLOO_GPU_COMPLETION, each in a job of its own")
     parser.add_argument("--only", default="resnet,small")
+    parser.add_argument("--batch", type=int, default=64, help="images of a step of resnet, for each rank")
     parser.add_argument("--one-gpu", choices=["nccl", "staged"], default="", help="all ranks share the first GPU")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10, help="of a way in a round")
@@ -183,7 +192,7 @@ def main() -> None:
         profile = f"{given.profile}/{completion}" if given.profile else ""
         if profile:
             Path(profile).mkdir(parents=True, exist_ok=True)
-        args = (given.rounds, given.steps, chosen, given.one_gpu, profile)
+        args = (given.rounds, given.steps, chosen, given.batch, given.one_gpu, profile)
         ranks = hvdgloo.run.run(worker, args=args, np=given.np, env={**os.environ, **env})
         firsts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ranks[0].items() if "first a" in name)
         print(f"{given.np} rank(s), completion by {completion}: {firsts}")

@@ -134,7 +134,8 @@ class Aside:
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def call(self, function: Callable[[], None]) -> Call:
         """Have the thread call a function, once it has returned from those before."""
@@ -142,13 +143,19 @@ class Aside:
         self._calls.put(call)
         return call
 
-    def end(self) -> None:
-        """Let the thread end when it has done what it was given."""
+    def end(self, timeout: float) -> None:
+        """Have the thread end when it has done what it was given, and wait for that.
+
+        A thread that returns from C++ while the interpreter ends takes the process along: "terminate called without an
+        active exception".
+        """
         self._calls.put(None)
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call.run()
+            del call
 
 
 class Call:
@@ -165,6 +172,7 @@ class Call:
         except BaseException as error:  # noqa: BLE001 - raised where a caller waits
             logger.debug("%s", error)
             self._error = error
+        del self._function  # with what it holds: a group's destructor may block, too
         self._returned.set()
 
     def returns_within(self, timeout: float) -> bool:
@@ -335,40 +343,50 @@ class NcclBackend(ProcessGroupBackend):
 
     def close(self) -> None:
         """See ``Backend``. Takes no longer than ``_CLOSE_SECONDS``, whatever NCCL does."""
-        group = self._group
-        if group is None:
+        if self._group is None:
             return
-        call = self._aside.call(lambda: gpu.nccl_close(group))
+        held = [self._group]
+        self._group = None
+
+        def release() -> None:
+            try:
+                gpu.nccl_close(held[0])
+            finally:
+                held.clear()
+
+        deadline = time.monotonic() + (0.0 if _stuck else _CLOSE_SECONDS)
+        call = self._aside.call(release)
         try:
-            ended = call.returns_within(0.0 if _stuck else _CLOSE_SECONDS)
+            ended = call.returns_within(max(0.0, deadline - time.monotonic()))
         except Exception as error:  # noqa: BLE001 - whatever torch raises: the job is over
             logger.warning("NCCL's group was not closed: %s", first_line(error))
             ended = True
         if not ended:
             if not _stuck:  # no group will end if one does not
                 logger.warning("NCCL did not close its group within %g s; it is left as it is", _CLOSE_SECONDS)
-            _stuck.append(group)
-            self._keep_for_ever()
-        self._group = None
-        self._end_threads()
+            _stuck.append(held)
+            _keep_for_ever(*held, self._store)
+        self._end_threads(max(0.0, deadline - time.monotonic()))
 
     def abandon(self) -> None:
-        self._keep_for_ever()
-        self._end_threads()
+        _keep_for_ever(self._group, self._store)
+        self._end_threads(0.0)
 
     def after_fork_in_child(self) -> None:
         """CUDA does not work in a forked child: the group is kept forever, untouched."""
-        self._keep_for_ever()
+        _keep_for_ever(self._group, self._store)
 
-    def _keep_for_ever(self) -> None:
-        """A group's destructor would wait for what never ends."""
-        for kept in (self._group, self._store):
-            if kept is not None:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    def _end_threads(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        for thread in (self._aside, self._aborter):
+            thread.end(max(0.0, deadline - time.monotonic()))
 
-    def _end_threads(self) -> None:
-        self._aside.end()
-        self._aborter.end()
+
+def _keep_for_ever(*objects: object) -> None:
+    """A group's destructor would wait for what never ends."""
+    for kept in objects:
+        if kept is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def _routes(method: str, nbytes: int, args: Sequence[Any]) -> set[tuple[str, int, int]]:

@@ -9,6 +9,7 @@ import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -286,6 +287,36 @@ def test_a_group_that_does_not_end_delays_shutdown_by_five_seconds_at_most(
         wait_for_the_end(world)
     world.close()
     assert time.monotonic() - begin < MARGIN
+
+
+def test_a_group_is_destroyed_aside_and_no_thread_is_left(gpus: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its destructor may block; and a thread that returns from C++ while the interpreter ends aborts the process."""
+    destroyed_on: list[str] = []
+    make = gpu.nccl_group
+
+    def destroyed() -> None:
+        time.sleep(0.2)  # as ncclCommDestroy takes its time
+        destroyed_on.append(threading.current_thread().name)
+
+    class Held:
+        """What the backend alone holds; the simulation keeps its groups."""
+
+        def __init__(self, *args: Any) -> None:
+            self._group = make(*args)
+            weakref.finalize(self, destroyed)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._group, name)
+
+    monkeypatch.setattr(gpu, "nccl_group", Held)
+    world = World(SIZE, open_device=planes())
+    world.run(lambda context: frontend_of(context).allreduce(on_gpu(torch.ones(2))))
+    names = {thread.name for thread in threading.enumerate() if thread.name.startswith("NCCL")}
+    assert len(names) == 2 * SIZE
+    world.close()
+    assert not names & {thread.name for thread in threading.enumerate()}
+    assert len(destroyed_on) == SIZE
+    assert set(destroyed_on) < names
 
 
 def test_one_plane_that_cannot_be_ended_keeps_no_other_from_it(

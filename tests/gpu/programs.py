@@ -29,7 +29,7 @@ def planes():
 
 OWN_HOST = """
 import os
-os.environ["NCCL_HOSTID"] = "host-of-rank-" + os.environ["HVDGLOO_RANK"]
+os.environ["NCCL_HOSTID"] = f"host of {os.getpid()}"
 """
 """Comes before START: to NCCL, which otherwise refuses two ranks on one GPU, each rank is on a host of its own."""
 
@@ -42,15 +42,22 @@ SOCKETS = {
 }
 """Variables with which such ranks reach each other."""
 
-# torch's sanitizer sees the kernels only of threads that have entered its mode; the data thread enters it here.
+# torch's sanitizer sees the kernels only of threads that have entered its mode, which the data thread does here; and it
+# knows only of events that were waited for, not of those that were found to have happened.
 WATCHED = """
 import torch.cuda._sanitizer
 from hvdgloo._backends import gpu
-use_own_stream = gpu.use_own_stream
+mode = torch.cuda._sanitizer.cuda_sanitizer.dispatch
+use_own_stream, has_happened = gpu.use_own_stream, gpu.has_happened
 def use_own_stream_and_be_watched(device):
-    torch.cuda._sanitizer.cuda_sanitizer.dispatch.__enter__()
+    mode.__enter__()
     use_own_stream(device)
-gpu.use_own_stream = use_own_stream_and_be_watched
+def has_happened_and_is_noted(event):
+    happened = has_happened(event)
+    if happened:
+        mode.event_handler._handle_event_synchronization(event.cuda_event)
+    return happened
+gpu.use_own_stream, gpu.has_happened = use_own_stream_and_be_watched, has_happened_and_is_noted
 """
 
 COLLECTIVES = """
@@ -349,6 +356,41 @@ JOIN = """
 for _ in range(3 + rank):
     hvd.allreduce(torch.ones(3, device=device), op=hvd.Sum, name="late")
 assert hvd.join() == size - 1
+"""
+
+COMPILED = """
+torch.manual_seed(1)
+plain = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(device)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(device)
+model.load_state_dict(plain.state_dict())
+ours = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+compiled = torch.compile(model, backend="aot_eager" if on_cpu else "inductor")
+batch = torch.randn(4 * size, 64, generator=torch.Generator().manual_seed(2)).to(device)
+for _ in range(4):
+    ours.zero_grad()
+    compiled(batch[4 * rank : 4 * rank + 4]).square().mean().backward()
+    ours.step()
+    theirs.zero_grad()
+    plain(batch).square().mean().backward()
+    theirs.step()
+for mine, value in zip(model.parameters(), plain.parameters()):
+    assert torch.allclose(mine, value, rtol=1e-3, atol=1e-4)
+"""
+
+ELASTIC = """
+import signal
+state = hvd.elastic.TorchState(step=0, total=torch.zeros((), device=device))
+@hvd.elastic.run
+def train(state):
+    while state.step < 20:
+        if hvd.rank() == 1 and state.step == 10 and hvd.size() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.total = state.total + hvd.allreduce(torch.ones(1 << 16, device=device), op=hvd.Sum, name="x")[0]
+        state.step += 1
+        state.commit()
+    return hvd.size(), state.total.item()
+print(*train(state))
 """
 
 END = """

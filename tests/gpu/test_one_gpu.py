@@ -90,7 +90,7 @@ def test_torch_s_sanitizer_watches_the_data_thread(tmp_path: Path) -> None:
     race = """
 if not on_cpu:
     from hvdgloo._backends import cuda
-    pack, shared = cuda.PinnedMemory.pack, torch.zeros(1 << 20, device=device)
+    pack, shared, side = cuda.PinnedMemory.pack, torch.zeros(1 << 20, device=device), torch.cuda.Stream()
     def racing(self, target, sources):
         try:
             shared.add_(1)
@@ -98,7 +98,9 @@ if not on_cpu:
             print(error, file=__import__("sys").stderr)
         pack(self, target, sources)
     cuda.PinnedMemory.pack = racing
-    shared += 1
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # which the allreduce does not wait for
+        shared += 1
     hvd.allreduce(torch.ones(1, device=device))
 """
     errors, _ = run(2, programs.WATCHED + race, SHARED, tmp_path, fresh=True, TORCH_CUDA_SANITIZER="1")
@@ -108,7 +110,8 @@ if not on_cpu:
 @pytest.mark.parametrize(
     ("planes", "size", "environ"),
     [
-        pytest.param(OVER_NCCL, 1, {"HVDGLOO_GPU_COMPLETION": "stream", **NCCL}, id="NCCL"),
+        pytest.param(OVER_NCCL, 1, NCCL, id="NCCL"),
+        pytest.param(OVER_NCCL, 1, {"HVDGLOO_GPU_COMPLETION": "stream", **NCCL}, id="NCCL, by streams"),
         pytest.param(SHARED, 2, {}, id="staged"),
     ],
 )
@@ -117,6 +120,15 @@ def test_torch_s_sanitizer_finds_no_race(tmp_path: Path, planes: list[str], size
     # torch reads it when it is imported.
     errors, _ = run(size, part, planes, tmp_path, fresh=True, TORCH_CUDA_SANITIZER="1", **environ)
     assert not [error for error in errors if "CSAN detected" in error]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_program_that_does_not_shut_down(tmp_path: Path, size: int) -> None:
+    code = programs.START + "hvd.allreduce(torch.ones(1 << 20, device=device))\nprint('done')\n"
+    environ = NCCL if size == 1 else {}
+    with Job(size, code, tmp_path, fresh=True, CUDA_VISIBLE_DEVICES="0", **environ) as job:
+        for ended in job.wait(50):
+            assert (ended.returncode, ended.stdout.strip()) == (0, "done"), ended.stderr
 
 
 def test_nccl_that_cannot_be_had_is_an_error_that_says_why(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ is NCCL, with several ranks. It cannot show NVLink, P2P, InfiniBand or speed.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdgloo.rendezvous._elastic.events import Rules
+from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from tests.gpu import programs
 from tests.support.job import Ended, Job
 
@@ -87,6 +90,11 @@ def test_completion_by_streams(tmp_path: Path, nccl: Mapping[str, str]) -> None:
     check_part(2, part, tmp_path, {**nccl, "HVDGLOO_GPU_COMPLETION": "stream"})
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="Triton needs a C compiler")
+def test_a_compiled_model(tmp_path: Path, nccl: Mapping[str, str]) -> None:
+    check_part(2, programs.COMPILED, tmp_path, nccl)
+
+
 def test_four_ranks_over_nccl(tmp_path: Path, nccl: Mapping[str, str]) -> None:
     part = programs.PARTS["collectives"] + programs.TRAINING + "STEPS = 60\n" + programs.STRESS
     check_part(4, part, tmp_path, nccl)
@@ -130,6 +138,21 @@ def test_ranks_whose_ends_lie_apart(tmp_path: Path, nccl: Mapping[str, str], sec
     """NCCL may wait for its peers when it closes; hvdgloo waits 3 s for it."""
     for ended in run(2, programs.START + f"SECONDS = {seconds}\n" + programs.APART, tmp_path, nccl):
         assert (ended.returncode, ended.stdout.strip()) == (0, "done"), ended.stderr
+
+
+def test_programs_that_do_not_shut_down(tmp_path: Path, nccl: Mapping[str, str]) -> None:
+    code = programs.START + "hvd.allreduce(torch.ones(1 << 20, device=device))\nprint('done')\n"
+    for ended in run(2, code, tmp_path, nccl, fresh=True):
+        assert (ended.returncode, ended.stdout.strip()) == (0, "done"), ended.stderr
+
+
+def test_an_elastic_job_goes_on_without_a_killed_rank(tmp_path: Path, nccl: Mapping[str, str]) -> None:
+    epochs = ElasticEpochs(Rules(size=2, smallest=1, launched=False, failures_per_host=9))
+    code = programs.OWN_HOST + programs.START + programs.ELASTIC
+    with Job(2, code, tmp_path, elastic=epochs, CUDA_VISIBLE_DEVICES="0", **nccl) as job:
+        ended = job.wait(55)
+    (survivor,) = [each for each in ended if each.returncode != -signal.SIGKILL]
+    assert (survivor.returncode, survivor.stdout.split()) == (0, ["1", "30.0"]), survivor.stderr
 
 
 def test_init_again(tmp_path: Path, nccl: Mapping[str, str]) -> None:

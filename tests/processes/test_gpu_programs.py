@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdgloo.rendezvous._elastic.events import Rules
+from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from tests.gpu import programs, report
 from tests.support import warm
 from tests.support.job import Job
@@ -23,7 +25,7 @@ ON_CPU = {"HVDGLOO_TEST_DEVICE": "cpu"}
 
 def test_the_programs_on_the_cpu(tmp_path: Path) -> None:
     """All in one job; those about streams and captures do nothing there."""
-    parts = "".join(programs.PARTS.values()).replace("STEPS = 120", "STEPS = 20")
+    parts = "".join([*programs.PARTS.values(), programs.COMPILED]).replace("STEPS = 120", "STEPS = 20")
     code = programs.START + "PLANES = []\n" + parts + programs.END
     with Job(2, code, tmp_path, **ON_CPU) as job:
         for ended in job.wait(55):
@@ -45,6 +47,13 @@ def test_the_programs_that_end_on_the_cpu(tmp_path: Path) -> None:
             ended = job.wait(50)
         assert [each.returncode for each in ended] == statuses, ended
         assert all(each.stdout.strip() == "done" for each in ended if not each.returncode), ended
+
+
+def test_the_elastic_program_on_the_cpu(tmp_path: Path) -> None:
+    epochs = ElasticEpochs(Rules(size=2, smallest=1, launched=False, failures_per_host=9))
+    with Job(2, programs.START + programs.ELASTIC, tmp_path, elastic=epochs, **ON_CPU) as job:
+        ended = job.wait(50)
+    assert sorted((each.returncode, each.stdout.split()) for each in ended) == [(-9, []), (0, ["1", "30.0"])]
 
 
 def test_the_program_that_measures_on_the_cpu(tmp_path: Path) -> None:
