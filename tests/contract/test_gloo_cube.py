@@ -3,6 +3,7 @@ real Gloo, and how many connections and bytes that takes. Backends in threads, n
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -55,10 +56,10 @@ class Ranks:
         self.size = size
         self._pool = ThreadPoolExecutor(size)
         self.store = CountingStore()
-        self._sockets_before = self._threads_before = 0
         started = threading.Barrier(size)
         self.run(lambda rank: started.wait(10))  # a pool starts no thread while one is idle
-        self._sockets_before, self._threads_before = count_sockets(), count_threads()
+        # An earlier test's, whose groups may still be on their way to their end.
+        self._sockets_before, self._threads_before = sockets(), threads()
         self.backends = self.run(
             lambda rank: GlooBackend(self.store, "test/", rank, size, "127.0.0.1", 20, secret=b"secret")
         )
@@ -66,12 +67,12 @@ class Ranks:
     @property
     def sockets(self) -> float:
         """Of a rank, on average; each connection is one at each of its ends."""
-        return (count_sockets() - self._sockets_before) / self.size
+        return len(sockets() - self._sockets_before) / self.size
 
     @property
     def threads(self) -> float:
         """Of a rank, on average, besides its own."""
-        return (count_threads() - self._threads_before) / self.size
+        return len(threads() - self._threads_before) / self.size
 
     def run(self, function: Callable[[int], T]) -> list[T]:
         """On all ranks at once, on threads of their own."""
@@ -87,18 +88,17 @@ class Ranks:
         self._pool.shutdown()
 
 
-def count_sockets() -> int:
-    found = 0
+def sockets() -> set[str]:
+    """Those of this process, by their inodes."""
+    found = set()
     for name in os.listdir("/proc/self/fd"):
-        try:
-            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-        except OSError:
-            continue
-    return found
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {link for link in found if link.startswith("socket:")}
 
 
-def count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
 
 
 def finish(work: Work, timeout: float = 30) -> None:
