@@ -33,7 +33,7 @@ navigation = {
         "ray", "timeline"),
     "Coming from Horovod": ("migrating", "compatibility"),
     "Reference": ("api", "api-tensorflow", "api-mxnet", "configuration", "troubleshooting", "security", "changelog"),
-    "How it works": ("performance", "life-of-a-tensor", "life-of-a-host"),
+    "How it works": ("performance", "gpu-report-h100", "life-of-a-tensor", "life-of-a-host"),
 }  # fmt: skip
 """The pages by title of their part, in the order of the side bar. A missing page is an error."""
 
