@@ -27,7 +27,7 @@ from tests.gpu.programs import SOCKETS
 
 WAYS = ("hvdgloo", "ddp", "alone")
 KINDS = ("wall", "queued", "thread", "process")
-"""What is measured of a step, in seconds: until the GPU has done it, until the host has queued it, and the processor
+"""The measurements of a step, in seconds: until the GPU has done it, until the host has queued it, and the processor
 time of the thread and of the process."""
 
 

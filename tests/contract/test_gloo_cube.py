@@ -89,7 +89,7 @@ class Ranks:
 
 
 def sockets() -> set[str]:
-    """Those of this process, by their inodes."""
+    """This process's sockets, by their inodes."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -299,7 +299,7 @@ def test_a_group_is_destroyed_aside_and_no_thread_is_left(gpus: Simulated, monke
         destroyed_on.append(threading.current_thread().name)
 
     class Held:
-        """What the backend alone holds; the simulation keeps its groups."""
+        """A group that the backend alone holds; the simulation keeps its own."""
 
         def __init__(self, *args: Any) -> None:
             self._group = make(*args)
