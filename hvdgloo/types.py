@@ -152,6 +152,20 @@ class ReduceOp(enum.IntEnum):
     __hash__ = int.__hash__  # enum's own is a Python function
 
 
+class WireFormat(enum.Enum):
+    """The form in which a sum's float32 values cross a network; the value is the name that users give."""
+
+    FULL = "full"
+    BF16 = "bf16"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    __hash__ = object.__hash__  # as DType's
+
+
 class _Traits:
     """The properties in which collectives differ, for all code that treats several of them alike."""
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from hvdgloo._net.cancelling import LONGEST_TURN, TURN
 from hvdgloo.errors import BackendError, ConnectError, RendezvousTimeoutError
-from hvdgloo.types import Buffer, ReduceOp
+from hvdgloo.types import Buffer, ReduceOp, WireFormat
 
 logger = logging.getLogger(__name__)
 
@@ -294,6 +294,20 @@ class Scattered(Protocol):
         ...
 
 
+@runtime_checkable
+class Encoding(Protocol):
+    """An additional ability of a Backend: sums whose values are encoded where they cross a network."""
+
+    def allreduce_encoded(self, buffer: Buffer, form: WireFormat) -> Work:
+        """Add up the buffers of all ranks, in place; all get the same bits.
+
+        Args:
+            buffer: float32, float16 or bfloat16.
+            form: any but FULL.
+        """
+        ...
+
+
 def label_of(backend: Backend) -> str:
     """Return a backend's name as users see it."""
     return {"shm": "shared memory", "local": "alone"}.get(backend.name, backend.name)
@@ -315,6 +329,11 @@ class Plane:
     def scattered(self) -> Scattered | None:
         """The backend, if it can reduce tensors where they lie."""
         return self.backend if isinstance(self.backend, Scattered) else None
+
+    @cached_property
+    def encoding(self) -> Encoding | None:
+        """The backend, if values that it reduces cross a network, and it can encode them."""
+        return self.backend if isinstance(self.backend, Encoding) else None
 
 
 @runtime_checkable

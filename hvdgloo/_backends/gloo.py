@@ -47,7 +47,10 @@ from hvdgloo._backends.base import (
     peek,
 )
 from hvdgloo._backends.butterfly import Butterfly, Bytes
+from hvdgloo._backends.codec import Codec
+from hvdgloo._backends.codec_torch import codec_of
 from hvdgloo._backends.cube import Cube
+from hvdgloo._backends.narrow import Narrow
 from hvdgloo._backends.process_group import ProcessGroupBackend, tensor_of
 from hvdgloo._backends.progress_thread import ProgressThread
 from hvdgloo._backends.sockets import Connections
@@ -55,7 +58,7 @@ from hvdgloo._net.cancelling import LONGEST_TURN, TURN
 from hvdgloo._net.descriptors import close_keeping_numbers, reserve_descriptors
 from hvdgloo._net.proofs import NONCE_BYTES, PROOF_BYTES, derive, new_nonce, prove, proves
 from hvdgloo.errors import AuthenticationError, BackendError, HvdglooError, RendezvousError
-from hvdgloo.types import Buffer, ReduceOp
+from hvdgloo.types import Buffer, ReduceOp, WireFormat
 
 logger = logging.getLogger(__name__)
 
@@ -322,6 +325,8 @@ class GlooBackend(ProcessGroupBackend):
         self._progress: ProgressThread | None = None
         self._wire: _GlooWire | None = None
         self._butterfly: Butterfly | None = None
+        self._narrow: Narrow | None = None
+        self._codecs: dict[WireFormat, Codec] = {}
         self._all_connected = False
         self._connections: Connections | None = None
         self._missing: Sequence[int] = ()  # ranks from which nothing arrived in the last try
@@ -362,7 +367,7 @@ class GlooBackend(ProcessGroupBackend):
         self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, options)
         self._wire = wire = _GlooWire(self._group, lambda: self._aborted, self.abort)
         self._butterfly = Butterfly(self._cube, wire) if self._cube is not None else None
-        self._progress = ProgressThread(f"hvdgloo-gloo-{self._rank}", wire.settle)
+        self._progress = self._new_progress(wire)
         self._prefix = prefix.encode()
         connections = self._connections = Connections(self._store.published)
         self._met = {self._rank}
@@ -496,6 +501,26 @@ class GlooBackend(ProcessGroupBackend):
             buffer, Buffer.of_array(received, buffer.dtype), [buffer.nbytes] * self._size, finish=finish
         )
 
+    def allreduce_encoded(self, buffer: Buffer, form: WireFormat) -> Work:
+        """See ``Encoding``. A thread exchanges messages and encodes a piece while others are on the wire; the group's
+        own operations may be under way at the same time."""
+        what = f"allreduce of {buffer.nbytes} bytes as {form}"
+        wire = self._wire
+        if wire is None:
+            raise BackendError(f"Gloo {what}: the process group has been closed")
+        if self._narrow is None:
+            self._narrow = Narrow(self._rank, self._size, wire, self._cube)
+        if self._progress is None:
+            self._progress = self._new_progress(wire)
+        codec = self._codecs.get(form)
+        if codec is None:
+            codec = self._codecs[form] = codec_of(form)
+        narrow = self._narrow
+        return self._progress.begin(what, lambda: narrow.allreduce(buffer, codec), buffer)
+
+    def _new_progress(self, wire: _GlooWire) -> ProgressThread:
+        return ProgressThread(f"hvdgloo-gloo-{self._rank}", wire.settle)
+
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
         if self._goes_through_cube(sum(nbytes)):
             return self._through_cube("allgather", lambda cube: cube.allgather(source, target, nbytes), source, target)
@@ -593,7 +618,7 @@ class GlooBackend(ProcessGroupBackend):
         if self._progress is not None:
             self._progress.close()
         group, connections = self._group, self._connections
-        self._progress = self._butterfly = self._wire = self._group = self._connections = None
+        self._progress = self._butterfly = self._narrow = self._wire = self._group = self._connections = None
         if group is None or self._is_abandoned:
             return
         held = [group]

@@ -34,8 +34,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hvdgloo._backends.base import Backend, Done, Several, Work
-from hvdgloo.types import Buffer, ReduceOp, TensorSpec
+from hvdgloo._backends.base import Backend, Done, Encoding, Several, Work
+from hvdgloo.types import Buffer, ReduceOp, TensorSpec, WireFormat
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,13 @@ class HierarchicalBackend:
             return self._at_once(lambda: few.allreduce(buffer, op))
         return self._begin(self._reduce_whole(buffer, op))
 
+    def allreduce_encoded(self, buffer: Buffer, form: WireFormat) -> Work:
+        """See ``Encoding``: within a host values are exact."""
+        op = ReduceOp.SUM
+        if buffer.nbytes >= self._thresholds.allreduce:
+            return self._begin(self._overlapped(self._reduce(chunk, op, form) for chunk in self._chunks(buffer)))
+        return self._begin(self._reduce_whole(buffer, op, form))
+
     def broadcast(self, buffer: Buffer, root: int) -> Work:
         host, place = self._layout.of(root)
         if buffer.nbytes >= self._thresholds.others:
@@ -249,11 +256,18 @@ class HierarchicalBackend:
         """The backend among the hosts' leaders, if this rank is one."""
         return self._cross if self._place == 0 else None
 
-    def _reduce_whole(self, buffer: Buffer, op: ReduceOp) -> Steps:
+    @staticmethod
+    def _take_across(cross: Backend, buffer: Buffer, op: ReduceOp, form: WireFormat) -> Work:
+        """Reduce what the ranks of each host have reduced."""
+        if form is not WireFormat.FULL and isinstance(cross, Encoding):
+            return cross.allreduce_encoded(buffer, form)
+        return cross.allreduce(buffer, op)
+
+    def _reduce_whole(self, buffer: Buffer, op: ReduceOp, form: WireFormat = WireFormat.FULL) -> Steps:
         if self._local is not None:
             yield self._local.allreduce(buffer, op)
         if self._leading is not None:
-            yield self._leading.allreduce(buffer, op)
+            yield self._take_across(self._leading, buffer, op, form)
         yield from self._tell(buffer)
 
     def _spread_whole(self, buffer: Buffer, host: int, place: int) -> Steps:
@@ -287,7 +301,7 @@ class HierarchicalBackend:
         while crossing:
             yield from arrive()
 
-    def _reduce(self, chunk: Buffer, op: ReduceOp) -> Passage:
+    def _reduce(self, chunk: Buffer, op: ReduceOp, form: WireFormat = WireFormat.FULL) -> Passage:
         own, nbytes = self._own(chunk)
 
         def before() -> Steps:
@@ -296,7 +310,9 @@ class HierarchicalBackend:
                 yield self._local.reducescatter(chunk, own, nbytes, op)
 
         def across() -> Work:
-            return self._cross.allreduce(own, op) if self._cross is not None and own.nbytes else Done()
+            if self._cross is None or not own.nbytes:
+                return Done()
+            return self._take_across(self._cross, own, op, form)
 
         return Passage(before, across, lambda: self._hand_round(own, chunk, nbytes))
 

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo._backends.base import Backend, Work
+from hvdgloo._backends.base import Backend, Encoding, Work, has_ended
 from hvdgloo._backends.hierarchical import HierarchicalBackend
 from hvdgloo._backends.select import Planes, gloo_provider, plane_settings
 from hvdgloo.config import Config
-from hvdgloo.errors import ConnectError, RendezvousError
+from hvdgloo.errors import BackendError, ConnectError, RendezvousError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.topology import Host, Topology, Worker
-from hvdgloo.types import Buffer, ReduceOp
+from hvdgloo.types import Buffer, ReduceOp, WireFormat
 from tests.support.world import SECRET
 
 pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo")
@@ -156,6 +156,53 @@ def test_sums_are_the_same_bits_on_all_ranks_and_in_every_run(
         results.update(array.tobytes() for array in given)
     assert len(results) == 1
     np.testing.assert_allclose(given[0], sum(arrays), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(gloo_provider("auto") != "torch", reason="pygloo does not encode")
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1), (2, 1, 1, 1, 1, 1), (1,) * 7], ids=str)
+def test_encoded_sums_are_the_same_bits_on_all_ranks_beside_others_that_are_exact(
+    hosts: Callable[..., Hosts], sizes: tuple[int, ...]
+) -> None:
+    """Large enough for several pieces, and for the ring; ranks wait in different orders."""
+    made, count = hosts(sizes, SLICED), 300_001
+    arrays = [np.random.default_rng(rank).normal(size=count).astype(np.float32) for rank in range(made.size)]
+    exact = np.sum(arrays, 0, np.float64)
+
+    def rank(place: int) -> list[np.ndarray]:
+        backend, results = made.backends[place], []
+        assert isinstance(backend, Encoding)
+        for form in (WireFormat.INT8, WireFormat.INT4, WireFormat.BF16):
+            encoded, plain, after = arrays[place].copy(), np.full(count, place), arrays[place].copy()
+            works = [
+                backend.allreduce_encoded(Buffer.of_array(encoded), form),
+                backend.allreduce(Buffer.of_array(plain), ReduceOp.SUM),
+                backend.allreduce_encoded(Buffer.of_array(after), form),
+            ]
+            for work in works if place % 2 else reversed(works):
+                finish(work)
+            assert (plain == sum(range(made.size))).all()
+            assert encoded.tobytes() == after.tobytes()
+            results.append(encoded)
+        return results
+
+    for form, results in zip(("int8", "int4", "bf16"), zip(*made.run(rank), strict=True), strict=True):
+        assert len({result.tobytes() for result in results}) == 1
+        error = np.linalg.norm(results[0] - exact) / np.linalg.norm(exact)
+        assert 0 < error < {"int8": 0.016, "int4": 0.26, "bf16": 0.006}[form]
+
+
+@pytest.mark.skipif(gloo_provider("auto") != "torch", reason="pygloo does not encode")
+def test_an_encoded_sum_fails_when_its_group_is_aborted(hosts: Callable[..., Hosts]) -> None:
+    made = hosts((1, 1), SLICED)
+    backend = made.backends[0]
+    assert isinstance(backend, Encoding)
+    array = np.ones(100_000, np.float32)
+    work = backend.allreduce_encoded(Buffer.of_array(array), WireFormat.INT8)
+    assert not work.completes_within(0.05)
+    backend.abort()
+    with pytest.raises(BackendError, match=r"aborted|allreduce of 400000 bytes as int8"):
+        finish(work)
+    assert has_ended(work, 10)
 
 
 def test_if_one_host_cannot_share_memory_all_ranks_use_gloo(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -16,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdgloo._backends import butterfly, kernels
-from hvdgloo._backends.butterfly import Butterfly, Bytes
+from hvdgloo._backends.butterfly import Butterfly
 from hvdgloo._backends.cube import Cube, Exchange
 from hvdgloo.types import Buffer, DType, ReduceOp
+from tests.support.lines import Lines
 
 SIZES = st.integers(1, 140)
 
@@ -126,64 +126,19 @@ def test_how_many_steps_an_allreduce_takes(size: int, steps: int) -> None:
     assert Cube(0, size).steps == steps
 
 
-class Line:
-    """From one rank to another. A send is carried out when it is received, as late as a transport may need its memory:
-    what is written too early arrives changed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: list[deque[tuple[Bytes, threading.Event]]] = [deque(), deque()]
-
-    def begin(self, data: Bytes, *, sends: bool) -> threading.Event:
-        """Send or receive; the event is set when that has happened."""
-        assert data.size
-        done = threading.Event()
-        with self._lock:
-            self._waiting[sends].append((data, done))
-            if all(self._waiting):
-                (target, received), (source, sent) = (waiting.popleft() for waiting in self._waiting)
-                assert source.size == target.size
-                np.copyto(target, source)
-                sent.set()
-                received.set()
-        return done
-
-    @property
-    def is_empty(self) -> bool:
-        """True if everything was received."""
-        return not any(self._waiting)
-
-
 class Threads:
     """Ranks as threads, with a line in each direction between any two."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._lines = {(a, b): Line() for a in range(size) for b in range(size)}
+        self._lines = Lines(size)
 
     def run(self, body: Callable[[int, Butterfly], None]) -> None:
         with ThreadPoolExecutor(self.size) as pool:
-            cubes = [Butterfly(Cube(rank, self.size), _Wire(rank, self)) for rank in range(self.size)]
+            cubes = [Butterfly(Cube(rank, self.size), self._lines.wire(rank)) for rank in range(self.size)]
             for ended in [pool.submit(body, rank, cube) for rank, cube in enumerate(cubes)]:
                 ended.result(timeout=20)
-        assert all(line.is_empty for line in self._lines.values())
-
-    def line(self, sender: int, receiver: int) -> Line:
-        return self._lines[sender, receiver]
-
-
-class _Wire:
-    def __init__(self, rank: int, threads: Threads) -> None:
-        self._rank, self._threads = rank, threads
-
-    def send(self, data: Bytes, peer: int) -> threading.Event:
-        return self._threads.line(self._rank, peer).begin(data, sends=True)
-
-    def receive(self, data: Bytes, peer: int) -> threading.Event:
-        return self._threads.line(peer, self._rank).begin(data, sends=False)
-
-    def wait(self, begun: threading.Event) -> None:
-        assert begun.wait(10)
+        assert self._lines.are_empty
 
 
 @pytest.fixture

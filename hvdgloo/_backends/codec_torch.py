@@ -1,0 +1,76 @@
+"""The encodings of ``codec`` in torch, which is several times as fast, with the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hvdgloo._backends.codec import BLOCKS, PIECE, BFloat16, Blocks, Bytes, Codec, Values
+from hvdgloo.types import WireFormat
+
+
+class TorchBlocks(Blocks):
+    """See ``Blocks``."""
+
+    def __init__(self, block: int, bits: int) -> None:
+        super().__init__(block, bits)
+        self._tensor = torch.from_numpy(self._room)
+        self._half = torch.from_numpy(np.empty((self.rows, block // 2), np.float32))
+        self._nibbles = torch.from_numpy(np.empty((self.rows, block // 2), np.uint8))
+
+    def _encode(self, rows: Values, scales: Values, codes: Bytes) -> None:
+        values, room, half = torch.from_numpy(rows), self._tensor[: len(rows)], self.block // 2
+        torch.abs(values, out=room)
+        torch.amax(room, 1, keepdim=True, out=torch.from_numpy(scales))
+        inverse, unusable = self._set_scales(scales)
+        torch.mul(values, torch.from_numpy(inverse), out=room)
+        if unusable is not None:
+            self._room[: len(rows)][unusable] = 0.0
+        room.round_()
+        if self.bits == 8:
+            torch.from_numpy(codes.view(np.int8)).copy_(room)
+            return
+        packed = self._half[: len(rows)]
+        torch.mul(room[:, half:], 16.0, out=packed)
+        packed.add_(room[:, :half]).add_(136.0)
+        torch.from_numpy(codes).copy_(packed)
+
+    def _decode(self, scales: Values, codes: Bytes, rows: Values, *, add: bool) -> None:
+        values, factors, half = torch.from_numpy(rows), torch.from_numpy(scales), self.block // 2
+        room = self._tensor[: len(rows)]
+        if self.bits == 8:
+            room.copy_(torch.from_numpy(codes.view(np.int8)))
+        else:
+            packed, nibbles = torch.from_numpy(codes), self._nibbles[: len(rows)]
+            room[:, :half].copy_(torch.bitwise_and(packed, 15, out=nibbles))
+            room[:, half:].copy_(torch.bitwise_right_shift(packed, 4, out=nibbles))
+            room.sub_(8.0)
+        if add:
+            values.addcmul_(room, factors)
+        else:
+            torch.mul(room, factors, out=values)
+
+
+class TorchBFloat16(BFloat16):
+    """See ``BFloat16``."""
+
+    def encode(self, values: Values, data: Bytes) -> None:
+        """See ``Codec``."""
+        data[2 * values.size :] = 0
+        given, narrow = torch.from_numpy(values), torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
+        for begin in range(0, values.size, PIECE):
+            piece = given[begin : begin + PIECE]
+            narrow[begin : begin + len(piece)].copy_(piece)
+
+    def decode(self, data: Bytes, values: Values, *, add: bool = False) -> None:
+        """See ``Codec``."""
+        target, narrow = torch.from_numpy(values), torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
+        for begin in range(0, values.size, PIECE):
+            piece = target[begin : begin + PIECE]
+            read = narrow[begin : begin + len(piece)]
+            piece.add_(read) if add else piece.copy_(read)
+
+
+def codec_of(form: WireFormat) -> Codec:
+    """Return a new codec in torch; ``form`` is not FULL."""
+    return TorchBFloat16() if form is WireFormat.BF16 else TorchBlocks(*BLOCKS[form])
