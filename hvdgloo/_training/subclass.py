@@ -37,7 +37,8 @@ def shell_class(template: type, base: type, module: str | None = None, options: 
     """Make a class with the members of ``template`` that is ``base`` otherwise; equal arguments give one class.
 
     Args:
-        template: its members are copied; their ``super()`` is ``base``. It becomes the second base, so that
+        template: its members are copied, also inherited ones that ``base`` does not inherit; their ``super()`` is
+            ``base``. It becomes the second base, so that
             ``isinstance`` recognises the classes made from it.
         base: the class of the user's object.
         module: the class's ``__module__``, if it is not ``base.__module__``.
@@ -46,11 +47,12 @@ def shell_class(template: type, base: type, module: str | None = None, options: 
     key = template, base, module, options
     if key not in _classes:
         cell = types.CellType()
-        slots = vars(template).get("__slots__", ())
+        kinds = [kind for kind in reversed(template.__mro__) if not issubclass(base, kind)]
         members = {
             name: _with_class(value, cell)
-            for name, value in vars(template).items()
-            if name not in _OF_THE_TEMPLATE and name not in slots
+            for kind in kinds
+            for name, value in vars(kind).items()
+            if name not in _OF_THE_TEMPLATE and name not in vars(kind).get("__slots__", ())
         }
         names = {"__module__": module or base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         known = {} if options is None else {"_hvd_options": options}

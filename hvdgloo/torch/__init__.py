@@ -42,7 +42,9 @@ __all__ = bind(
     [*EAGER, *OBJECTS, *VALUES],
     own=[
         "Compression",
+        "DiLoCo",
         "DistributedOptimizer",
+        "LocalSGD",
         "SyncBatchNorm",
         "broadcast_optimizer_state",
         "broadcast_parameters",

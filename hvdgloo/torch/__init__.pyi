@@ -33,7 +33,7 @@ from hvdgloo.torch.functions import (
     broadcast_parameters,
     scale_learning_rate,
 )
-from hvdgloo.torch.optimizer import DistributedOptimizer
+from hvdgloo.torch.optimizer import DiLoCo, DistributedOptimizer, LocalSGD
 from hvdgloo.torch.sync_batch_norm import SyncBatchNorm
 from hvdgloo.types import ReduceOp
 
@@ -41,8 +41,10 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DiLoCo",
     "DistributedOptimizer",
     "HorovodInternalError",
+    "LocalSGD",
     "Max",
     "Min",
     "ProcessSet",

@@ -5,7 +5,7 @@ a marker of ours is the user's optimizer class, and which bears its name. So a p
 (``vars``, ``dir``, ``inspect``, protocols), schedulers accept it, and libraries can build further classes on it or on
 ``type(optimizer).__bases__[0]``. Where Horovod copies the state into the new object, and the two drift apart, here both
 objects have one and the same ``__dict__``: whatever is set on one, or loaded into one, the other has. A scheduler that
-was given the plain optimizer before wrapping keeps working. Only our methods are this object's own, see ``_own``. What
+was given the plain optimizer before wrapping keeps working. Only our methods are this object's own, see ``own``. What
 is distributed about it lives in a ``Session`` (``_session``), an ordinary object with an ordinary lifetime.
 """
 
@@ -62,7 +62,7 @@ class _OwnMethod:
             raise AttributeError(self._name)
 
 
-def _own(function: F) -> F:
+def own(function: F) -> F:
     return cast(F, _OwnMethod(uncompiled(function)))
 
 
@@ -77,8 +77,8 @@ class _ParamGroups:
         if instance is None:
             return self
         session = _session_of(instance)
-        if sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler" and session.active:
-            session.settle()
+        if sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler":
+            session.unscaling(instance)
         inherited = session.param_groups
         return vars(instance)["param_groups"] if inherited is None else inherited.__get__(instance, owner)
 
@@ -147,7 +147,7 @@ class DistributedTorchOptimizer(torch.optim.Optimizer):
         groups = [[copies[id(p)] for p in group] for group in session.groups]
         return wrap(session.frontend, copied, named, groups or None, session.options)
 
-    @_own
+    @own
     def synchronize(self) -> None:
         """Wait until all gradients have been reduced; a parameter without a gradient counts as zeros.
 
@@ -158,7 +158,7 @@ class DistributedTorchOptimizer(torch.optim.Optimizer):
         """
         self._hvd.synchronize()
 
-    @_own
+    @own
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Inside, ``step()`` does not reduce gradients: ``synchronize()`` was called before.
 
@@ -167,7 +167,7 @@ class DistributedTorchOptimizer(torch.optim.Optimizer):
         """
         return self._hvd.skip()
 
-    @_own
+    @own
     def step(self, closure: Closure | None = None) -> Any:
         """Wait until all gradients have been reduced, and let the user's optimizer step.
 
@@ -186,7 +186,7 @@ class DistributedTorchOptimizer(torch.optim.Optimizer):
             return self._hvd.base.step(self, closure)
         return self._hvd.step(self, closure)
 
-    @_own
+    @own
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and restart the count of backward passes: what they have added up is gone.
 
@@ -197,18 +197,18 @@ class DistributedTorchOptimizer(torch.optim.Optimizer):
         self._hvd.forget()
         self._hvd.base.zero_grad(self, set_to_none)
 
-    @_own
+    @own
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this or of the plain optimizer; the count of backward passes restarts."""
         self._hvd.forget()
         self._hvd.base.load_state_dict(self, state_dict)
 
-    @_own
+    @own
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank; their gradients are reduced under automatic names."""
         self._hvd.add_param_group(self, param_group)
 
-    @_own
+    @own
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce gradients after this many backward passes, counted from now on.
 
@@ -218,7 +218,7 @@ class DistributedTorchOptimizer(torch.optim.Optimizer):
         self._hvd.reducer.set_passes(passes)
         self._hvd.options = replace(self._hvd.options, backward_passes_per_step=passes)
 
-    @_own
+    @own
     def _allreduce_grad_async(self, p: Tensor) -> tuple[None, None]:
         """Hand a parameter's gradient over now, whatever the number of backward passes so far.
 
@@ -249,21 +249,37 @@ def wrap(
         InvalidArgumentError: (a ValueError) not an optimizer, one that is already distributed, or an option that
             cannot be used.
     """
+    return distributed(
+        optimizer, DistributedTorchOptimizer, lambda: Session(frontend, optimizer, named_parameters, groups, options)
+    )
+
+
+D = TypeVar("D", bound=DistributedTorchOptimizer)
+
+
+def distributed(optimizer: torch.optim.Optimizer, template: type[D], session: Callable[[], Session]) -> D:
+    """Make an instance of a class made from ``template`` and the optimizer's, which shares the optimizer's state.
+
+    Args:
+        optimizer: a plain one.
+        template: of the result's class, as for ``shell_class``.
+        session: makes what is behind it.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) not an optimizer, or one that is already distributed.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgumentError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, DistributedTorchOptimizer):
         raise InvalidArgumentError("the optimizer is already distributed; wrap it only once")
     uses_of_a_private_gradient()
-    session = Session(frontend, optimizer, named_parameters, groups, options)
-    made: DistributedTorchOptimizer = object.__new__(_class_for(type(optimizer)))
-    made.__dict__ = optimizer.__dict__
-    vars(made)["_hvd"] = session
-    return made
-
-
-def _class_for(base: type[torch.optim.Optimizer]) -> type[DistributedTorchOptimizer]:
+    behind = session()
     # Its module is ours: libraries look for "horovod" in the class's text, and do not wrap such an optimizer again.
-    return shell_class(DistributedTorchOptimizer, base, f"{library_name().lower()}.torch.optimizer")
+    kind = shell_class(template, type(optimizer), f"{library_name().lower()}.torch.optimizer")
+    made: D = object.__new__(kind)
+    made.__dict__ = optimizer.__dict__
+    vars(made)["_hvd"] = behind
+    return made
 
 
 def plain_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:

@@ -190,7 +190,7 @@ class Session:
             self._enter(context)
 
     def _enter(self, context: Context) -> None:
-        active = self.frontend.is_shared(self.options.process_set)
+        active = self._is_shared()
         self._drop()
         self._context, self._active = context, active
         context.tell_of_end(self)
@@ -199,6 +199,10 @@ class Session:
         # A lone rank may be joined by others, while a backward pass runs or the next is about to.
         if active or context.config.elastic:
             self.parameters.track()
+
+    def _is_shared(self) -> bool:
+        """Return whether this rank shares gradients with others in the current Context."""
+        return self.frontend.is_shared(self.options.process_set)
 
     def job_ended(self) -> None:
         """Keep an unfinished step's gradients out of the next Context, on all ranks, now that this one is closed.
@@ -417,6 +421,11 @@ class Session:
         finally:
             self.skipping = before
             self._gradients = _Gradients.LOCAL
+
+    def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepare for a GradScaler, which is about to read the gradients, and skips the step if one is not finite."""
+        if self.active:
+            self.settle()
 
     def settle(self) -> None:
         """Reduce what is in flight because someone is about to look at the gradients."""

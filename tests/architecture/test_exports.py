@@ -143,7 +143,9 @@ EXPORTS = {
     "hvdgloo.numpy": EVERY_FRONTEND,
     "hvdgloo.torch": EVERY_FRONTEND
     | {
+        "DiLoCo",
         "DistributedOptimizer",
+        "LocalSGD",
         "SyncBatchNorm",
         "broadcast_optimizer_state",
         "broadcast_parameters",

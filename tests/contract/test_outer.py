@@ -1,0 +1,525 @@
+"""LocalSGD and DiLoCo: ranks step on their own, and have the same parameters after every outer step."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+
+from hvdgloo._collectives.frontend import Frontend  # noqa: E402
+from hvdgloo._job.context import Context  # noqa: E402
+from hvdgloo._training.outer import OuterOptions  # noqa: E402
+from hvdgloo.errors import InvalidArgumentError, MismatchError, OptimizerCallError  # noqa: E402
+from hvdgloo.topology import Host, Topology, Worker  # noqa: E402
+from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch._local import LocalTorchOptimizer, wrap_local  # noqa: E402
+from hvdgloo.torch.compression import Compression  # noqa: E402
+from hvdgloo.types import Buffer  # noqa: E402
+from tests.support.small_model import alike, loss_of, make_model, part_of, values  # noqa: E402
+from tests.support.world import World  # noqa: E402
+
+MakeWorld = Callable[..., World]
+
+USED_AGAIN = True
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Noting(TorchAdapter):
+    """Notes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def export(self, tensor: Tensor, **how: Any) -> Buffer:
+        self.sent.append(tensor)
+        return super().export(tensor, **how)
+
+
+def local(
+    context: Context,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    sync_every: int,
+    *,
+    inner: str = "rank",
+    adapter: TorchAdapter | None = None,
+    **options: Any,
+) -> LocalTorchOptimizer:
+    frontend = Frontend(adapter or TorchAdapter(), lambda: context)
+    return wrap_local(frontend, optimizer, model, inner, OuterOptions(sync_every, **options))
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def step(optimizer: torch.optim.Optimizer, model: nn.Module, part: slice = slice(None)) -> None:
+    optimizer.zero_grad()
+    loss_of(model, part).backward()
+    optimizer.step()
+
+
+def all_the_same(results: list[list[np.ndarray]]) -> None:
+    for result in results:
+        alike(result, results[0], rtol=0)
+
+
+# What it computes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_meeting_after_every_step_with_sgd_equals_averaging_every_gradient(world: MakeWorld, size: int) -> None:
+    expected = make_model()
+    plain = sgd(expected)
+    for _ in range(5):
+        step(plain, expected)
+
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = local(context, sgd(model), model, 1)
+        for _ in range(5):
+            step(optimizer, model, part_of(context))
+        return values(model)
+
+    results = world(size).run(rank_body)
+    alike(results[0], values(expected))
+    all_the_same(results)
+
+
+def by_hand(size: int, steps: int, every: int, start: int, lr: float, momentum: float, clip: float | None) -> list[Any]:
+    """Return the parameters of each rank after some steps, computed in one process."""
+    models = [make_model() for _ in range(size)]
+    optimizers = [sgd(model, momentum=0.9) for model in models]
+    anchor = [p.detach().clone() for p in models[0].parameters()]
+    moments = [torch.zeros_like(p) for p in anchor]
+    for done in range(1, steps + 1):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            step(optimizer, model, slice(rank * (12 // size), (rank + 1) * (12 // size)))
+        is_plain = done <= start
+        if not is_plain and (done - start) % every:
+            continue
+        with torch.no_grad():
+            change = [a - sum(list(model.parameters())[i] for model in models) / size for i, a in enumerate(anchor)]
+            norm = torch.cat([c.flatten() for c in change]).norm()
+            if clip is not None and norm > clip:
+                change = [c * (clip / norm) for c in change]
+            if not is_plain:
+                for m, c in zip(moments, change, strict=True):
+                    m.mul_(momentum).add_(c)
+                change = [lr * (c + momentum * m) for c, m in zip(change, moments, strict=True)]
+            anchor = [a - c for a, c in zip(anchor, change, strict=True)]
+            for model in models:
+                for p, a in zip(model.parameters(), anchor, strict=True):
+                    p.copy_(a)
+    return [values(model) for model in models]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lr": 0.7, "momentum": 0.9}, {"start": 4}, {"lr": 0.7, "momentum": 0.9, "start": 2, "clip": 0.05}],
+    ids=str,
+)
+def test_ranks_step_alone_and_then_together(world: MakeWorld, options: dict[str, Any]) -> None:
+    steps = 8
+
+    def rank_body(context: Context) -> list[list[np.ndarray]]:
+        model = make_model()
+        optimizer = local(context, sgd(model, momentum=0.9), model, 3, **options)
+        seen = []
+        for _ in range(steps):
+            step(optimizer, model, part_of(context))
+            seen.append(values(model))
+        return seen
+
+    results = world(2).run(rank_body)
+    full = {"start": 0, "lr": 1.0, "momentum": 0.0, "clip": None, **options}
+    for done in range(1, steps + 1):
+        expected = by_hand(2, done, 3, **full)
+        for rank in range(2):
+            alike(results[rank][done - 1], expected[rank], rtol=1e-9)
+        if done <= full["start"] or (done - full["start"]) % 3 == 0:
+            all_the_same([result[done - 1] for result in results])
+
+
+def test_between_two_outer_steps_nothing_is_sent(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> list[int]:
+        model, adapter = make_model(), Noting()
+        optimizer = local(context, sgd(model), model, 3, adapter=adapter)
+        counts = []
+        for _ in range(6):
+            before, operations = len(adapter.sent), context.engine.counters.operations
+            step(optimizer, model, part_of(context))
+            counts.append((len(adapter.sent) - before, context.engine.counters.operations - operations))
+        return counts
+
+    for first, second, third, fourth, fifth, sixth in world(2, fresh=True).run(rank_body):
+        assert first == (0, 1)  # ranks compare their settings
+        assert second == fourth == fifth == (0, 0)
+        assert third[0] == sixth[0] == 4
+
+
+def test_a_model_in_half_precision_keeps_small_changes(world: MakeWorld) -> None:
+    """A change of less than half a unit in the last place of bfloat16 in each outer step adds up."""
+
+    def rank_body(context: Context) -> float:
+        model = nn.Linear(1, 1, bias=False).bfloat16()
+        nn.init.ones_(model.weight)
+        optimizer = local(context, torch.optim.SGD(model.parameters(), lr=1.0), model, 1, lr=0.25)
+        for _ in range(8):
+            model.weight.grad = torch.full_like(model.weight, 2.0**-8)
+            optimizer.step()
+        return model.weight.item()
+
+    assert world(2).run(rank_body) == [1 - 8 * 0.25 * 2.0**-8] * 2
+
+
+@pytest.mark.parametrize("compression", [Compression.fp16, Compression.bf16], ids=["fp16", "bf16"])
+def test_changes_travel_compressed_and_ranks_still_agree(world: MakeWorld, compression: Any) -> None:
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = local(context, sgd(model), model, 2, compression=compression, momentum=0.5)
+        for _ in range(4):
+            step(optimizer, model, part_of(context))
+        return values(model)
+
+    results = world(3).run(rank_body)
+    all_the_same(results)
+    alike(results[0], world(3).run(lambda c: _trained(c, momentum=0.5))[0], rtol=0.05)
+
+
+def _trained(context: Context, steps: int = 4, every: int = 2, **options: Any) -> list[np.ndarray]:
+    model = make_model()
+    optimizer = local(context, sgd(model), model, every, **options)
+    for _ in range(steps):
+        step(optimizer, model, part_of(context))
+    return values(model)
+
+
+def test_a_process_set_meets_apart_from_the_others(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> list[np.ndarray]:
+        frontend = Frontend(TorchAdapter(), lambda: context)
+        pair = frontend.add_process_set([0, 2])
+        return _trained(context, process_set=pair)
+
+    first, second, third = world(3, fresh=True).run(rank_body)
+    alike(first, third, rtol=0)
+    alone = make_model()
+    plain = sgd(alone)
+    for _ in range(4):
+        step(plain, alone, slice(4, 8))
+    alike(second, values(alone), rtol=0)
+
+
+# Buffers --------------------------------------------------------------------------------------------------------------
+
+
+class WithBuffers(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+        self.register_buffer("table", torch.tensor([0.1, 0.3, 0.7]))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("own", torch.full((1,), float(rank)), persistent=False)
+
+
+def test_floating_buffers_are_averaged_and_others_are_the_first_rank_s(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = WithBuffers(context.rank)
+        optimizer = local(context, torch.optim.SGD(model.parameters(), lr=0.1), model, 2, lr=0.5, momentum=0.9)
+        for _ in range(2):
+            model.weight.grad = torch.ones(2)
+            model.mean += context.rank + 1
+            model.count += 5 - context.rank
+            optimizer.step()
+        assert model.mean.tolist() == [4.0] * 3  # neither outer rate nor momentum applies
+        assert model.count.item() == 10
+        assert model.mask.tolist() == [0.0, float("-inf")]
+        assert torch.equal(model.table, torch.tensor([0.1, 0.3, 0.7]))  # to the last bit
+        assert model.own.item() == context.rank
+
+    world(3).run(rank_body)
+
+
+# Averages that are not finite, GradScaler -----------------------------------------------------------------------------
+
+
+def test_an_average_that_is_not_finite_is_refused_on_all_ranks(
+    world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = local(context, sgd(model), model, 2, momentum=0.9)
+        step(optimizer, model, part_of(context))
+        step(optimizer, model, part_of(context))
+        before = values(model)
+        step(optimizer, model, part_of(context))
+        if context.rank == 1:
+            with torch.no_grad():
+                model[0].weight[0, 0] = float("nan")
+        step(optimizer, model, part_of(context))
+        alike(values(model), before, rtol=0)
+        assert optimizer.outer_state_dict()["refused"] == 1
+        step(optimizer, model, part_of(context))
+        step(optimizer, model, part_of(context))
+        return values(model)
+
+    with caplog.at_level(logging.WARNING, "hvdgloo"):
+        results = world(2).run(rank_body)
+    all_the_same(results)
+    assert all(np.isfinite(value).all() for value in results[0])
+    assert [record for record in caplog.records if "inf or a NaN" in record.message].__len__() == 1
+
+
+@pytest.mark.parametrize("skipped", [1, 2, 4])
+def test_a_step_that_a_grad_scaler_skips_on_one_rank_counts(world: MakeWorld, skipped: int) -> None:
+    def rank_body(context: Context) -> tuple[int, list[np.ndarray]]:
+        model = make_model()
+        optimizer = local(context, sgd(model), model, 2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for done in range(1, 5):
+            optimizer.zero_grad()
+            factor = float("inf") if done == skipped and context.rank == 1 else 1.0
+            scaler.scale(loss_of(model, part_of(context)) * factor).backward()
+            if done % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        state = optimizer.outer_state_dict()
+        assert (state["iterations"], state["steps"]) == (4, 2)
+        return values(model)
+
+    all_the_same(world(2).run(rank_body))
+
+
+# Checkpoints, and the end ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [3, 4, 6])
+def test_resumed_training_equals_uninterrupted_training_bit_by_bit(world: MakeWorld, at: int) -> None:
+    options: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "start": 1}
+
+    def make(context: Context) -> tuple[nn.Module, LocalTorchOptimizer]:
+        model = make_model()
+        adam = torch.optim.AdamW(model.parameters(), lr=0.02)
+        return model, local(context, adam, model, 3, **options)
+
+    def rank_body(context: Context) -> None:
+        model, optimizer = make(context)
+        saved: Any = None
+        for done in range(10):
+            if done == at:
+                saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), optimizer.outer_state_dict()])
+            step(optimizer, model, part_of(context))
+        again, resumed = make(context)
+        for thing, load in zip(
+            saved, [again.load_state_dict, resumed.load_state_dict, resumed.load_outer_state_dict], strict=True
+        ):
+            load(thing)
+        for _ in range(at, 10):
+            step(resumed, again, part_of(context))
+        alike(values(again), values(model), rtol=0)
+
+    world(2).run(rank_body)
+
+
+def test_the_state_dict_is_the_plain_optimizer_s(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        plain = sgd(model, momentum=0.9)
+        optimizer = local(context, plain, model, 2)
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert type(optimizer).__name__ == "SGD"
+        step(optimizer, model)
+        assert optimizer.state_dict().keys() == plain.state_dict().keys()
+        assert plain.state[model[0].weight] is optimizer.state[model[0].weight]
+        other = sgd(make_model(), momentum=0.9)
+        other.load_state_dict(optimizer.state_dict())
+
+    world(2).run(rank_body)
+
+
+def test_finish_gives_all_ranks_the_same_parameters(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        optimizer = local(context, sgd(model), model, 100)
+        for _ in range(3):
+            step(optimizer, model, part_of(context))
+        optimizer.finish()
+        optimizer.finish()  # nothing to do
+        assert optimizer.outer_state_dict()["steps"] == 1
+        return values(model)
+
+    all_the_same(world(2).run(rank_body))
+
+
+def test_a_program_that_forgets_finish_is_warned_once(world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
+    made = world(2, fresh=True)
+    kept: list[Any] = []
+
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = local(context, sgd(model), model, 100)
+        for _ in range(3):
+            step(optimizer, model, part_of(context))
+        kept.append(optimizer)
+
+    with caplog.at_level(logging.WARNING, "hvdgloo"):
+        made.run(rank_body)
+        made.close()
+    (warning,) = [record.getMessage() for record in caplog.records if "finish()" in record.message]
+    assert "3 steps after" in warning
+
+
+# One host -------------------------------------------------------------------------------------------------------------
+
+
+def on_hosts(context: Context, slots: tuple[int, ...]) -> None:
+    """Have a Context's ranks be on several hosts."""
+    places = [(host, local) for host, count in enumerate(slots) for local in range(count)]
+    workers = tuple(Worker(rank, host, local, 0, "127.0.0.1", 0) for rank, (host, local) in enumerate(places))
+    context.topology = Topology(0, tuple(Host(f"h{i}", f"id {i}") for i in range(len(slots))), workers)
+
+
+@pytest.mark.parametrize("slots", [(2, 2), (1, 3), (1, 1), (2,)])
+def test_ranks_of_a_host_share_gradients_in_every_step(world: MakeWorld, slots: tuple[int, ...]) -> None:
+    def rank_body(context: Context) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        on_hosts(context, slots)
+        model = make_model()
+        optimizer = local(context, sgd(model), model, 4, inner="host")
+        part = slice(context.rank * 3, context.rank * 3 + 3)
+        for _ in range(3):
+            step(optimizer, model, part)
+        between = values(model)
+        step(optimizer, model, part)
+        return between, values(model)
+
+    results = world(sum(slots), fresh=True).run(rank_body)
+    all_the_same([end for _, end in results])
+    first = 0
+    for count in slots:
+        expected = make_model()
+        plain = sgd(expected)
+        for _ in range(3):
+            step(plain, expected, slice(first * 3, (first + count) * 3))
+        for between, _ in results[first : first + count]:
+            alike(between, values(expected), rtol=1e-9)
+            alike(between, results[first][0], rtol=0)
+        first += count
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"sync_every": 0}, "sync_every"),
+        ({"sync_every": 2.0}, "sync_every"),
+        ({"sync_every": 2, "lr": 0}, "outer_lr"),
+        ({"sync_every": 2, "momentum": 1.0}, "outer_momentum"),
+        ({"sync_every": 2, "clip": -1.0}, "outer_clip"),
+        ({"sync_every": 2, "start": -1}, "start"),
+        ({"sync_every": 2, "compression": Compression.powersgd(rank=2)}, "PowerSGD"),
+    ],
+    ids=["never", "not a number", "no rate", "no end", "negative", "before the start", "PowerSGD"],
+)
+def test_settings_that_cannot_be_used_are_refused(options: dict[str, Any], fact: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=fact):
+        OuterOptions(**options)
+
+
+def test_arguments_that_cannot_be_used_are_refused(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model, stranger = make_model(), make_model()
+        with pytest.raises(InvalidArgumentError, match="not the model's"):
+            local(context, sgd(stranger), model, 2)
+        with pytest.raises(InvalidArgumentError, match="already distributed"):
+            local(context, local(context, sgd(model), model, 2), model, 2)
+        with pytest.raises(InvalidArgumentError, match="inner"):
+            local(context, sgd(model), model, 2, inner="gpu")
+        optimizer = local(context, sgd(model), model, 2)
+        with pytest.raises(OptimizerCallError, match="closure"):
+            optimizer.step(lambda: 0.0)
+        with pytest.raises(InvalidArgumentError, match="backward_passes_per_step"):
+            optimizer.set_backward_passes_per_step(2)
+        with pytest.raises(OptimizerCallError, match="finish"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        with pytest.raises(OptimizerCallError, match="copied"):
+            copy.deepcopy(optimizer)
+        with pytest.raises(InvalidArgumentError, match="outer_state_dict"):
+            optimizer.load_outer_state_dict(optimizer.state_dict())
+        step(optimizer, model)
+        other = nn.Linear(2, 2)
+        another = local(context, sgd(other), other, 2)
+        with pytest.raises(InvalidArgumentError, match="which this model lacks"):
+            another.load_outer_state_dict(optimizer.outer_state_dict())
+
+    world(2).run(rank_body)
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        ({"sync_every": 3}, "sync_every: 2 on rank 0, 3 on rank 1"),
+        ({"momentum": 0.5}, "outer_momentum: 0.0 on rank 0, 0.5 on rank 1"),
+        ({"compression": Compression.fp16}, "compression: NoneCompressor on rank 0, FP16Compressor on rank 1"),
+        ({"frozen": True}, r"the trained variables: 0.weight: float64\[8, 6\] on rank 0, absent on rank 1"),
+    ],
+    ids=["sync_every", "momentum", "compression", "variables"],
+)
+def test_ranks_with_different_settings_are_refused_alike(world: MakeWorld, options: dict[str, Any], facts: str) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        given = {"sync_every": 2, **(options if context.rank == 1 else {})}
+        if given.pop("frozen", False):
+            model[0].weight.requires_grad_(False)
+        optimizer = local(context, sgd(model), model, **given)
+        before = values(model)
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        for _ in range(2):  # again, until the program is mended
+            with pytest.raises(MismatchError, match=facts):
+                optimizer.step()
+        alike(values(model), before, rtol=0)
+
+    world(3).run(rank_body)
+
+
+def test_different_weights_at_the_start_are_told(world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        with torch.no_grad():
+            model[0].weight += context.rank
+        optimizer = local(context, sgd(model), model, 2)
+        step(optimizer, model)
+
+    with caplog.at_level(logging.WARNING, "hvdgloo"):
+        world(2, check_weights=True).run(rank_body)
+    assert any("rank 1" in (text := record.message) and "weights as rank 0" in text for record in caplog.records)
+
+
+def test_a_parameter_that_is_unfrozen_later_takes_part_from_then_on(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> list[np.ndarray]:
+        model = make_model()
+        model[0].weight.requires_grad_(False)
+        optimizer = local(context, sgd(model), model, 2)
+        for done in range(6):
+            if done == 3:
+                model[0].weight.requires_grad_(True)
+            step(optimizer, model, part_of(context))
+        return values(model)
+
+    results = world(2).run(rank_body)
+    all_the_same(results)
+    assert not np.array_equal(results[0][0], values(make_model())[0])
