@@ -241,7 +241,7 @@ class Outer(Generic[T]):
     def due(self) -> bool:
         """True if an outer step follows the inner one that was counted last."""
         done, options = self.iterations, self.options
-        if done == self.synchronized or not self._takes_part:
+        if self.is_synchronized:
             return False
         return done <= options.start or (done - options.start) % options.sync_every == 0
 
@@ -249,6 +249,11 @@ class Outer(Generic[T]):
     def between(self) -> int:
         """The number of inner steps since the last outer one, after which ranks have different parameters."""
         return self.iterations - self.synchronized if self._shared else 0
+
+    @property
+    def is_synchronized(self) -> bool:
+        """True if there was no inner step since the last outer one."""
+        return self.iterations == self.synchronized
 
     def _settings(self) -> dict[str, Any]:
         """Return what ranks have to agree about, by names for users."""
@@ -276,7 +281,7 @@ class Outer(Generic[T]):
         settings = self._settings()
         most = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(options.process_set))
         own = None
-        if frontend.context.config.check_weights and self.iterations == self.synchronized:
+        if frontend.context.config.check_weights and self.is_synchronized:
             own = self._variables.checksum()  # in the midst of a round they differ
         received: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
 
@@ -300,13 +305,16 @@ class Outer(Generic[T]):
     # Outer steps
 
     def sync(self) -> None:
-        """Make an outer step, with all ranks.
+        """Make an outer step, with all ranks; on a rank outside of the process set, do no more than count it.
 
         An average with an inf or a NaN is refused, on all ranks alike: they return to the anchor.
 
         Raises:
             HorovodInternalError: the exchange failed; no variable was changed, other than copied ones.
         """
+        if not self._takes_part:
+            self._count_step()
+            return
         held = interrupts.hold()
         try:
             exchange = self._under_way = self._under_way or self._send()
@@ -326,7 +334,7 @@ class Outer(Generic[T]):
 
     def finish(self) -> None:
         """Make an outer step if there was an inner one since the last; collective."""
-        if self._under_way is not None or (self._takes_part and self.iterations != self.synchronized):
+        if self._under_way is not None or not self.is_synchronized:
             self.sync()
 
     def drop(self) -> None:
@@ -391,8 +399,7 @@ class Outer(Generic[T]):
     def _apply(self, means: Mapping[str, T], norm: float) -> None:
         """Step on the averaged changes."""
         options, variables = self.options, self._variables
-        self.synchronized = self.iterations
-        self.steps += 1
+        self._count_step()
         if not variables.is_finite(list(means.values())):
             self._refuse()
             return
@@ -415,6 +422,10 @@ class Outer(Generic[T]):
                 step = step * lr if lr != 1.0 else step
             self._anchor[name] = self._anchor[name] - step
             variables.assign(name, self._anchor[name])
+
+    def _count_step(self) -> None:
+        self.synchronized = self.iterations
+        self.steps += 1
 
     def _refuse(self) -> None:
         self.refused += 1
@@ -466,6 +477,19 @@ class Outer(Generic[T]):
         self.drop()
         self._anchor, self._momentum = anchor, momentum
         self._set_counters([int(state[name]) for name in _COUNTERS])
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Return to what ``state()`` has returned in this process."""
+        self.drop()
+        self._anchor, self._momentum = dict(state["anchor"]), dict(state["momentum"])
+        self._set_counters([state[name] for name in _COUNTERS])
+
+    def is_unchanged(self, state: Mapping[str, Any]) -> bool:
+        """Tell whether ``state()`` would return the same now."""
+        return all(state[name] == getattr(self, name) for name in _COUNTERS) and all(
+            state[name].keys() == values.keys() and all(state[name][each] is values[each] for each in values)
+            for name, values in (("anchor", self._anchor), ("momentum", self._momentum))
+        )
 
     def counters(self) -> list[int]:
         """Return the state's numbers."""

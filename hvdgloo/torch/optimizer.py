@@ -103,7 +103,9 @@ def LocalSGD(  # noqa: N802 - named as DistributedOptimizer
     Between two outer steps the ranks' parameters differ: **call** ``finish()`` **on all ranks before evaluating or
     saving the model, and at the end.** Checkpoints need ``outer_state_dict()`` as well.
 
-    An average with an inf or a NaN is refused: all ranks return to the parameters of the last outer step.
+    An average with an inf or a NaN is refused: all ranks return to the parameters of the last outer step. In an elastic
+    job ``hvd.elastic.TorchState`` saves at outer steps only, and only there hosts come and go; a rank that is lost
+    costs the steps since the last one. Newcomers begin there, with the outer momentum.
 
     Args:
         optimizer: a plain optimizer. It and the result share one state; use the result for steps.

@@ -21,8 +21,10 @@ from hvdgloo.errors import InvalidArgumentError, MismatchError, OptimizerCallErr
 from hvdgloo.topology import Host, Topology, Worker  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._local import LocalTorchOptimizer, wrap_local  # noqa: E402
+from hvdgloo.torch._state import broadcast_parameters  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.types import Buffer  # noqa: E402
+from tests.support.lives import Life, Lives  # noqa: E402
 from tests.support.small_model import alike, loss_of, make_model, part_of, values  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
@@ -416,6 +418,38 @@ def test_ranks_of_a_host_share_gradients_in_every_step(world: MakeWorld, slots: 
             alike(between, values(expected), rtol=1e-9)
             alike(between, results[first][0], rtol=0)
         first += count
+
+
+def test_the_ranks_of_a_host_are_others_in_another_epoch() -> None:
+    def make(life: Life) -> None:
+        model = make_model()
+        frontend = Frontend(TorchAdapter(), lambda: life.context)
+        options = OuterOptions(2, lr=0.7, momentum=0.9)
+        life.kept.update(model=model, optimizer=wrap_local(frontend, sgd(model), model, "host", options))
+
+    def body(life: Life, slots: tuple[int, ...]) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+        on_hosts(life.context, slots)
+        model, optimizer = life.kept["model"], life.kept["optimizer"]
+        frontend = optimizer._hvd.frontend
+        optimizer._hvd.outer.receive(0)
+        broadcast_parameters(frontend, model.state_dict(), 0)
+        step(optimizer, model, part_of(life.context))
+        between = values(model)
+        step(optimizer, model, part_of(life.context))
+        return between, values(model), optimizer.outer_state_dict()["steps"]
+
+    steps = 0
+    with Lives(make) as lives:
+        for names, slots in [("ab", (2,)), ("abc", (2, 1)), ("bcd", (1, 2)), ("d", (1,)), ("de", (1, 1))]:
+            results = lives.epoch(names, lambda life, slots=slots: body(life, slots))
+            steps += 1
+            assert [count for _, _, count in results] == [steps] * len(names)
+            all_the_same([end for _, end, _ in results])
+            hosts = [host for host, count in enumerate(slots) for _ in range(count)]
+            for rank, host in enumerate(hosts):
+                for other, its in enumerate(hosts):
+                    same = all(map(np.array_equal, results[rank][0], results[other][0]))
+                    assert same == (host == its)
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

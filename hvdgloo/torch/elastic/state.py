@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 import torch
 
 from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._training.outer import Outer
 from hvdgloo.config import Config
 from hvdgloo.elastic._values import copied, digest
 from hvdgloo.elastic.state import ObjectState
@@ -17,12 +18,14 @@ from hvdgloo.torch import _state as broadcasting
 from hvdgloo.torch._compilation import uncompiled_methods
 from hvdgloo.torch._distributed_optimizer import DistributedTorchOptimizer, plain_class
 from hvdgloo.torch._frontend import FRONTEND
+from hvdgloo.torch._local import LocalTorchOptimizer
 from hvdgloo.torch.elastic import _steps
 from hvdgloo.torch.elastic._behind import Behind
 from hvdgloo.torch.elastic._copies import Copies, Saved, filled, taken_apart
 from hvdgloo.torch.elastic.sampler import ElasticSampler
 
 __all__ = [
+    "LocalOptimizerStateHandler",
     "ModelStateHandler",
     "OptimizerStateHandler",
     "SamplerStateHandler",
@@ -194,6 +197,42 @@ class OptimizerStateHandler(_TensorHandler):
         return digest(filled(skeleton, range(len(tensors))))
 
 
+class LocalOptimizerStateHandler(OptimizerStateHandler):
+    """An optimizer made by ``LocalSGD`` or ``DiLoCo``: its own state, which differs between workers, and the outer
+    optimizer's, which all of them have in common."""
+
+    def take(self, *, later: bool = False) -> Any:
+        return super().take(), self._outer.state()
+
+    def adopt(self, saved: Any) -> None:
+        own, self._saved_outer = saved
+        super().adopt(own)
+
+    def restore(self) -> None:
+        """Return to what was saved last, and clear the gradients."""
+        super().restore()
+        self._outer.restore(self._saved_outer)
+
+    def receive(self, root: int) -> None:
+        super().receive(root)
+        self._outer.receive(root)
+
+    def fingerprint(self) -> str:
+        if not self._outer.is_unchanged(self._saved_outer):
+            return _like_no_other()
+        return digest([super().fingerprint(), self._outer.counters()])
+
+    @property
+    def is_synchronized(self) -> bool:
+        """True if there was no inner step since the last outer one."""
+        return self._outer.is_synchronized
+
+    @property
+    def _outer(self) -> Outer[Tensor]:
+        outer: Outer[Tensor] = self.value._hvd.outer
+        return outer
+
+
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an optimizer's state dict holds the tensors that it works with, and nothing changes loaded ones."""
     plain, torchs = plain_class(optimizer), torch.optim.Optimizer
@@ -240,6 +279,7 @@ def _like_no_other() -> str:
 
 _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.nn.Module, ModelStateHandler),
+    (LocalTorchOptimizer, LocalOptimizerStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
 ]
@@ -276,6 +316,9 @@ class TorchState(ObjectState):
         kwargs: further attributes. An ``ElasticSampler``, and whatever has ``state_dict()`` and ``load_state_dict()``,
             is treated likewise; the rest are plain objects, as in ``ObjectState``.
 
+    With ``hvd.LocalSGD`` or ``hvd.DiLoCo``, ``commit()`` and ``check_host_updates()`` do nothing between two outer
+    steps, when each worker has parameters of its own; call ``commit()`` after every step.
+
     A commit copies tensors into memory that is kept, twice their size, and only those that have changed. A value that
     is assigned to an attribute later (``state.model = another``) replaces the former one, and is saved at once.
     """
@@ -307,6 +350,30 @@ class TorchState(ObjectState):
         if handler is not None:
             self._settle()
             handler.set_value(value)
+
+    def commit(self) -> None:
+        """Save, so that nothing before is lost to a failure, and check for updates; collective.
+
+        Raises:
+            HostsUpdatedInterrupt: hosts are coming or going; ``elastic.run`` deals with it.
+        """
+        if self._is_synchronized:
+            super().commit()
+
+    def check_host_updates(self) -> None:
+        """Let the job's workers change here if hosts are coming or going; collective, and cheap.
+
+        Raises:
+            HostsUpdatedInterrupt: hosts are coming or going; ``elastic.run`` deals with it.
+        """
+        if self._is_synchronized:
+            super().check_host_updates()
+
+    @property
+    def _is_synchronized(self) -> bool:
+        """False between two outer steps, when each worker has parameters of its own: there is no state of the job."""
+        local = (each for each in self._handlers.values() if isinstance(each, LocalOptimizerStateHandler))
+        return all(handler.is_synchronized for handler in local)
 
     def save(self) -> None:
         """Keep copies of everything; if that is interrupted, the previous copies are still there."""
