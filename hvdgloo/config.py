@@ -563,6 +563,25 @@ class Config:
         help="the size from which all ranks of a host send slices across the network in a broadcast, allgather or "
         "reducescatter",
     )
+    wire: str = _setting(
+        "full",
+        env="HVDGLOO_WIRE",
+        flag="--wire",
+        yaml="params.wire",
+        parse=_one_of("full", "bf16", "int8", "int4"),
+        help="the form in which gradients cross from host to host: full is as they are; bf16, int8 and int4 send a "
+        "half, a quarter and a seventh of the bytes, which changes results a little (docs/slow-networks.md). Rank 0's "
+        "value applies to all",
+    )
+    wire_threshold: int = _setting(
+        256 * 1024,
+        env="HVDGLOO_WIRE_THRESHOLD",
+        flag="--wire-threshold",
+        yaml="params.wire_threshold",
+        unit="bytes",
+        parse=_integer(0),
+        help="smaller gradients cross as they are, whatever --wire asks for. Rank 0's value applies to all",
+    )
     gpu_operations: str = _setting(
         "auto",
         env="HVDGLOO_GPU_OPERATIONS",

@@ -166,6 +166,18 @@ class WireFormat(enum.Enum):
     __hash__ = object.__hash__  # as DType's
 
 
+_QUANTISED = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32})
+
+ENCODABLE: Mapping[WireFormat, frozenset[DType]] = {
+    WireFormat.FULL: frozenset(),
+    WireFormat.BF16: frozenset({DType.FLOAT32}),
+    WireFormat.INT8: _QUANTISED,
+    WireFormat.INT4: _QUANTISED,
+}
+"""The types whose values each form makes smaller; others cross as they are, and so does float64, whose users want its
+precision."""
+
+
 class _Traits:
     """The properties in which collectives differ, for all code that treats several of them alike."""
 

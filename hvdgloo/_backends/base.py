@@ -315,10 +315,15 @@ def label_of(backend: Backend) -> str:
 
 @dataclass(frozen=True)
 class Plane:
-    """A backend, and the memory that it works in."""
+    """A backend, and the memory that it works in.
+
+    Attributes:
+        encodes_not: why the backend cannot encode sums although they cross between hosts, and the remedy; else empty.
+    """
 
     backend: Backend
     memory: Memory
+    encodes_not: str = ""
 
     @cached_property
     def label(self) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from hvdgloo._backends import gpu, nccl
 from hvdgloo._backends.alone import AloneBackend
-from hvdgloo._backends.base import Backend, Done, Mark, Plane, RendezvousStore, wait_for
+from hvdgloo._backends.base import Backend, Done, Encoding, Mark, Plane, RendezvousStore, wait_for
 from hvdgloo._backends.memory import HostMemory
 from hvdgloo._backends.process_group import SIGNED, tensor_of
 from hvdgloo.errors import BackendError
@@ -29,6 +29,10 @@ from hvdgloo.types import Buffer, DType, TensorSpec
 logger = logging.getLogger(__name__)
 
 _REPORT_BYTES = 256
+_ENCODES_NOT = (
+    "CUDA tensors travel over NCCL here, which sends them as they are. Choose --gpu-operations gloo "
+    "(HVDGLOO_GPU_OPERATIONS), which takes them through host memory, or leave out --wire and Compression.int8 or int4"
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def open_planes(
         _refuse_outdated(gpus, ranks)
         left = max(0.0, deadline - time.monotonic())
         backend = nccl.NcclBackend(store, prefix, rank, len(ranks), device, left, cancelled)
-        return Plane(backend, DeviceMemory(device)), staged
+        return Plane(backend, DeviceMemory(device), _ENCODES_NOT if isinstance(host, Encoding) else ""), staged
     if operations == "nccl":
         raise BackendError(
             f"HVDGLOO_GPU_OPERATIONS=nccl, but {reason}. Give each rank a GPU of its own "

@@ -38,13 +38,18 @@ from hvdgloo._backends.shm.segment import array_at
 from hvdgloo._net.cancelling import TURN
 from hvdgloo._net.descriptors import close_keeping_numbers, reserve_descriptors
 from hvdgloo.errors import BackendError
-from hvdgloo.types import Buffer, DType, ReduceOp
+from hvdgloo.types import Buffer, DType, ReduceOp, WireFormat
 
 PIECE = 4 << 20
 """Bytes of a piece."""
 
 SLOTS = 3
 """Pieces that are under way at once: one is filled, one on the wire, one emptied."""
+
+ENCODES_NOT = (
+    "pygloo carries Gloo here, and does not encode. Install torch on all hosts, or leave out --wire and "
+    "Compression.int8 or int4"
+)
 
 _END_SECONDS = 5.0
 """Seconds that the helper has to end when it is told to."""
@@ -299,6 +304,14 @@ class PyglooBackend:
 
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         return self._begin(f"allreduce of {buffer.nbytes} bytes", self._reduced(buffer, op), buffer)
+
+    def allreduce_encoded(self, buffer: Buffer, form: WireFormat) -> Work:
+        """Refuse: see ``Encoding``.
+
+        Raises:
+            BackendError: always.
+        """
+        raise BackendError(f"values cannot cross between hosts as {form}: {ENCODES_NOT}")
 
     def allgather(self, source: Buffer, target: Buffer, nbytes: Sequence[int]) -> Work:
         return self._begin("allgather", self._gathered(source, target, nbytes), (source, target))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.types import DType, TensorSpec
+from hvdgloo.types import DType, TensorSpec, WireFormat
 
 T = TypeVar("T")
 
@@ -33,19 +33,35 @@ def is_elementwise(compressor: object) -> bool:
 
     A class says so by ``elementwise = True``. Classes that derive from it and compress otherwise must say so again.
     """
+    return bool(_declared(compressor, "elementwise", False))
+
+
+def wire_of(compressor: object) -> WireFormat | None:
+    """Return the form in which what a compressor yields crosses between hosts; None if the job's settings decide.
+
+    A class says so by ``wire``. What any other yields may not be rounded: it may contain indices, for example.
+    """
+    wire: WireFormat | None = _declared(compressor, "wire", WireFormat.FULL)
+    return wire
+
+
+def _declared(compressor: object, attribute: str, otherwise: Any) -> Any:
+    """Return a class attribute that describes how a compressor compresses: from its class, or from the base
+    class whose methods it inherits."""
     for kind in (compressor if isinstance(compressor, type) else type(compressor)).__mro__:
         members = vars(kind)
-        if "elementwise" in members:
-            return bool(members["elementwise"])
+        if attribute in members:
+            return members[attribute]
         if "compress" in members or "decompress" in members:
-            return False
-    return False
+            return otherwise
+    return otherwise
 
 
 class NoneCompressor:
     """Sends tensors as they are."""
 
     elementwise = True
+    wire: ClassVar[WireFormat | None] = None
 
     @staticmethod
     def compress(tensor: T) -> tuple[T, None]:
@@ -54,6 +70,18 @@ class NoneCompressor:
     @staticmethod
     def decompress(tensor: T, ctx: None) -> T:
         return tensor
+
+
+class Int8Compressor(NoneCompressor):
+    """Sends a quarter of the bytes from host to host, in allreduces; within a host, tensors stay as they are."""
+
+    wire = WireFormat.INT8
+
+
+class Int4Compressor(NoneCompressor):
+    """Sends a seventh of the bytes from host to host, in allreduces; within a host, tensors stay as they are."""
+
+    wire = WireFormat.INT4
 
 
 class Casts(Protocol[T]):
@@ -74,6 +102,7 @@ class AdapterCompressor:
 
 class _CastCompressor(AdapterCompressor):
     elementwise = True
+    wire: ClassVar[WireFormat | None] = None
     dtype: ClassVar[DType]
 
     @classmethod
@@ -116,6 +145,8 @@ class Compression:
 
     none = NoneCompressor
     fp16 = FP16Compressor
+    int8 = Int8Compressor
+    int4 = Int4Compressor
 
     def __init_subclass__(cls, *, adapter: Casts[Any] | None = None) -> None:
         """Derive a front-end's own compressors from those that need its adapter, also from those that only it has."""

@@ -27,7 +27,7 @@ from hvdgloo._collectives.compression import Compressor
 from hvdgloo._collectives.naming import names_of
 from hvdgloo._collectives.persistent import Pending, PersistentOperation
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
-from hvdgloo._collectives.spec import CollectiveSpec, broadcasting, reduction
+from hvdgloo._collectives.spec import CollectiveSpec, broadcasting, crossing, reduction
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
@@ -202,7 +202,7 @@ class Core(Generic[T]):
         pairs = [compression.compress(tensor) for tensor in self._own_group(tensors)]
         if not pairs:
             return []
-        reduced = self.apply(operation, [sent for sent, _ in pairs], name, grouped=True)
+        reduced = self.apply(crossing(operation, compression), [sent for sent, _ in pairs], name, grouped=True)
         return [compression.decompress(r, ctx) for r, (_, ctx) in zip(reduced, pairs, strict=True)]
 
     def _for_gradient(self, operation: CollectiveSpec, name: str | None) -> Core[T]:

@@ -25,7 +25,15 @@ from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.core import Core, T
 from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
-from hvdgloo._collectives.spec import CollectiveSpec, broadcasting, exchanging, gathering, reduction, scattering
+from hvdgloo._collectives.spec import (
+    CollectiveSpec,
+    broadcasting,
+    crossing,
+    exchanging,
+    gathering,
+    reduction,
+    scattering,
+)
 from hvdgloo._engine.handle import Handle
 from hvdgloo._job.context import Context
 from hvdgloo.types import Collective, ReduceOp
@@ -112,7 +120,7 @@ class Frontend(Core[T]):
         Returns:
             a new tensor of the same shape, type and device.
         """
-        operation = reduction(average, op, prescale_factor, postscale_factor, process_set)
+        operation = crossing(reduction(average, op, prescale_factor, postscale_factor, process_set), compression)
         sent, ctx = compression.compress(self._own(tensor))
         return compression.decompress(self.apply(operation, [sent], name)[0], ctx)
 

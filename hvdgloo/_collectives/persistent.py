@@ -159,7 +159,9 @@ class PersistentOperation(Generic[T]):
         """Make the request of all starts with tensors of this kind."""
         specs = tuple([buffer.spec for buffer in inputs])
         full_name = names_of(context).full(self.spec.process_set, self.prefix, self.name)
-        persistent = PersistentRequest(self.spec.request(full_name, specs))
+        persistent = PersistentRequest(
+            self.spec.request(full_name, specs, wire_threshold=context.engine.wire_threshold)
+        )
         if self.name is not None:
             self._registered = context, persistent
         return persistent

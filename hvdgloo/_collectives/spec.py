@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvdgloo._collectives.compression import wire_of
 from hvdgloo._collectives.process_sets import ProcessSet, process_set_id
 from hvdgloo._engine.messages import Request
 from hvdgloo.errors import InvalidArgumentError
-from hvdgloo.types import Collective, ReduceOp, TensorSpec
+from hvdgloo.types import ENCODABLE, Collective, ReduceOp, TensorSpec, WireFormat
 
 REDUCE_OPS = frozenset(ReduceOp)
 
@@ -24,12 +25,39 @@ class CollectiveSpec(NamedTuple):
     postscale: float = 1.0
     root: int = -1
     process_set: int = 0
+    wire: WireFormat = WireFormat.FULL
 
-    def request(self, name: str, tensors: tuple[TensorSpec, ...]) -> Request:
-        """This operation on some tensors, under the full name ``name``."""
+    def request(self, name: str, tensors: tuple[TensorSpec, ...], *, wire_threshold: int = 0) -> Request:
+        """This operation on some tensors, under the full name ``name``.
+
+        Args:
+            wire_threshold: bytes of all tensors together below which they cross between hosts as they are.
+        """
+        wire = self.wire
+        if wire is not WireFormat.FULL and not (
+            self.collective is Collective.ALLREDUCE
+            and self.op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+            and sum([spec.nbytes for spec in tensors]) >= wire_threshold
+            and any(spec.dtype in ENCODABLE[wire] for spec in tensors)
+        ):
+            wire = WireFormat.FULL
         return Request(
-            name, self.collective, tensors, self.op, self.prescale, self.postscale, self.root, self.process_set
+            name,
+            self.collective,
+            tensors,
+            self.op,
+            self.prescale,
+            self.postscale,
+            self.root,
+            self.process_set,
+            wire=wire,
         )
+
+
+def crossing(operation: CollectiveSpec, compressor: object) -> CollectiveSpec:
+    """The operation, with values that cross between hosts as a program's compressor has them."""
+    wire = wire_of(compressor)
+    return operation if wire is None else operation._replace(wire=wire)
 
 
 def resolve_op(average: bool | None, op: int | None, *, depth: int = 3) -> ReduceOp:

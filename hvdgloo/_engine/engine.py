@@ -32,7 +32,7 @@ from hvdgloo._observe.counters import Counters
 from hvdgloo._platform import interrupts
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, JobShutdownError
 from hvdgloo.topology import Topology
-from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec, WireFormat
 
 if TYPE_CHECKING:
     from hvdgloo._engine.negotiation import Waiting
@@ -70,7 +70,7 @@ class OpenDevice(Protocol):
 @dataclass(frozen=True)
 class EngineSettings:
     """An engine's settings. Those that shape plans must be the same on all ranks: ``fusion_threshold``,
-    ``separate_groups`` and ``deterministic``.
+    ``separate_groups`` and ``deterministic``; and those that become part of requests, ``wire`` and ``wire_threshold``.
 
     Times are in seconds, thresholds in bytes, the capacity in tensors.
     """
@@ -87,6 +87,8 @@ class EngineSettings:
     spin_time: float = 0.0
     deterministic: bool = False
     follow_streams: bool = False
+    wire: WireFormat = WireFormat.FULL
+    wire_threshold: int = 0
     autotune: AutotuneSettings | None = None
 
 
@@ -106,6 +108,10 @@ class Engine:
             and those ranks (0 for the set of all). Without it, there are none.
         position: this rank's place in the tree, if the job's control plane is one.
         counters: what this process counts, for one engine at a time; None if nothing is to be counted.
+
+    Attributes:
+        wire: the form in which gradients cross between hosts if the program does not choose one.
+        wire_threshold: bytes below which they cross as they are.
     """
 
     def __init__(
@@ -122,6 +128,7 @@ class Engine:
     ) -> None:
         self.rank = rank
         self.topology = topology
+        self.wire, self.wire_threshold = settings.wire, settings.wire_threshold
         self.counters = counters
         if counters is not None:
             counters.engine_begins(coordinates=rank == 0 and topology.size > 1)

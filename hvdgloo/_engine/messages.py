@@ -18,7 +18,7 @@ from hvdgloo._engine.readiness import Masks, masks_of
 from hvdgloo._engine.run_lengths import items_of_runs, runs_of_items
 from hvdgloo._net import codec
 from hvdgloo._net.codec import Count
-from hvdgloo.types import Collective, ReduceOp, TensorSpec
+from hvdgloo.types import ENCODABLE, Collective, DType, ReduceOp, TensorSpec, WireFormat
 
 _KINDS = tuple(
     collective.prefix(grouped=grouped)
@@ -45,6 +45,7 @@ class Request(codec.Message, frozen=True, dict=True):
         ranks: members of the process set to be added or removed.
         number: the id that a process set which is added is to get, 0 for any, or of the one to be removed. One that is
             to have a certain id may have all ranks.
+        wire: the form in which values of an allreduce cross between hosts; see ``form``.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Request(codec.Message, frozen=True, dict=True):
     process_set: int = 0
     ranks: tuple[Count, ...] = ()
     number: Count = 0
+    wire: WireFormat = WireFormat.FULL
 
     @cached_property
     def key(self) -> tuple[int, str]:
@@ -90,6 +92,10 @@ class Request(codec.Message, frozen=True, dict=True):
     def combining(self) -> ReduceOp:
         """The part of a reduction that combines elements: an average is a sum, divided afterwards."""
         return ReduceOp.SUM if self.op is ReduceOp.AVERAGE else self.op
+
+    def form(self, dtype: DType) -> WireFormat:
+        """Return the form in which values of one type cross between hosts."""
+        return self.wire if dtype in ENCODABLE[self.wire] else WireFormat.FULL
 
     def factor_after(self, size: int) -> float:
         """Return the factor of what ``size`` ranks have combined; an average's division is part of it."""
@@ -133,7 +139,9 @@ class Response(codec.Message, frozen=True, dict=True):
         common = f"{r.collective.value} {r.process_set} {r.root}"
         if r.collective.reduces:
             common += f" {int(r.op)} {r.prescale!r} {r.postscale!r}"
-            return tuple(f"{common} {spec.device} {spec.dtype}" for spec in r.tensors)
+            if r.wire is WireFormat.FULL:
+                return tuple(f"{common} {spec.device} {spec.dtype}" for spec in r.tensors)
+            return tuple(f"{common} {spec.device} {spec.dtype} {r.form(spec.dtype)}" for spec in r.tensors)
         return tuple(f"{common} {spec.device}" for spec in r.tensors)
 
 

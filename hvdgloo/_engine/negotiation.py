@@ -597,8 +597,8 @@ def _lacks(requests: Requests, members: Sequence[int]) -> bool:
 def agree(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
     """The Response to the members' requests; one with an error if they contradict each other.
 
-    Checks follow Horovod's order: dtype, operation, shape, scale factors, reduce operation, then what belongs to one
-    collective, then device. The first that fails is reported, with the ranks on both sides.
+    Checks follow Horovod's order: dtype, operation, shape, scale factors, reduce operation and wire format, then what
+    belongs to one collective, then device. The first that fails is reported, with the ranks on both sides.
     """
     first = requests[members[0]]
     if all(requests[rank] == first for rank in members):
@@ -629,11 +629,12 @@ _CHECKS: tuple[tuple[str, Callable[[Request], object]], ...] = (
     ("prescale factor", lambda r: r.prescale),
     ("postscale factor", lambda r: r.postscale),
     ("reduce operation", lambda r: ReduceOp(r.op).name),
+    ("wire format", lambda r: r.wire),
     ("root rank", lambda r: r.root),
     ("ranks of the process set", lambda r: r.ranks),
     ("device type", lambda r: tuple(t.device for t in r.tensors)),
 )
-_REDUCTION_ONLY = frozenset({"prescale factor", "postscale factor", "reduce operation"})
+_REDUCTION_ONLY = frozenset({"prescale factor", "postscale factor", "reduce operation", "wire format"})
 
 
 def _difference(

@@ -16,11 +16,12 @@ from hvdgloo._backends.base import Done, Plane, Scattered, Work
 from hvdgloo._engine.adasum import adaptive_sum
 from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.fusion import Bucket
-from hvdgloo._engine.messages import Response
+from hvdgloo._engine.messages import Request, Response
 from hvdgloo._engine.planes import Group
 from hvdgloo._engine.submission import Submission
 from hvdgloo._observe.counters import AGREEMENT, Counters, Traffic
-from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
+from hvdgloo.errors import BackendError
+from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec, WireFormat
 
 Batch = Sequence[tuple[Response, Submission]]
 
@@ -201,7 +202,23 @@ def _allreduce(transfer: Transfer) -> None:
             counts = [part.nbytes // buffer.dtype.itemsize for part in bucket.parts]
             transfer.work = Phases(adaptive_sum(plane.backend, buffer, counts, group.rank, len(group.ranks)))
         else:
-            transfer.work = plane.backend.allreduce(buffer, request.combining)
+            transfer.work = _reduce(plane, buffer, request)
+
+
+def _reduce(plane: Plane, buffer: Buffer, request: Request) -> Work:
+    """Reduce a buffer, encoded where it crosses to other hosts if that was agreed upon.
+
+    Raises:
+        BackendError: the plane crosses to other hosts and cannot encode.
+    """
+    form = request.form(buffer.dtype)
+    if form is WireFormat.FULL:
+        return plane.backend.allreduce(buffer, request.combining)
+    if plane.encodes_not:
+        raise BackendError(f"{request.name} cannot cross between hosts as {form}: {plane.encodes_not}")
+    if plane.encoding is None:
+        return plane.backend.allreduce(buffer, request.combining)  # nothing crosses
+    return plane.encoding.allreduce_encoded(buffer, form)
 
 
 def _scattered_allreduce(transfer: Transfer, backend: Scattered) -> None:

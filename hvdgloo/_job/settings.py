@@ -12,6 +12,7 @@ from hvdgloo._engine.engine import EngineSettings
 from hvdgloo._engine.settings import Choice
 from hvdgloo._platform.machine import usable_cores
 from hvdgloo.config import Config
+from hvdgloo.types import WireFormat
 
 if TYPE_CHECKING:
     from hvdgloo._engine.tuning import AutotuneSettings
@@ -31,6 +32,8 @@ def plan_settings(config: Config) -> dict[str, Any]:
         "deterministic": config.deterministic,
         "operation_timeout": config.operation_timeout,
         "stall_warning_time": config.stall_warning_time,
+        "wire": config.wire,
+        "wire_threshold": config.wire_threshold,
         **plane_settings(config),
     }
 
@@ -59,6 +62,8 @@ def engine_settings(
         separate_groups=bool(shared["separate_groups"]),
         deterministic=bool(shared["deterministic"]),
         operation_timeout=float(shared["operation_timeout"]),
+        wire=WireFormat(shared["wire"]),
+        wire_threshold=int(shared["wire_threshold"]),
         cache_capacity=config.cache_capacity,
         cycle_time=config.cycle_time / 1000,
         stall_check=not config.stall_check_disable,

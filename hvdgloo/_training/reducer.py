@@ -24,7 +24,7 @@ from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, pr
 from hvdgloo._collectives.spec import CollectiveSpec, resolve_op
 from hvdgloo._platform import interrupts
 from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError
-from hvdgloo.types import Collective, ReduceOp
+from hvdgloo.types import Collective, ReduceOp, WireFormat
 
 T = TypeVar("T")
 
@@ -74,6 +74,7 @@ class GradientReducer(Generic[T]):
         frontend: where collectives are submitted.
         op: Average (default), Sum, Adasum, Min, Max or Product.
         compression: how gradients travel.
+        wire: the form in which they cross between hosts; None for the job's setting.
         predivide_factor: splits the division of an average: gradients are divided by it before they are summed, the sum
             by size / factor afterwards. Guards float16 sums against overflow.
         passes: how many backward passes a gradient becomes ready in before it is sent.
@@ -94,6 +95,7 @@ class GradientReducer(Generic[T]):
         *,
         op: int | None = None,
         compression: Compressor[T] = NoneCompressor,
+        wire: WireFormat | None = None,
         predivide_factor: float = 1.0,
         passes: int = 1,
         groups: Iterable[Sequence[str]] = (),
@@ -108,6 +110,7 @@ class GradientReducer(Generic[T]):
             raise InvalidArgumentError(f"gradient_predivide_factor must be greater than 0, not {predivide_factor!r}")
         self._frontend = frontend
         self._compression = compression
+        self._wire = wire
         self._in_place = in_place
         self._gathered = gathered
         self._process_set = process_set
@@ -327,7 +330,8 @@ class GradientReducer(Generic[T]):
         """Start over in another job, in which the process set has another number."""
         number = process_set_id(self._process_set)  # first of all: an error is to come again
         self.reset()
-        self._operation = self._operation._replace(process_set=number)
+        wire = self._frontend.context.engine.wire if self._wire is None else self._wire
+        self._operation = self._operation._replace(process_set=number, wire=wire)
         for reduction in self._reductions.values():
             reduction.operation = None
         self._context = context

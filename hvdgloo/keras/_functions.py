@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from hvdgloo._collectives.arrays import broadcast_arrays
-from hvdgloo._collectives.compression import Compressor, NoneCompressor
+from hvdgloo._collectives.compression import Compressor, NoneCompressor, wire_of
 from hvdgloo._training.labels import path_of
 from hvdgloo.errors import EagerExecutionError, InvalidArgumentError
 from hvdgloo.keras import _distributed_optimizer as distributed
@@ -24,7 +24,7 @@ from hvdgloo.keras._distributed_optimizer import KerasOptions
 from hvdgloo.numpy._adapter import Array
 from hvdgloo.numpy._compression import Compression as NumpyCompression
 from hvdgloo.numpy._frontend import FRONTEND
-from hvdgloo.types import ReduceOp
+from hvdgloo.types import ReduceOp, WireFormat
 
 __all__ = [
     "allgather",
@@ -62,7 +62,8 @@ def allreduce(
         average: True for ``op=Average``, False for ``op=Sum``.
         prescale_factor, postscale_factor: multiply each rank's value before, and the result after.
         op: Average (default), Sum, Min, Max or Product.
-        compression: with ``Compression.fp16`` floating-point values travel as float16; with others, unchanged.
+        compression: with ``Compression.fp16`` floating-point values travel as float16, and ``Compression.int8`` and
+            ``Compression.int4`` encode float32 between hosts; with others, they travel unchanged.
 
     Returns:
         a numpy array.
@@ -74,7 +75,9 @@ def allreduce(
     if average is not None and op is None:
         average, op = None, ReduceOp.AVERAGE if average else ReduceOp.SUM
     half: Any = Compression.fp16
-    chosen = NumpyCompression.fp16 if compression is half else NumpyCompression.none
+    chosen: Compressor[Any] = NumpyCompression.fp16 if compression is half else NumpyCompression.none
+    if wire_of(compression) in (WireFormat.INT8, WireFormat.INT4):
+        chosen = compression
     return FRONTEND.allreduce(array_of(value), average, name, chosen, op, prescale_factor, postscale_factor)
 
 

@@ -39,7 +39,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer: of Keras 3, on its TensorFlow, torch or JAX backend, also a LossScaleOptimizer; or of tf_keras. This
             object itself is distributed from then on, with all the state it has.
         name, device_dense, device_sparse: accepted for programs that pass them.
-        compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 as float16 or bfloat16.
+        compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 as float16 or bfloat16;
+            ``Compression.int8`` and ``Compression.int4`` leave tensors as they are within a host, and send float32 to
+            other hosts in a quarter or a seventh of the bytes (docs/slow-networks.md).
         sparse_as_dense: send an embedding's gradient as a dense tensor; without it all ranks' rows are gathered.
         gradient_predivide_factor: splits an average's division: by this before the sum, by size / this after it.
         op: Average, Sum, Min, Max or Product.

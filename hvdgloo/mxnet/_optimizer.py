@@ -130,7 +130,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
         gradient_predivide_factor: splits the average's division: by this before the sum, by size / this after it.
         num_groups: how many groups of gradients to send as one each; 0 sends each gradient separately.
         process_set: the ranks that share gradients.
-        compression: ``Compression.fp16`` sends float32 and float64 gradients as float16.
+        compression: ``Compression.fp16`` sends float32 and float64 gradients as float16; ``Compression.int8`` and
+            ``Compression.int4`` leave gradients as they are within a host, and send float32 to other hosts in a quarter
+            or a seventh of the bytes (docs/slow-networks.md).
 
     Returns:
         an instance of the optimizer's own class. Its copies are distributed as well, and so is what is loaded from its
@@ -165,7 +167,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         params: ``net.collect_params()``, on one device.
         optimizer: its name, or a plain optimizer.
         optimizer_params: for an optimizer that is given by its name.
-        compression: ``Compression.fp16`` sends float32 and float64 gradients as float16.
+        compression: ``Compression.fp16`` sends float32 and float64 gradients as float16; ``Compression.int8`` and
+            ``Compression.int4`` leave gradients as they are within a host, and send float32 to other hosts in a quarter
+            or a seventh of the bytes (docs/slow-networks.md).
         gradient_predivide_factor: splits the average's division: by this before the sum, by size / this after it.
         prefix: begins the names of gradients in messages. They end in the parameter's number, counted from 0 in order
             of names (for a list: in its order).

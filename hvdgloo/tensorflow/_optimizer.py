@@ -42,7 +42,9 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name; it makes an instanc
     Args:
         gradtape: a ``tf.GradientTape``, which may have recorded already; the two share one state from then on.
         device_dense, device_sparse: accepted for programs that pass them.
-        compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 as float16 or bfloat16.
+        compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 as float16 or bfloat16;
+            ``Compression.int8`` and ``Compression.int4`` leave tensors as they are within a host, and send float32 to
+            other hosts in a quarter or a seventh of the bytes (docs/slow-networks.md).
         sparse_as_dense: send a ``tf.IndexedSlices`` as a dense tensor; without it all ranks' entries are gathered.
         op: Average, Sum, Adasum, Min, Max or Product; Average or Sum of a ``tf.IndexedSlices``.
         gradient_predivide_factor: splits an average's division: by this before the sum, by size / this after it.
@@ -136,7 +138,9 @@ def DistributedOptimizer(  # noqa: N802 - as above
         optimizer: a ``tf.compat.v1.train.Optimizer``, whose state the result shares; or one of Keras, which is itself
             distributed from then on: see ``hvdgloo.keras.DistributedOptimizer``.
         name, use_locking, device_dense, device_sparse: accepted for programs that pass them.
-        compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 as float16 or bfloat16.
+        compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 as float16 or bfloat16;
+            ``Compression.int8`` and ``Compression.int4`` leave tensors as they are within a host, and send float32 to
+            other hosts in a quarter or a seventh of the bytes (docs/slow-networks.md).
         sparse_as_dense: send a ``tf.IndexedSlices`` as a dense tensor; without it all ranks' entries are gathered.
         backward_passes_per_step: gradients add up over this many calls before they are reduced and applied.
         op: Average, Sum, Min, Max or Product of the gradients; or, for ``tf.compat.v1``, Adasum, for which each rank

@@ -45,7 +45,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name; it makes an instance o
         optimizer: a plain optimizer. It and the result share one state, whichever is changed; use the result for steps.
         named_parameters: ``model.named_parameters()``: names for messages. All of the optimizer's parameters, or None.
         compression: ``Compression.fp16`` and ``Compression.bf16`` send float32 and float64 gradients as float16 or
-            bfloat16; ``Compression.powersgd(rank=4)`` sends matrices as two thin ones, with Average or Sum.
+            bfloat16; ``Compression.int8`` and ``Compression.int4`` leave gradients as they are within a host, and send
+            float32 to other hosts in a quarter or a seventh of the bytes (docs/slow-networks.md);
+            ``Compression.powersgd(rank=4)`` sends matrices as two thin ones, with Average or Sum.
         backward_passes_per_step: gradients add up over this many backward passes (as torch adds them) before they are
             sent; one ``step()`` then follows.
         op: Average, Sum, Min, Max or Product of the gradients; or Adasum, for which each rank steps on its own

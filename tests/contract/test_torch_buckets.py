@@ -235,6 +235,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sum": {"op": ReduceOp.SUM, "gradient_predivide_factor": 1.0},
     "predivided": {"gradient_predivide_factor": 4.0},
     "fp16": {"compression": Compression.fp16},
+    "int8": {"compression": Compression.int8},
     "own": {"compression": Halved},
     "passes": {"backward_passes_per_step": 1},
 }

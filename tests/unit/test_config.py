@@ -27,6 +27,7 @@ from hvdgloo.config import (
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.command import worker_environment
 from hvdgloo.runner.job.spec import HostEntry, assign
+from hvdgloo.types import WireFormat
 from tests.support.launching import of_a_service
 
 SECRET = "ab" * 16
@@ -61,6 +62,8 @@ GOOD: dict[str, tuple[str, Any]] = {
     "cycle_time": ("0", 0.0),
     "gpu_operations": (" NCCL", "nccl"),
     "gpu_completion": ("Stream", "stream"),
+    "wire": ("INT8", "int8"),
+    "wire_threshold": ("1", 1),
     "hierarchical_threshold": ("65536", 65536),
     "hierarchical_distribution_threshold": ("1", 1),
     "elastic_timeout": ("20.5", 20.5),
@@ -126,6 +129,8 @@ BAD = [
     ("inline_threshold", "65537", "expected a whole number, from 0 to 65536"),
     ("gpu_operations", "mpi", "expected one of auto, nccl, gloo"),
     ("gpu_completion", "later", "expected one of host, stream"),
+    ("wire", "fp8", f"expected one of {', '.join(form.value for form in WireFormat)}"),
+    ("wire_threshold", "-1", _WHOLE),
     ("hierarchical_threshold", "-1", _WHOLE),
     ("hierarchical_distribution_threshold", "0", "expected a whole number, at least 1"),
     ("cycle_time", "-0.1", _NUMBER),
@@ -321,6 +326,8 @@ configs = st.builds(
     control_tree_ranks=st.integers(2, 2**31 - 1),
     gpu_operations=st.sampled_from(["auto", "nccl", "gloo"]),
     gpu_completion=st.sampled_from(["host", "stream"]),
+    wire=st.sampled_from([form.value for form in WireFormat]),
+    wire_threshold=st.integers(0, 2**31),
     hierarchical_threshold=st.integers(0, 2**31),
     hierarchical_distribution_threshold=st.integers(1, 2**31),
     gradient_bucket=st.integers(0, 2**31),

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from hvdgloo._collectives import compression
-from hvdgloo._collectives.compression import NoneCompressor, is_elementwise
+from hvdgloo._collectives.compression import NoneCompressor, is_elementwise, wire_of
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.numpy._compression import Compression
+from hvdgloo.types import WireFormat
 
 
 class Halves(compression.AdapterCompressor):
@@ -65,7 +66,9 @@ class Signs(ByNorm):
         return np.sign(tensor), None
 
 
-@pytest.mark.parametrize("compressor", [NoneCompressor, Compression.fp16, Renamed, Signs, Signs(), Own.halves])
+@pytest.mark.parametrize(
+    "compressor", [NoneCompressor, Compression.fp16, Compression.int8, Renamed, Signs, Signs(), Own.halves]
+)
 def test_what_treats_elements_one_by_one_may_compress_a_bucket(compressor: object) -> None:
     assert is_elementwise(compressor)
 
@@ -75,6 +78,29 @@ def test_what_treats_elements_one_by_one_may_compress_a_bucket(compressor: objec
 )
 def test_what_derives_from_it_and_compresses_otherwise_must_say_so_again(compressor: object) -> None:
     assert not is_elementwise(compressor)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "form"),
+    [
+        (Compression.int8, WireFormat.INT8),
+        (Compression.int4, WireFormat.INT4),
+        *((each, None) for each in (NoneCompressor, Compression.fp16, Renamed)),
+        *((each, WireFormat.FULL) for each in (ByNorm, Signs(), Own.halves, Rescaled, object())),
+    ],
+)
+def test_what_a_program_s_own_compressor_yields_crosses_as_it_is(compressor: object, form: WireFormat | None) -> None:
+    """It may contain indices, for example. With the library's compressors that leave the choice open, the job's
+    setting counts."""
+    assert wire_of(compressor) is form
+
+
+@pytest.mark.parametrize("compressor", [Compression.int8, Compression.int4])
+def test_what_is_encoded_on_the_wire_is_sent_itself(compressor: Any) -> None:
+    tensor = np.float32([1.0, 2.0])
+    sent, ctx = compressor.compress(tensor)
+    assert sent is tensor
+    assert compressor.decompress(tensor, ctx) is tensor
 
 
 def test_a_front_end_s_compressors_have_its_adapter_and_can_be_pickled() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from hvdgloo._job.settings import engine_settings, plan_settings
 from hvdgloo.config import Config
+from hvdgloo.types import WireFormat
 
 
 def test_a_stall_shutdown_before_the_warning_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -27,3 +28,8 @@ def test_rank_0_decides_how_long_a_rank_may_be_silent() -> None:
     own = Config(operation_timeout=2.0, stall_warning_time=3.0)
     settings = engine_settings(own, plan_settings(Config(operation_timeout=40.0, stall_warning_time=50.0)))
     assert (settings.operation_timeout, settings.stall_warning_time) == (40.0, 50.0)
+
+
+def test_rank_0_decides_how_gradients_cross_between_hosts() -> None:
+    settings = engine_settings(Config(wire="int4", wire_threshold=1), plan_settings(Config(wire="int8")))
+    assert (settings.wire, settings.wire_threshold) == (WireFormat.INT8, 256 * 1024)
