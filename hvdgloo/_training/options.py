@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hvdgloo._collectives.compression import Compressor, NoneCompressor, wire_of
+from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._training.reducer import GradientReducer
@@ -84,7 +84,7 @@ def make_reducer(
         frontend,
         op=options.op,
         compression=compression,
-        wire=wire_of(options.compression),
+        crossing=options.compression,
         predivide_factor=options.gradient_predivide_factor,
         groups=groups,
         in_place=in_place,

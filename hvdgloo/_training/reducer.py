@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from hvdgloo._collectives.compression import Compressor, NoneCompressor, Steps
+from hvdgloo._collectives.compression import Compressor, NoneCompressor, Steps, wire_of
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.persistent import Pending, PersistentOperation
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, resolve_op
 from hvdgloo._platform import interrupts
 from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError
-from hvdgloo.types import Collective, ReduceOp, WireFormat
+from hvdgloo.types import Collective, ReduceOp
 
 T = TypeVar("T")
 
@@ -74,7 +74,8 @@ class GradientReducer(Generic[T]):
         frontend: where collectives are submitted.
         op: Average (default), Sum, Adasum, Min, Max or Product.
         compression: how gradients travel.
-        wire: the form in which they cross between hosts; None for the job's setting.
+        crossing: the compressor that determines how they cross between hosts (``wire_of``), if it is another one: in
+            a graph, for example, gradients were compressed before. By default ``compression``.
         predivide_factor: splits the division of an average: gradients are divided by it before they are summed, the sum
             by size / factor afterwards. Guards float16 sums against overflow.
         passes: how many backward passes a gradient becomes ready in before it is sent.
@@ -95,7 +96,7 @@ class GradientReducer(Generic[T]):
         *,
         op: int | None = None,
         compression: Compressor[T] = NoneCompressor,
-        wire: WireFormat | None = None,
+        crossing: object = None,
         predivide_factor: float = 1.0,
         passes: int = 1,
         groups: Iterable[Sequence[str]] = (),
@@ -110,7 +111,7 @@ class GradientReducer(Generic[T]):
             raise InvalidArgumentError(f"gradient_predivide_factor must be greater than 0, not {predivide_factor!r}")
         self._frontend = frontend
         self._compression = compression
-        self._wire = wire
+        self._wire = wire_of(compression if crossing is None else crossing)
         self._in_place = in_place
         self._gathered = gathered
         self._process_set = process_set

@@ -27,7 +27,6 @@ import torch
 import torch.utils.checkpoint
 
 from hvdgloo._backends import gpu
-from hvdgloo._collectives.compression import wire_of
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.spec import reduction
@@ -151,7 +150,6 @@ class Session:
             frontend,
             op=None if self.adaptive else options.op,
             compression=options.compression,
-            wire=wire_of(options.compression),
             predivide_factor=options.gradient_predivide_factor,
             passes=options.backward_passes_per_step,
             groups=grouped,

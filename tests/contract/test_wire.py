@@ -12,7 +12,7 @@ from hvdgloo._backends.base import Plane
 from hvdgloo._backends.local import LocalGroup
 from hvdgloo._backends.memory import HostMemory
 from hvdgloo._backends.select import gloo_provider
-from hvdgloo._collectives.compression import NoneCompressor, wire_of
+from hvdgloo._collectives.compression import NoneCompressor
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._engine.messages import Request
 from hvdgloo._engine.transfer import _reduce
@@ -39,6 +39,18 @@ def make(backend: str, world: Callable[..., World]) -> Callable[..., World]:
     return lambda **settings: world(RANKS[backend], **{"wire_threshold": 0, **settings})
 
 
+class Own(NoneCompressor):
+    """A program's own compressor, which doubles and halves."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, None]:
+        return 2 * tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: None) -> Any:
+        return tensor / 2
+
+
 def vector(rank: int, dtype: Any = np.float32, count: int = COUNT) -> Any:
     return (np.random.default_rng(rank).standard_normal(count) * 100).astype(dtype)
 
@@ -61,8 +73,7 @@ def is_exact(result: Any, exact: Any) -> bool:
 
 def reduced(context: Context, gradient: Any, **options: Any) -> Any:
     """Return the sum of ranks' gradients."""
-    compression = options.get("compression", NoneCompressor)
-    reducer = GradientReducer(frontend_of(context), op=ReduceOp.SUM, wire=wire_of(compression), **options)
+    reducer = GradientReducer(frontend_of(context), op=ReduceOp.SUM, **options)
     reducer.ready("w", gradient)
     return reducer.wait()["w"]
 
@@ -163,7 +174,12 @@ def test_half_types_are_encoded_too(make: Callable[..., World]) -> None:
 def test_tensors_of_different_forms_do_not_share_a_buffer(make: Callable[..., World]) -> None:
     def rank_body(context: Context) -> None:
         frontend, exact = frontend_of(context), total(context.size)
-        reducers = {each: GradientReducer(frontend, op=ReduceOp.SUM, wire=each) for each in WireFormat}
+        compressors = {WireFormat.BF16: NoneCompressor, WireFormat.FULL: Own}
+        compressors |= {WireFormat.INT8: Compression.int8, WireFormat.INT4: Compression.int4}
+        reducers = {
+            form: GradientReducer(frontend, op=ReduceOp.SUM, compression=compressor)
+            for form, compressor in compressors.items()
+        }
         for _ in range(3):
             for each, reducer in reducers.items():
                 reducer.ready(f"w.{each}", vector(context.rank))
@@ -171,7 +187,16 @@ def test_tensors_of_different_forms_do_not_share_a_buffer(make: Callable[..., Wo
             assert errors[WireFormat.FULL] < 1e-6
             assert 1e-4 < errors[WireFormat.BF16] < errors[WireFormat.INT8] < errors[WireFormat.INT4] < 0.3
 
-    make().run(rank_body)
+    make(wire="bf16").run(rank_body)
+
+
+def test_what_a_program_s_own_compressor_yields_is_exact(make: Callable[..., World]) -> None:
+    def rank_body(context: Context) -> None:
+        assert is_exact(reduced(context, vector(context.rank), compression=Own), total(context.size))
+        assert is_exact(reduced(context, vector(context.rank), crossing=Own), total(context.size))
+        assert not is_exact(reduced(context, vector(context.rank)), total(context.size))
+
+    make(wire="int8").run(rank_body)
 
 
 def test_ranks_that_disagree_get_an_error_that_names_both(make: Callable[..., World]) -> None:

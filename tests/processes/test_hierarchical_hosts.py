@@ -83,3 +83,58 @@ def test_which_plane_it_is(bed: Bed, tmp_path: Path, hosts: str, flags: list[str
     done = bed["h1"].run([*warm.launcher(), *where, warm.python(), str(script)], timeout=50)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"FOUND (\w+)", done.stdout) == [plane] * 4
+
+
+ENCODED = """
+import numpy as np
+import hvdgloo.numpy as hvd
+from hvdgloo._training.reducer import GradientReducer
+from hvdgloo.numpy import FRONTEND
+
+hvd.init()
+
+def sent():
+    with open("/sys/class/net/eth0/statistics/tx_bytes") as file:
+        return int(file.read())
+
+def crossed(tensor, compression):
+    reducer = GradientReducer(FRONTEND, op=hvd.Sum, compression=compression)
+    reducer.ready("w", tensor)  # connects what is not connected yet
+    reducer.wait()
+    hvd.barrier()
+    before = sent()
+    reducer.ready("w", tensor)
+    reducer.wait()
+    hvd.barrier()
+    return sent() - before
+
+large = np.random.default_rng(hvd.rank()).normal(size=1 << 21).astype(np.float32)
+hosts = max(hvd.allgather_object(hvd.cross_size()))
+full = 2 * (hosts - 1) / hosts * large.nbytes
+for name in ("none", "int8", "int4"):
+    tensor = large.copy()
+    nbytes = crossed(tensor, getattr(hvd.Compression, name))
+    same = len(set(hvd.allgather_object(hash(tensor.tobytes())))) == 1
+    print("FOUND", name, round(nbytes / full, 3), same, flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.skipif(gloo_provider("auto") != "torch", reason="torch's Gloo encodes")
+@pytest.mark.parametrize("hosts", ["h1:2,h2:2", "h1:2,h2:1,h3:1"])
+def test_encoded_gradients_take_fewer_bytes_on_the_wire(bed: Bed, tmp_path: Path, hosts: str) -> None:
+    """A quarter, an eighth, and what TCP adds; the setting counts where the program has no compressor of its own."""
+    script = tmp_path / "worker.py"
+    script.write_text(ENCODED)
+    done = bed["h1"].run(
+        [*warm.launcher(), "-H", hosts, "--wire", "bf16", warm.python(), str(script)],
+        env={"PYTHONHASHSEED": "0"},
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"FOUND (\w+) ([\d.]+) (\w+)", done.stdout)
+    assert len(found) == 12, done.stdout
+    for name, most in (("none", 0.55), ("int8", 0.29), ("int4", 0.17)):
+        shares = [float(share) for found_name, share, _ in found if found_name == name]
+        assert all(most / 1.5 < share < most for share in shares), (name, shares)
+    assert {same for _, _, same in found} == {"True"}
