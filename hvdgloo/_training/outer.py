@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdgloo._collectives.compression import Compressor, NoneCompressor
+from hvdgloo._collectives.compression import Compressor, NoneCompressor, wire_of
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
@@ -32,7 +32,7 @@ from hvdgloo._training import weights
 from hvdgloo._training.exchanges import ResumableExchanges
 from hvdgloo._training.reducer import GradientReducer
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, MismatchError, NotInitializedError
-from hvdgloo.types import Collective, ReduceOp
+from hvdgloo.types import Collective, ReduceOp, WireFormat
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class OuterOptions:
         if hasattr(self.compression, "begin"):
             raise InvalidArgumentError(
                 "PowerSGD keeps errors from one step to the next, which outer steps have no use for; choose "
-                "Compression.fp16 or Compression.bf16, or a larger sync_every"
+                "Compression.int8 or Compression.bf16, or a larger sync_every"
             )
 
 
@@ -181,11 +181,12 @@ class Outer(Generic[T]):
         self._labels: dict[str, str] = {}
         self._exchanges = ResumableExchanges()
         self._under_way: _Exchange[T] | None = None
-        self._changes = self._reducer(options.compression)
-        self._averages = self._reducer(NoneCompressor)
+        self._changes = self._reducer(options.compression, wire_of(options.compression))
+        self._averages = self._reducer(NoneCompressor, WireFormat.FULL)
 
-    def _reducer(self, compression: Compressor[T]) -> GradientReducer[T]:
-        return GradientReducer(self._frontend, compression=compression, process_set=self.options.process_set)
+    def _reducer(self, compression: Compressor[T], wire: WireFormat | None) -> GradientReducer[T]:
+        process_set = self.options.process_set
+        return GradientReducer(self._frontend, compression=compression, wire=wire, process_set=process_set)
 
     # Inner steps
 

@@ -119,7 +119,8 @@ def LocalSGD(  # noqa: N802 - named as DistributedOptimizer
         start: so many steps at the beginning are each followed by a plain average: post-local SGD.
         inner: "rank": each rank steps on its own gradients. "host": the ranks of a host share gradients in every step,
             and only hosts differ between two outer steps.
-        compression: how changes travel: ``Compression.fp16`` or ``Compression.bf16``.
+        compression: how changes travel: one of ``Compression.int8``, ``int4``, ``fp16`` and ``bf16``. Buffers travel as
+            they are.
         op, backward_passes_per_step: only Average, and only 1: gradients add up over as many backward passes as run
             before ``step()``.
         process_set: the ranks that meet; with ``inner="rank"`` only.

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 
+from hvdgloo._backends.select import gloo_provider  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo._training.outer import OuterOptions  # noqa: E402
@@ -196,6 +197,31 @@ def test_changes_travel_compressed_and_ranks_still_agree(world: MakeWorld, compr
     results = world(3).run(rank_body)
     all_the_same(results)
     alike(results[0], world(3).run(lambda c: _trained(c, momentum=0.5))[0], rtol=0.05)
+
+
+@pytest.mark.skipif(gloo_provider("auto") != "torch", reason="torch's Gloo encodes")
+@pytest.mark.parametrize("settings", [{}, {"wire": "int8"}], ids=["the program", "the job"])
+def test_changes_cross_between_hosts_encoded_and_buffers_do_not(settings: dict[str, Any]) -> None:
+    compression = Compression.none if settings else Compression.int8
+
+    def rank_body(context: Context) -> list[bytes]:
+        random = torch.Generator().manual_seed(context.rank)
+        model = nn.BatchNorm1d(3000)
+        optimizer = local(context, torch.optim.SGD(model.parameters(), lr=1.0), model, 1, compression=compression)
+        model.weight.grad = torch.randn(3000, generator=random)
+        model.running_mean.copy_(torch.randn(3000, generator=random))
+        own = [model.running_mean.clone(), 1 - model.weight.grad]
+        optimizer.step()
+        frontend = Frontend(TorchAdapter(), lambda: context)
+        exact = [frontend.allreduce(value) for value in own]
+        torch.testing.assert_close(model.running_mean, exact[0])
+        error = float((model.weight - exact[1]).detach().norm() / (1 - exact[1]).norm())
+        assert 1e-3 < error < 2e-2
+        return [value.detach().numpy().tobytes() for value in model.state_dict().values()]
+
+    with World(4, "hierarchical", wire_threshold=0, **settings) as made:
+        results = made.run(rank_body)
+    assert all(result == results[0] for result in results)
 
 
 def _trained(context: Context, steps: int = 4, every: int = 2, **options: Any) -> list[np.ndarray]:

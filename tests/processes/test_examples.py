@@ -28,9 +28,9 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
         yield made
 
 
-def run_digits(launcher: Launcher, *arguments: str, np: int) -> str:
+def run_digits(launcher: Launcher, *arguments: str, np: int, example: str = "torch_digits.py") -> str:
     # With an interpreter that has imported torch already; README's program starts as users start theirs.
-    script = str(EXAMPLES / "torch_digits.py")
+    script = str(EXAMPLES / example)
     # Several tests share the cores: more threads than one would mostly wait for each other.
     done = launcher.run(
         "-np", str(np), "--", warm.python(), script, *arguments, env={"OMP_NUM_THREADS": "1"}, timeout=55
@@ -78,6 +78,14 @@ def test_torch_digits_goes_on_from_its_checkpoint(launcher: Launcher) -> None:
     assert accuracy_in(second) >= 97.0
     resumed = torch.load(saved / "checkpoint.pt", weights_only=True)
     assert resumed["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.06), "the rate for three ranks"
+
+
+def test_torch_digits_local_sgd_learns_to_read_with_few_outer_steps(launcher: Launcher) -> None:
+    flags = ["--sync-every", "12", "--start", "10"]
+    output = run_digits(launcher, *flags, np=3, example="torch_digits_local_sgd.py")
+    (accuracy, outer) = re.findall(r"test accuracy: ([\d.]+)%, after 320 steps and (\d+) outer steps", output)[0]
+    assert float(accuracy) >= 97.0
+    assert int(outer) == 10 + 25 + 1  # finish() is the last
 
 
 @pytest.mark.extended
