@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdgloo._collectives.compression import Compressor, NoneCompressor, wire_of
+from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.persistent import Pending
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
@@ -129,6 +129,12 @@ class OuterVariables(Protocol[T]):
         """Return a checksum of samples of the trained variables; None if there are none."""
 
 
+class _Exact(NoneCompressor):
+    """Sends tensors as they are, whatever the job's settings are for gradients."""
+
+    wire = WireFormat.FULL
+
+
 @dataclass
 class _Exchange(Generic[T]):
     """An outer step under way.
@@ -181,12 +187,11 @@ class Outer(Generic[T]):
         self._labels: dict[str, str] = {}
         self._exchanges = ResumableExchanges()
         self._under_way: _Exchange[T] | None = None
-        self._changes = self._reducer(options.compression, wire_of(options.compression))
-        self._averages = self._reducer(NoneCompressor, WireFormat.FULL)
+        self._changes = self._reducer(options.compression)
+        self._averages = self._reducer(_Exact)
 
-    def _reducer(self, compression: Compressor[T], wire: WireFormat | None) -> GradientReducer[T]:
-        process_set = self.options.process_set
-        return GradientReducer(self._frontend, compression=compression, wire=wire, process_set=process_set)
+    def _reducer(self, compression: Compressor[T]) -> GradientReducer[T]:
+        return GradientReducer(self._frontend, compression=compression, process_set=self.options.process_set)
 
     # Inner steps
 
