@@ -18,6 +18,8 @@ def register() -> None:
         if not hasattr(c10d, "Backend") or hasattr(c10d.Backend, "HVDGLOO"):
             return  # a torch without torch.distributed, or called before
         c10d.Backend.register_backend("hvdgloo", _create, extended_api=True, devices=["cpu"])
+        # From torch 2.14 on, a recorder that needs C++'s own groups is attached to every backend that is not in here.
+        getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("hvdgloo")
         if os.environ.get("HVDGLOO_AS_GLOO", "0").lower() in ("1", "true", "yes", "on"):
             _replace_gloo(c10d)
     except Exception:  # noqa: BLE001 - it would end every import of torch

@@ -64,7 +64,7 @@ def run(size: int, code: str, folder: Path, **environ: str) -> list[str]:
 
 def ended_of(size: int, code: str, folder: Path, **environ: str) -> list[Ended]:
     with Job(size, HEAD + code, folder, SIZE=str(size), **environ) as job:
-        return job.wait()
+        return job.wait(55)
 
 
 EXTENDED = pytest.mark.extended
@@ -232,6 +232,44 @@ def again(future):
     return result
 
 assert dist.all_reduce(tensor, async_op=True).get_future().then(again).wait().tolist() == 2 * [size**2]
+dist.destroy_process_group()
+""",
+        tmp_path,
+    )
+
+
+def test_each_rank_chooses_for_itself_whether_it_waits_at_once(tmp_path: Path) -> None:
+    """Who waits at once carries a small operation out in its own thread; it must meet those that do not."""
+    run(
+        4,
+        """
+import random
+begin()
+own_choice = random.Random(rank)
+
+def call(function, *args):
+    work = function(*args, async_op=own_choice.random() < 0.5)
+    if work is not None:
+        work.wait()
+
+for turn in range(15):
+    for count in (1, 1000, 4097, 16_384):
+        own = given(rank, count, torch.float32, turn)
+        call(dist.all_reduce, own)
+        assert torch.equal(own, folded(inputs(count, torch.float32, turn), torch.add)), (turn, count)
+        each = count // size + 1
+        many, block = inputs(each * size, torch.float32, turn), torch.empty(each)
+        call(dist.reduce_scatter_tensor, block, many[rank])
+        assert torch.equal(block, folded([w[rank * each :][:each] for w in many], torch.add)), (turn, count)
+        gathered = torch.empty(count * size)
+        call(dist.all_gather_into_tensor, gathered, given(rank, count, torch.float32, turn))
+        assert torch.equal(gathered, torch.cat(inputs(count, torch.float32, turn))), (turn, count)
+        told = given(rank, count, torch.float32, turn)
+        call(dist.broadcast, told, turn % size)
+        assert torch.equal(told, given(turn % size, count, torch.float32, turn)), (turn, count)
+    work = dist.barrier(async_op=own_choice.random() < 0.5)
+    if work is not None:
+        work.wait()
 dist.destroy_process_group()
 """,
         tmp_path,

@@ -22,7 +22,7 @@ from hvdgloo._backends.shm.reduction import Reducer, Reduction, scale
 from hvdgloo._backends.shm.segment import PAGE, smallest
 from hvdgloo._backends.shm.segment_collectives import Course, SegmentCollectives, Steps, Wait
 from hvdgloo._backends.shm.segment_setup import SegmentSetup
-from hvdgloo._backends.shm.small import SmallCollectives
+from hvdgloo._backends.shm.small import MOST_BYTES, SmallCollectives
 from hvdgloo._backends.shm.system import Unsupported
 from hvdgloo._backends.shm.tensors import Tensors
 from hvdgloo._backends.shm.zero_copy import CHUNK, RESIDENT_FROM, ZeroCopy
@@ -168,9 +168,13 @@ class ShmBackend:
     def small_collectives(self, *, may_spin: bool) -> SmallCollectives:
         """Return this rank's part in collectives that are waited for at once, while nothing else is under way.
 
+        All ranks must call this. From then on this backend does collectives of that size in the same way, since each
+        rank chooses for itself whether it waits for one at once.
+
         Args:
             may_spin: True if each rank of the host has a core of its own.
         """
+        self._rounds.at_once_bytes = MOST_BYTES
         return SmallCollectives(self._segment, self._signals, self._rounds, may_spin=may_spin)
 
     def calls(self) -> Calls:

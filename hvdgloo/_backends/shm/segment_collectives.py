@@ -31,8 +31,8 @@ Steps = Iterator[Wait | None]
 SLOTS = 3
 _GRAIN = 64
 
-AT_ONCE_BYTES = 1 << 14
-"""An allreduce of at most this size is computed by every rank for itself: one wait instead of two."""
+_AT_ONCE_BYTES = 1 << 14
+"""The size up to which every rank computes an allreduce for itself: one wait instead of two."""
 
 
 _MOST_ROUNDS = 1 << 11
@@ -74,7 +74,12 @@ class Course:
 
 
 class SegmentCollectives:
-    """One rank's part in collectives through the segment."""
+    """One rank's part in collectives through the segment.
+
+    Attributes:
+        at_once_bytes: the size up to which an allreduce or a reducescatter takes one round in which each rank shows all
+            of its data, as in ``SmallCollectives``; the same on all ranks.
+    """
 
     def __init__(self, segment: Segment, signals: Signals, reducer: Reducer, course: Course) -> None:
         self._rank, self._size = segment.rank, segment.size
@@ -85,6 +90,7 @@ class SegmentCollectives:
         self._prepared: dict[tuple[Tensors, Tensors, int], list[_Round]] = {}  # used last, last
         self._prepared_rounds = 0
         self._may_grow = True
+        self.at_once_bytes = _AT_ONCE_BYTES
 
     @property
     def capacity(self) -> int:
@@ -100,7 +106,7 @@ class SegmentCollectives:
         """Combine all ranks' ``source`` into every rank's ``target``, which may be the same."""
         yield from self._grow(source.nbytes)
         slot, course = self.slot_bytes, self.course
-        if source.nbytes <= min(slot, AT_ONCE_BYTES):
+        if source.nbytes <= min(slot, self.at_once_bytes):
             yield from self._allreduce_at_once(source, target, reduction)
             return
         self._begin_at_slot_0()
@@ -203,16 +209,21 @@ class SegmentCollectives:
 
     def reducescatter(self, source: Buffer, target: Buffer, nbytes: Sequence[int], reduction: Reduction) -> Steps:
         """Combine all ranks' ``source``; each gets its block of the result."""
-        yield from self._grow(sum(nbytes))
-        piece = self.slot_bytes // self._size // _GRAIN * _GRAIN
+        total = sum(nbytes)
+        yield from self._grow(total)
         begins = list(accumulate(nbytes, initial=0))
+        if total <= min(self.slot_bytes, self.at_once_bytes):
+            piece, places = total, begins
+        else:
+            piece = self.slot_bytes // self._size // _GRAIN * _GRAIN
+            places = [peer * piece for peer in range(self._size)]
         whole, result = Tensors([source]), Tensors([target])
 
         def copy_in(k: int, at: int) -> None:
             for peer in self._peers:
                 low, high = _piece(k, piece, nbytes[peer])
                 if low < high:
-                    room = self._segment.data(self._rank, at + peer * piece, high - low)
+                    room = self._segment.data(self._rank, at + places[peer], high - low)
                     whole.copy_to(room, begins[peer] + low, begins[peer] + high)
 
         def take(k: int, at: int) -> Steps:
@@ -221,7 +232,7 @@ class SegmentCollectives:
             if low < high:
                 own = whole.arrays(begins[self._rank] + low, begins[self._rank] + high)
                 out = result.arrays(low, high)
-                place = at + self._rank * piece
+                place = at + places[self._rank]
 
                 def fetch(rank: int) -> Sequence[Array]:
                     return [self._segment.data(rank, place, high - low).view(whole.dtype)]

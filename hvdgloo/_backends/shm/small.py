@@ -1,8 +1,9 @@
 """Collectives of a few KiB through the segment in straight lines, for callers that wait for each at once.
 
-They use the slots and counters of ``SegmentCollectives``, and count rounds and steps as it does, so the two may take
-turns. What they leave out is everything that lets an operation be interrupted and resumed: for 4 bytes that costs ten
-times as much as the exchange itself.
+They use the slots and counters of ``SegmentCollectives``, put the same bytes in the same places, and count rounds and
+steps as it does. So the two may take turns, and ranks may use either for the same operation. What they leave out is
+everything that lets an operation be interrupted and resumed: for 4 bytes that costs ten times as much as the exchange
+itself.
 """
 
 from __future__ import annotations
