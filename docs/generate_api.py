@@ -66,6 +66,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 MORE = (
     ("hvdgloo.torch._distributed_optimizer", "DistributedTorchOptimizer", "What `DistributedOptimizer` returns"),
     ("hvdgloo.torch._local", "LocalTorchOptimizer", "What `LocalSGD` and `DiLoCo` return"),
+    ("hvdgloo.numpy", "OuterOptimizer", "`hvdgloo.numpy.OuterOptimizer`, for any training loop"),
     ("hvdgloo.torch._powersgd", "PowerSGD", "`hvd.Compression.powersgd`"),
     ("hvdgloo.types", "Metrics", "What `hvd.metrics()` returns"),
     ("hvdgloo.types", "PlaneMetrics", ""),

@@ -23,6 +23,7 @@ from hvdgloo.errors import HorovodInternalError
 from hvdgloo.numpy import elastic as elastic
 from hvdgloo.numpy._compression import Compression
 from hvdgloo.numpy._frontend import FRONTEND
+from hvdgloo.numpy._outer import OuterOptimizer
 from hvdgloo.types import ReduceOp
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "HorovodInternalError",
     "Max",
     "Min",
+    "OuterOptimizer",
     "ProcessSet",
     "Product",
     "Sum",

@@ -58,7 +58,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.common": {"_collectives", "_job", "_platform", "elastic"},
     "hvdgloo._training": {"_collectives", "_platform", "common"},
     "hvdgloo.data": set(),
-    "hvdgloo.numpy": {"_collectives", "_job", "elastic"},
+    "hvdgloo.numpy": {"_collectives", "_job", "_training", "elastic"},
     "hvdgloo.torch": {"_backends", "_collectives", "_job", "_platform", "_training", "common", "config", "elastic"},
     "hvdgloo.torch.distributed": {
         "_backends",
