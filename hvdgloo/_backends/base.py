@@ -298,6 +298,12 @@ class Scattered(Protocol):
 class Encoding(Protocol):
     """An additional ability of a Backend: sums whose values are encoded where they cross a network."""
 
+    @property
+    def rounding(self) -> tuple[float, float]:
+        """Sums of squares of what encoding has lost and of what was encoded, of one block of each chunk on this
+        rank."""
+        ...
+
     def allreduce_encoded(self, buffer: Buffer, form: WireFormat) -> Work:
         """Add up the buffers of all ranks, in place; all get the same bits.
 

@@ -82,7 +82,7 @@ class Blocks:
 
     def nbytes(self, count: int) -> int:
         """See ``Codec``."""
-        return self._count(count) * (4 + self.block * self.bits // 8)
+        return _size(count, self.block, self.bits)
 
     def encode(self, values: Values, data: Bytes) -> None:
         """See ``Codec``."""
@@ -205,6 +205,15 @@ class BFloat16:
 
 BLOCKS = {WireFormat.INT8: (256, 8), WireFormat.INT4: (64, 4)}
 """Values in a block, and bits of a code."""
+
+
+def encoded_size(form: WireFormat, count: int) -> int:
+    """Return the size of ``count`` encoded values; ``form`` is not FULL."""
+    return BFloat16().nbytes(count) if form is WireFormat.BF16 else _size(count, *BLOCKS[form])
+
+
+def _size(count: int, block: int, bits: int) -> int:
+    return -(-count // block) * (4 + block * bits // 8)
 
 
 def codec_of(form: WireFormat) -> Codec:

@@ -518,6 +518,12 @@ class GlooBackend(ProcessGroupBackend):
         narrow = self._narrow
         return self._progress.begin(what, lambda: narrow.allreduce(buffer, codec), buffer)
 
+    @property
+    def rounding(self) -> tuple[float, float]:
+        """See ``Encoding``."""
+        narrow = self._narrow
+        return (0.0, 0.0) if narrow is None else narrow.rounding
+
     def _new_progress(self, wire: _GlooWire) -> ProgressThread:
         return ProgressThread(f"hvdgloo-gloo-{self._rank}", wire.settle)
 

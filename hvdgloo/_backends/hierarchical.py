@@ -177,6 +177,11 @@ class HierarchicalBackend:
             return self._begin(self._overlapped(self._reduce(chunk, op, form) for chunk in self._chunks(buffer)))
         return self._begin(self._reduce_whole(buffer, op, form))
 
+    @property
+    def rounding(self) -> tuple[float, float]:
+        """See ``Encoding``; nothing for a rank without a slice."""
+        return self._cross.rounding if isinstance(self._cross, Encoding) else (0.0, 0.0)
+
     def broadcast(self, buffer: Buffer, root: int) -> Work:
         host, place = self._layout.of(root)
         if buffer.nbytes >= self._thresholds.others:

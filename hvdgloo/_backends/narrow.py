@@ -13,6 +13,7 @@ in every run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -45,6 +46,7 @@ class Narrow:
 
     Attributes:
         sent: bytes that this rank has sent.
+        rounding: see ``Encoding``.
     """
 
     def __init__(self, rank: int, size: int, wire: Wire, cube: Cube | None = None) -> None:
@@ -53,6 +55,7 @@ class Narrow:
         self._butterfly = None if cube is None else Butterfly(cube, wire)
         self._rooms = _Rooms()
         self.sent = 0
+        self.rounding = 0.0, 0.0
 
     def allreduce(self, buffer: Buffer, codec: Codec) -> None:
         """Add up the buffers of all ranks in place, floats of two or four bytes. Returns when that has ended."""
@@ -62,6 +65,7 @@ class Narrow:
             part = buffer.part(begin * buffer.dtype.itemsize, size).array()
             values = kernels.widen(part, buffer.dtype) if narrow else part
             self._rooms.clear()
+            self._sample(values[: codec.block], codec)
             if self._cube is None:
                 self._exchange(values, codec)
             else:
@@ -128,6 +132,16 @@ class Narrow:
             codec.decode(self._arrived(*begun), piece, add=True)
         for each in sends:
             self._wire.wait(each)
+
+    def _sample(self, block: Values, codec: Codec) -> None:
+        """Encode one block to see what is lost."""
+        data, result = np.empty(codec.nbytes(block.size), np.uint8), np.empty_like(block)
+        codec.encode(block, data)
+        codec.decode(data, result)
+        with np.errstate(over="ignore", invalid="ignore"):
+            lost, whole = float(np.sum(np.square(block - result))), float(np.sum(np.square(block)))
+        if math.isfinite(lost) and math.isfinite(whole):
+            self.rounding = self.rounding[0] + lost, self.rounding[1] + whole
 
     def _encoded(self, piece: Values, codec: Codec) -> Bytes:
         data = self._rooms.take(codec.nbytes(piece.size))

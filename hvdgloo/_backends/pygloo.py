@@ -305,6 +305,11 @@ class PyglooBackend:
     def allreduce(self, buffer: Buffer, op: ReduceOp) -> Work:
         return self._begin(f"allreduce of {buffer.nbytes} bytes", self._reduced(buffer, op), buffer)
 
+    @property
+    def rounding(self) -> tuple[float, float]:
+        """See ``Encoding``: nothing is encoded."""
+        return 0.0, 0.0
+
     def allreduce_encoded(self, buffer: Buffer, form: WireFormat) -> Work:
         """Refuse: see ``Encoding``.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdgloo._backends.base import Done, Plane, Scattered, Work
+from hvdgloo._backends.codec import encoded_size
 from hvdgloo._engine.adasum import adaptive_sum
 from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.fusion import Bucket
@@ -140,7 +141,22 @@ class Transfer:
         nbytes = self.bucket.nbytes
         if self.bucket.collective is Collective.ALLGATHER:  # those are the bytes of all ranks
             nbytes = sum([source.nbytes for source in self.inputs])
-        traffic.ended(done, tensors, nbytes)
+        traffic.ended(done, tensors, nbytes, self._count_crossing(traffic, nbytes))
+
+    def _count_crossing(self, traffic: Traffic, nbytes: int) -> int:
+        """Return the size of these tensors in the form in which they crossed between hosts; 0 if they did not."""
+        encoding, part = self.plane.encoding, self.bucket.parts[0]
+        if encoding is None:
+            return nbytes if self.plane.encodes_not else 0
+        request = self.batch[part.operation][0].request
+        if request.wire is WireFormat.FULL:
+            return nbytes
+        dtype = request.tensors[part.tensor].dtype
+        form = request.form(dtype)
+        if form is WireFormat.FULL:
+            return nbytes
+        traffic.rounding = encoding.rounding
+        return encoded_size(form, nbytes // dtype.itemsize)
 
     def stage(self, nbytes: int, like: TensorSpec) -> Buffer:
         """Take room for packed tensors in the plane's memory."""

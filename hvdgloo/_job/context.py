@@ -169,7 +169,11 @@ def counted(counters: Counters | None, rank: int, size: int) -> Metrics:
     for traffic in [*counters.traffic.values()]:
         before = planes.get(traffic.plane, PlaneMetrics())
         planes[traffic.plane] = PlaneMetrics(
-            before.operations + traffic.operations, before.bytes + traffic.bytes, before.seconds + traffic.seconds
+            before.operations + traffic.operations,
+            before.bytes + traffic.bytes,
+            before.seconds + traffic.seconds,
+            before.wire_bytes + traffic.wire_bytes,
+            max(before.wire_error, traffic.error),
         )
     return Metrics(
         rank,

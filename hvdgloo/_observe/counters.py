@@ -9,6 +9,7 @@ Durations are in seconds, points in time are ``time.monotonic()``'s.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -56,9 +57,22 @@ class Traffic:
     Args:
         plane: name of the data plane.
         process_set: number of the process set.
+
+    Attributes:
+        rounding: sums of squares of what encoding has lost and of what was encoded, in samples.
     """
 
-    __slots__ = ("_since", "_under_way", "bytes", "operations", "plane", "process_set", "seconds")
+    __slots__ = (
+        "_since",
+        "_under_way",
+        "bytes",
+        "operations",
+        "plane",
+        "process_set",
+        "rounding",
+        "seconds",
+        "wire_bytes",
+    )
 
     def __init__(self, plane: str, process_set: int) -> None:
         self.plane = plane
@@ -66,6 +80,8 @@ class Traffic:
         self.operations = 0
         self.bytes = 0
         self.seconds = 0.0
+        self.wire_bytes = 0
+        self.rounding = 0.0, 0.0
         self._under_way = 0
         self._since = 0.0
 
@@ -75,10 +91,21 @@ class Traffic:
             self._since = now
         self._under_way += 1
 
-    def ended(self, now: float, operations: int, nbytes: int) -> None:
-        """Count a bucket of ``operations`` tensors that the plane finished."""
+    @property
+    def error(self) -> float:
+        """The relative error of encoded values."""
+        lost, whole = self.rounding
+        return math.sqrt(lost / whole) if whole else 0.0
+
+    def ended(self, now: float, operations: int, nbytes: int, wire_bytes: int = 0) -> None:
+        """Count a bucket of ``operations`` tensors that the plane finished.
+
+        Args:
+            wire_bytes: size of these tensors in the form in which they crossed between hosts; 0 if they did not.
+        """
         self.operations += operations
         self.bytes += nbytes
+        self.wire_bytes += wire_bytes
         self._under_way -= 1
         if not self._under_way:
             self.seconds += now - self._since

@@ -166,6 +166,8 @@ def _of_ranks(snapshot: view.Snapshot, samples: list[tuple[str, Sample]]) -> Ite
             ("hvdgloo_plane_operations_total", "Tensors that a data plane has carried"),
             ("hvdgloo_plane_bytes_total", "Bytes of those tensors"),
             ("hvdgloo_plane_busy_seconds_total", "Time in which at least one bucket was on the plane"),
+            ("hvdgloo_plane_wire_bytes_total", "Bytes of those tensors as they crossed between hosts"),
+            ("hvdgloo_plane_wire_error_ratio", "Relative error of encoded gradients, from samples"),
         )
     ]
     for host, sample in samples:
@@ -176,7 +178,8 @@ def _of_ranks(snapshot: view.Snapshot, samples: list[tuple[str, Sample]]) -> Ite
         for cause, of_causes in _CAUSES:
             causes.add_metric([*labels, cause], of_causes(sample.causes))
         for flow in sample.flows:
-            for family, total in zip(flows, (flow.operations, flow.bytes, flow.seconds), strict=True):
+            totals = flow.operations, flow.bytes, flow.seconds, flow.wire_bytes, flow.wire_error
+            for family, total in zip(flows, totals, strict=True):
                 family.add_metric([*labels, flow.plane, str(flow.process_set)], total)
     yield from (steps, before_first, causes, *flows)
     rates = _family(

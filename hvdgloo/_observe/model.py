@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -315,6 +315,8 @@ class Model:
 
     def _planes(self) -> list[view.PlaneUse]:
         found: dict[tuple[str, int, str, str], view.PlaneUse] = {}
+        errors: dict[int, float] = {}  # of encoded gradients, by the identity of a plane's use
+        crossed: Counter[int] = Counter()
 
         def use(name: str, process_set: int, device: str, why: str) -> view.PlaneUse | None:
             key = (name, process_set, device, why)
@@ -342,9 +344,14 @@ class Model:
                 if used:
                     used.operations += flow.operations
                     used.bytes += flow.bytes
+                    crossed[id(used)] += flow.wire_bytes
+                    errors[id(used)] = max(errors.get(id(used), 0.0), flow.wire_error)
                     used.bytes_per_second += rank.rates.flows.get((flow.plane, flow.process_set), 0.0)
         for plane in found.values():
             plane.bytes_per_second = brief(plane.bytes_per_second)
+            if error := errors.get(id(plane)):
+                part = crossed[id(plane)] / plane.bytes if plane.bytes else 0.0
+                plane.crossed = f"crosses in {100 * part:.0f} % of its bytes, error {100 * error:.2g} %"
         return sorted(found.values(), key=lambda plane: (plane.process_set, -plane.bytes, plane.name, plane.why))
 
     def _late(self, now: float) -> list[view.Straggler]:

@@ -251,7 +251,15 @@ class Sampler:
             ),
             causes=samples.Causes(counters.negotiation, counters.queue, counters.data, counters.copy, counters.wire),
             flows=[
-                samples.Flow(each.plane, each.process_set, each.operations, each.bytes, each.seconds)
+                samples.Flow(
+                    each.plane,
+                    each.process_set,
+                    each.operations,
+                    each.bytes,
+                    each.seconds,
+                    each.wire_bytes,
+                    each.error,
+                )
                 for each in traffic
             ],
             doing=doing,

@@ -22,6 +22,8 @@ class Flow(Message, frozen=True):
         operations: number of tensors, not of buckets.
         bytes: size of this rank's tensors.
         seconds: time in which at least one bucket was on the plane.
+        wire_bytes: size of these tensors in the form in which they crossed between hosts; 0 if they did not.
+        wire_error: relative error of those that were encoded for that, from samples.
     """
 
     plane: str
@@ -29,6 +31,8 @@ class Flow(Message, frozen=True):
     operations: Count
     bytes: Count
     seconds: float
+    wire_bytes: Count = 0
+    wire_error: float = 0.0
 
 
 class Causes(Message, frozen=True):

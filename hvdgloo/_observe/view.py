@@ -130,7 +130,10 @@ class Ranks(msgspec.Struct):
 
 
 class PlaneUse(msgspec.Struct):
-    """A data plane in use; ``name`` and ``why`` are as in ``samples.Plane``."""
+    """A data plane in use; ``name`` and ``why`` are as in ``samples.Plane``.
+
+    ``crossed`` describes how tensors crossed between hosts in fewer bytes; empty if none did.
+    """
 
     name: str
     process_set: int
@@ -140,6 +143,7 @@ class PlaneUse(msgspec.Struct):
     operations: int
     bytes: int
     bytes_per_second: float
+    crossed: str = ""
 
 
 class Straggler(msgspec.Struct):

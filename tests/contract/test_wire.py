@@ -199,6 +199,24 @@ def test_what_a_program_s_own_compressor_yields_is_exact(make: Callable[..., Wor
     make(wire="int8").run(rank_body)
 
 
+@pytest.mark.parametrize(("form", "share", "most"), [("int8", 0.2539, 0.02), ("int4", 0.1406, 0.3), ("full", 1.0, 0.0)])
+def test_what_crossed_is_counted_beside_what_was_reduced(
+    make: Callable[..., World], backend: str, form: str, share: float, most: float
+) -> None:
+    count = 1 << 14
+
+    def rank_body(context: Context) -> None:
+        before = context.metrics()
+        reduced(context, vector(context.rank, count=count))
+        change = (context.metrics() - before).planes[backend]
+        assert change.bytes == 4 * count
+        assert change.wire_bytes == pytest.approx(4 * count * share, rel=1e-3)
+        assert bool(most) == (change.wire_error > 0)
+        assert change.wire_error <= most
+
+    make(wire=form).run(rank_body)
+
+
 def test_ranks_that_disagree_get_an_error_that_names_both(make: Callable[..., World]) -> None:
     def rank_body(context: Context) -> None:
         compressor = Compression.none if context.rank == 0 else Compression.int8

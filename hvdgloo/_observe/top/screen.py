@@ -141,7 +141,7 @@ def _planes(snapshot: Snapshot) -> list[RenderableType]:
         Text(
             in_one_line(
                 f"{plane.name} ({plane.device}): {plane.why or _count(plane.ranks, 'rank')}, "
-                f"{size(plane.bytes_per_second)}/s"
+                f"{size(plane.bytes_per_second)}/s{', ' if plane.crossed else ''}{plane.crossed}"
             ),
             "dim",
             no_wrap=True,

@@ -151,6 +151,10 @@ class _EncodedLocal:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
+    @property
+    def rounding(self) -> tuple[float, float]:
+        return self._exchange.rounding
+
     def allreduce_encoded(self, buffer: Buffer, form: WireFormat) -> Work:
         codec = codec_of(form)
         return self._progress.begin("sum", lambda: self._exchange.allreduce(buffer, codec), buffer)

@@ -22,6 +22,8 @@ NOT_SHOWN = {
     "hvdgloo_job_start_time_seconds",
     "hvdgloo_plane_busy_seconds_total",
     "hvdgloo_plane_operations_total",
+    "hvdgloo_plane_wire_bytes_total",
+    "hvdgloo_plane_wire_error_ratio",
     "hvdgloo_process_cpu_seconds_total",
     "hvdgloo_process_resident_memory_bytes",
     "hvdgloo_step_before_first_seconds_total",

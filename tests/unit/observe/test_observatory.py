@@ -15,7 +15,7 @@ import pytest
 from hvdgloo._observe import observatory as observatory_module
 from hvdgloo._observe import view
 from hvdgloo._observe.observatory import Observatory, Subscription
-from hvdgloo._observe.samples import CODEC, HostSample, Missing, Note, Plane, Sample, Steps
+from hvdgloo._observe.samples import CODEC, Flow, HostSample, Missing, Note, Plane, Sample, Steps
 from tests.support.observed import EVIL, MIB, SimulatedJob
 
 DEADLINE = 30.0
@@ -181,6 +181,18 @@ def test_the_job_in_one_look() -> None:
     assert seen.settings == {"params.fusion_threshold_mb": 32.0, "params.cycle_time_ms": 0.0}
     assert seen.stragglers[0].rank == 3
     assert sum(seen.waits) == 150
+
+
+def test_a_plane_shows_in_how_many_bytes_tensors_crossed_between_hosts_and_the_greatest_error() -> None:
+    observatory = watched()
+    for rank, wire_error in ((0, 0.0064), (1, 0.0091)):
+        flows = [Flow("gloo", 0, 4, 1000, 1.0, 254, wire_error), Flow("shm", 1, 4, 1000, 1.0)]
+        observatory.observe("h", sample(rank, flows=flows))
+    observatory.tick()
+    assert {plane.name: plane.crossed for plane in observatory.snapshot().planes} == {
+        "gloo": "crosses in 25 % of its bytes, error 0.91 %",
+        "shm": "",
+    }
 
 
 def test_there_are_curves_of_the_job_and_of_each_rank() -> None:

@@ -23,7 +23,7 @@ class Details {
       planes.map((plane) => [
         plane.name,
         (plane.process_set ? `process set ${plane.process_set}` : "all ranks") + (plane.device === "cpu" ? "" : `, ${plane.device}`),
-        plane.why,
+        [plane.why, plane.crossed].filter(Boolean).join("; "),
         format.count(plane.ranks),
         format.count(plane.operations),
         format.bytes(plane.bytes),

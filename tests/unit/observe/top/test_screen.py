@@ -36,6 +36,12 @@ def simulated(**options: object) -> SimulatedJob:
     return job
 
 
+def test_a_plane_shows_that_tensors_crossed_in_fewer_bytes() -> None:
+    snapshot = simulated(ranks=4).observatory.snapshot()
+    snapshot.planes[0].crossed = "crosses in 25 % of its bytes, error 0.91 %"
+    assert any("/s, crosses in 25 % of its bytes, error 0.91 %" in line for line in shown(snapshot))
+
+
 def test_the_job_in_one_look() -> None:
     lines = shown(simulated(ranks=4, slow=3).observatory.snapshot())
     text = "\n".join(lines)
