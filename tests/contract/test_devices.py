@@ -23,6 +23,7 @@ from hvdgloo._backends.base import Backend, Plane  # noqa: E402
 from hvdgloo._backends.cuda import DeviceMemory, Gpu, PinnedMemory, obstacle  # noqa: E402
 from hvdgloo._backends.local import LocalGroup  # noqa: E402
 from hvdgloo._backends.nccl import NcclBackend, Passed  # noqa: E402
+from hvdgloo._backends.select import gloo_provider  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._collectives.process_sets import ProcessSet  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
@@ -31,6 +32,7 @@ from hvdgloo.rendezvous import MemoryStore  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._distributed_optimizer import wrap  # noqa: E402
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
+from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
 from tests.support.world import World  # noqa: E402
@@ -440,3 +442,43 @@ def test_sync_batch_norm_equals_the_whole_batch_s(world: MakeWorld) -> None:
         np.testing.assert_allclose(norm(batch[part]).detach(), expected[part], rtol=1e-6, atol=1e-9)
 
     world().run(body)
+
+
+@pytest.mark.skipif(gloo_provider("auto") != "torch", reason="torch's Gloo encodes")
+def test_what_goes_over_gloo_through_host_memory_is_encoded_as_a_host_s_tensors_are() -> None:
+    def body(context: Context) -> bytes:
+        frontend = Frontend(Claiming(), lambda: context)
+        tensors = [torch.randn(3000, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+        given = tensors[context.rank].clone()
+        total = frontend.allreduce(given, op=ReduceOp.SUM, name="w", compression=Compression.int8)
+        assert 1e-3 < (total - sum(tensors)).norm() / sum(tensors).norm() < 2e-2
+        assert torch.equal(given, tensors[context.rank])
+        on_host = frontend.allreduce(of_host(given), op=ReduceOp.SUM, name="h", compression=Compression.int8)
+        assert torch.equal(total, on_host)
+        return bytes(total.numpy().tobytes())
+
+    made = World(2, "gloo", open_device=Planes("staged"), wire_threshold=0)
+    try:
+        assert len(set(made.run(body))) == 1
+    finally:
+        made.close()
+
+
+def test_a_plane_of_gpus_that_cannot_encode_ends_the_job_with_its_reason() -> None:
+    group = LocalGroup(2)
+
+    def open_device(rank: int, number: int, ranks: Sequence[int], host: Backend, *_: Any, **__: Any) -> Sequence[Plane]:
+        plane = Plane(group.backend(rank), DeviceMemory(CPU), "NCCL sends them as they are")
+        return plane, Plane(host, PinnedMemory(CPU))
+
+    def body(context: Context) -> None:
+        frontend = Frontend(Claiming(), lambda: context)
+        assert frontend.allreduce(torch.ones(300), op=ReduceOp.SUM).tolist() == [2.0] * 300
+        with pytest.raises(HorovodInternalError, match=r"w cannot cross between hosts as int8: NCCL sends them as"):
+            frontend.allreduce(torch.ones(300), name="w", compression=Compression.int8)
+
+    made = World(2, open_device=open_device, wire_threshold=0)
+    try:
+        made.run(body)
+    finally:
+        made.close()
