@@ -36,7 +36,7 @@ KERAS = (
 )  # fmt: skip
 CALLBACKS = (
     "BroadcastGlobalVariablesCallback", "MetricAverageCallback", "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback", "BestModelCheckpoint",
+    "LearningRateWarmupCallback", "LocalSGDCallback", "BestModelCheckpoint",
 )  # fmt: skip
 ELASTIC = ("run", "TensorFlowState", "TensorFlowKerasState")
 KERAS_ELASTIC = (

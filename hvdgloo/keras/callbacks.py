@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.keras._functions import array_of, broadcast_weights
 from hvdgloo.numpy._adapter import Array
 from hvdgloo.numpy._frontend import FRONTEND
+from hvdgloo.numpy._outer import OuterOptimizer
 from hvdgloo.types import ReduceOp
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "BroadcastGlobalVariablesCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
+    "LocalSGDCallback",
     "MetricAverageCallback",
 ]
 
@@ -104,6 +107,85 @@ class BroadcastGlobalVariablesCallback(ForTfKeras, keras.callbacks.Callback):  #
 
     def _shared(self, variables: Sequence[Any]) -> list[Any]:
         return [variable for variable in variables if id(variable) not in self._local]
+
+
+class _Readable:
+    """A Keras variable of whichever backend, for an ``OuterOptimizer``."""
+
+    def __init__(self, variable: Any) -> None:
+        self._variable = variable
+
+    def numpy(self) -> Array:
+        """Return its value."""
+        return array_of(self._variable)
+
+    def assign(self, value: Array) -> None:
+        """Set it."""
+        self._variable.assign(value)
+
+
+class LocalSGDCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
+    """Lets each rank train on its own, and averages what all have changed every ``sync_every`` batches; for a plain
+    optimizer, without ``hvd.DistributedOptimizer``, on a network that is too slow for it (docs/slow-networks.md).
+
+    All ranks begin with rank 0's weights, so no other callback needs to broadcast them. Weights are also averaged
+    before validation and at the end of each epoch, so all ranks need equally many batches, and must validate at the
+    same times. Put it first in the list: callbacks after it, such as a checkpoint's, then see the same weights on all
+    ranks.
+
+    Args:
+        sync_every: batches from one outer step to the next; with ``steps_per_execution``, executions.
+        outer_lr, outer_momentum, outer_clip, start, compression, process_set: as for ``hvdgloo.numpy.OuterOptimizer``.
+
+    Raises:
+        InvalidArgumentError: (a ValueError) when training begins: the optimizer is distributed, or Keras runs on JAX.
+    """
+
+    def __init__(self, sync_every: int, **options: Any) -> None:
+        super().__init__()
+        self._make: Callable[..., OuterOptimizer] = functools.partial(OuterOptimizer, sync_every=sync_every, **options)
+        self._outer: OuterOptimizer | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        if keras.backend.backend() == "jax":
+            raise InvalidArgumentError(
+                "fit on JAX keeps weights where callbacks cannot change them; use hvdgloo.numpy.OuterOptimizer in a "
+                "loop of your own, or hvd.DistributedOptimizer"
+            )
+        optimizer = getattr(self.model, "optimizer", None)
+        if hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_hvd"):
+            raise InvalidArgumentError(
+                "LocalSGDCallback is for an optimizer that averages no gradients; compile the model with the plain "
+                "optimizer, not with hvd.DistributedOptimizer"
+            )
+        if self._outer is None and self.model.built:
+            self._begin()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        if self._outer is None:
+            self._begin()  # the first batch has built the model, with weights that differ
+        else:
+            self._outer.step()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        self._finish()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        self._finish()
+
+    def _begin(self) -> None:
+        broadcast_weights(self.model.weights, 0)
+        trained = [_Readable(variable) for variable in self.model.trainable_variables]
+        others = [each for each in self.model.non_trainable_variables if array_of(each).dtype.kind == "f"]
+        self._outer = self._make(trained, statistics=[_Readable(variable) for variable in others])
+
+    def _finish(self) -> None:
+        if self._outer is not None:
+            self._outer.finish()
 
 
 class MetricAverageCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]

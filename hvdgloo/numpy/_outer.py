@@ -46,14 +46,15 @@ def _write(variable: Any, value: Array) -> None:
 class _Variables:
     """A program's variables, for an ``Outer``."""
 
-    def __init__(self, variables: Mapping[str, Any]) -> None:
-        self._variables = variables
+    def __init__(self, trained: Mapping[str, Any], averaged: Mapping[str, Any]) -> None:
+        self._trained, self._averaged = list(trained), list(averaged)
+        self._variables = {**trained, **averaged}
 
     def trained(self) -> Sequence[str]:
-        return list(self._variables)
+        return self._trained
 
     def averaged(self) -> Sequence[str]:
-        return ()
+        return self._averaged
 
     def copied(self) -> Sequence[tuple[str, Array]]:
         return ()
@@ -91,7 +92,7 @@ class _Variables:
         return math.sqrt(sum(float(np.square(value, dtype=np.float64).sum()) for value in values))
 
     def checksum(self) -> int | None:
-        found = [self.value(name).ravel() for name in self._variables]
+        found = [self.value(name).ravel() for name in self._trained]
         samples = [value[weights.samples_of(value.size)].astype(np.float64) for value in found if value.size]
         return weights.checksum(np.concatenate(samples)) if samples else None
 
@@ -114,6 +115,7 @@ class OuterOptimizer:
     Args:
         variables: floating-point numpy arrays, which are written; or variables of TensorFlow, Keras or MXNet. A list in
             the same order on all ranks, or a dict by name.
+        statistics: variables that are averaged, but not trained, such as batch normalisation's.
         sync_every, outer_lr, outer_momentum, outer_clip, start, compression, process_set: as for ``LocalSGD``.
 
     Raises:
@@ -135,15 +137,16 @@ class OuterOptimizer:
         start: int = 0,
         compression: Compressor[Array] = Compression.none,
         process_set: ProcessSet = global_process_set,
+        statistics: Iterable[Any] | Mapping[str, Any] = (),
     ) -> None:
-        named = dict(variables) if isinstance(variables, Mapping) else {str(i): v for i, v in enumerate(variables)}
-        if not named:
+        trained, averaged = _named(variables), {f"statistics.{name}": v for name, v in _named(statistics).items()}
+        if not trained:
             raise InvalidArgumentError("there are no variables to average; pass a list or a dict of them")
-        for name, variable in named.items():
+        for name, variable in (*trained.items(), *averaged.items()):
             _check(name, variable)
         options = OuterOptions(sync_every, outer_lr, outer_momentum, outer_clip, start, compression, process_set)
         self.frontend.context  # noqa: B018 - raises before init()
-        self._outer = Outer(self.frontend, _Variables(named), options, inner="rank", remedy=_REMEDY)
+        self._outer = Outer(self.frontend, _Variables(trained, averaged), options, inner="rank", remedy=_REMEDY)
         self._outer.begin()
 
     def step(self) -> None:
@@ -178,6 +181,10 @@ class OuterOptimizer:
             InvalidArgumentError: (a ValueError) it is the state of other variables; nothing has changed.
         """
         self._outer.load(state_dict)
+
+
+def _named(variables: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
+    return dict(variables) if isinstance(variables, Mapping) else {str(i): each for i, each in enumerate(variables)}
 
 
 def _check(name: str, variable: Any) -> None:

@@ -117,6 +117,7 @@ CALLBACKS = {
     "BroadcastGlobalVariablesCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
+    "LocalSGDCallback",
     "MetricAverageCallback",
 }
 KERAS_ELASTIC = {

@@ -45,19 +45,23 @@ class Assigned:
 def test_variables_of_all_kinds_are_averaged_every_so_many_steps(world: MakeWorld) -> None:
     def rank_body(context: Context) -> list[bytes]:
         array, half, single, other = np.zeros(5), np.ones(3, np.float16), np.array(2.0), Assigned([1.0, 2.0])
-        outer = outer_of(context, {"a": array, "h": half, "s": single, "o": other}, 2)
+        mean_of = np.zeros(2)
+        given = {"a": array, "h": half, "s": single, "o": other}
+        outer = outer_of(context, given, 2, statistics=[mean_of], outer_lr=0.5)
         for done in range(1, 5):
             array += context.rank + 1
             half += context.rank
             single += context.rank
+            mean_of += context.rank
             other.assign(other.numpy() - np.float32(context.rank))
             outer.step()
             assert outer.is_synchronized == (done % 2 == 0)
         mean = (context.size - 1) / 2
-        np.testing.assert_allclose(array, 4 * (mean + 1))
-        np.testing.assert_allclose(half, 1 + 4 * mean)
-        np.testing.assert_allclose(single, 2 + 4 * mean)
-        np.testing.assert_allclose(other.numpy(), [1 - 4 * mean, 2 - 4 * mean])
+        np.testing.assert_allclose(array, 2 * (mean + 1))  # the outer rate is 0.5
+        np.testing.assert_allclose(half, 1 + 2 * mean)
+        np.testing.assert_allclose(single, 2 + 2 * mean)
+        np.testing.assert_allclose(other.numpy(), [1 - 2 * mean, 2 - 2 * mean])
+        np.testing.assert_allclose(mean_of, 4 * mean)
         return [array.tobytes(), half.tobytes(), single.tobytes(), other.numpy().tobytes()]
 
     for size in (1, 3):

@@ -187,6 +187,33 @@ def two_of_three_ranks_are_equal_to_one_process() -> None:
 
 
 @case
+def local_sgd_meets_every_so_many_batches() -> None:
+    callback = hvd.callbacks.LocalSGDCallback
+    if BACKEND == "jax":
+        refused = dense()
+        refused.compile(optimizer=keras.optimizers.SGD(0.05), loss="mse")
+        error = raised(InvalidArgumentError, lambda: refused.fit(own(X), own(Y), callbacks=[callback(2)], verbose=0))
+        assert "JAX" in str(error)
+        return
+    alone, every, some = dense(), dense(), dense()
+    per = BATCH // hvd.size()
+    for model in (alone, every, some):
+        model.compile(optimizer=keras.optimizers.SGD(0.05), loss="mse")
+    alone.fit(X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    every.fit(own(X), own(Y), batch_size=per, epochs=2, shuffle=False, verbose=0, callbacks=[callback(1)])
+    for got, expected in zip(every.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    some.fit(own(X), own(Y), batch_size=per, epochs=2, shuffle=False, verbose=0, callbacks=[callback(3)])
+    everyones = hvd.allgather_object([weight.tobytes() for weight in some.get_weights()])
+    assert all(weights == everyones[0] for weights in everyones)
+    assert not np.array_equal(some.get_weights()[0], every.get_weights()[0]) or hvd.size() == 1
+    distributed = dense()
+    distributed.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss="mse")
+    error = raised(InvalidArgumentError, lambda: distributed.fit(own(X), own(Y), callbacks=[callback(2)], verbose=0))
+    assert "DistributedOptimizer" in str(error)
+
+
+@case
 def train_on_batch() -> None:
     alone, model = dense(), dense()
     alone.compile(optimizer=keras.optimizers.SGD(0.05), loss="mse")

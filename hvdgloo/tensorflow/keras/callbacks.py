@@ -7,6 +7,7 @@ from hvdgloo.keras.callbacks import (
     BroadcastGlobalVariablesCallback,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
+    LocalSGDCallback,
     MetricAverageCallback,
 )
 
@@ -15,5 +16,6 @@ __all__ = [
     "BroadcastGlobalVariablesCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
+    "LocalSGDCallback",
     "MetricAverageCallback",
 ]
