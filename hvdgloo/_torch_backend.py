@@ -19,9 +19,13 @@ def register() -> None:
             return  # a torch without torch.distributed, or called before
         c10d.Backend.register_backend("hvdgloo", _create, extended_api=True, devices=["cpu"])
         # From torch 2.14 on, a recorder that needs C++'s own groups is attached to every backend that is not in here.
-        getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("hvdgloo")
-        if os.environ.get("HVDGLOO_AS_GLOO", "0").lower() in ("1", "true", "yes", "on"):
+        recording: Any = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        recording.add("hvdgloo")
+        as_gloo = os.environ.get("HVDGLOO_AS_GLOO", "0").lower()
+        if as_gloo in ("1", "true", "yes", "on"):
             _replace_gloo(c10d)
+        elif as_gloo not in ("", "0", "false", "no", "off"):
+            _logger().warning("HVDGLOO_AS_GLOO=%s has no effect: expected 1 or 0 (true/false, yes/no, on/off)", as_gloo)
     except Exception:  # noqa: BLE001 - it would end every import of torch
         _logger().warning("torch.distributed was not told of the backend hvdgloo", exc_info=True)
 

@@ -239,7 +239,7 @@ dist.destroy_process_group()
 
 
 def test_each_rank_chooses_for_itself_whether_it_waits_at_once(tmp_path: Path) -> None:
-    """Who waits at once carries a small operation out in its own thread; it must meet those that do not."""
+    """A caller that waits at once carries a small operation out in its own thread, and must meet those that do not."""
     run(
         4,
         """
@@ -480,6 +480,9 @@ if rank != 1:
         dist.all_reduce(torch.ones(3))
     except dist.DistBackendError as error:
         print(error, flush=True)
+    open(f"{os.environ['JOB_FOLDER']}/over{rank}", "w").close()
+while not all(os.path.exists(f"{os.environ['JOB_FOLDER']}/over{of}") for of in (0, 2)):
+    time.sleep(0.01)  # a rank that has ended is another matter
 """,
         tmp_path,
     )
@@ -731,6 +734,95 @@ open(os.environ["JOB_FOLDER"] + "/over", "w").close()
         ended = job.wait()
     assert "interrupted" in ended[0].stdout, ended[0].stderr
     assert "interrupted by KeyboardInterrupt" in ended[0].stdout
+
+
+def test_a_rank_that_ends_before_a_group_s_first_operation_is_named_at_once(tmp_path: Path) -> None:
+    ended = ended_of(
+        2,
+        """
+begin()
+if rank == 1:
+    print(os.getpid(), flush=True)
+    sys.exit()
+try:
+    dist.all_reduce(torch.ones(1))
+except dist.DistBackendError as error:
+    print(error)
+try:
+    dist.send(torch.ones(1), 1)
+except dist.DistBackendError as error:
+    print(error)
+""",
+        tmp_path,
+    )
+    assert [worker.returncode for worker in ended] == [0, 0], ended
+    for line in ended[0].stdout.splitlines():
+        assert re.search(rf"rank 1 \(host \S+, pid {ended[1].stdout.strip()}\) ended without calling this", line)
+    assert len(ended[0].stdout.splitlines()) == 2
+
+
+def test_a_rank_that_is_late_for_a_group_s_first_operation_is_warned_of(tmp_path: Path) -> None:
+    code = """
+begin()
+if rank == 1:
+    while not os.path.exists(os.environ["JOB_FOLDER"] + "/warned"):
+        time.sleep(0.01)
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+"""
+    environ = {"HVDGLOO_STALL_CHECK_TIME_SECONDS": "0.5", "HVDGLOO_LOG_LEVEL": "warning"}
+    with Job(2, HEAD + code, tmp_path, SIZE="2", **environ) as job:
+        wait_for(lambda: "has waited for rank 1 (host" in job.output(0).stderr, 20)
+        (tmp_path / "warned").touch()
+        ended = job.wait()
+    assert [worker.returncode for worker in ended] == [0, 0], ended
+    assert "the first operation of the default process group" in ended[0].stderr
+
+
+def test_ctrl_c_in_a_group_s_first_operation_ends_it(tmp_path: Path) -> None:
+    code = """
+begin()
+if rank == 1:
+    while not os.path.exists(os.environ["JOB_FOLDER"] + "/over"):
+        time.sleep(0.01)
+    os._exit(0)
+def tell():
+    while dist.group.WORLD._get_backend(torch.device("cpu"))._queue._thread is None:
+        time.sleep(0.01)
+    print("waits", flush=True)
+
+threading.Thread(target=tell).start()
+for turn in range(2):
+    try:
+        dist.all_reduce(torch.ones(2))
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    except dist.DistBackendError as error:
+        print(error, flush=True)
+open(os.environ["JOB_FOLDER"] + "/over", "w").close()
+"""
+    with Job(2, HEAD + code, tmp_path, SIZE="2") as job:
+        wait_for(lambda: "waits" in job.output(0).stdout, 20)
+        os.kill(job.workers[0].pid, signal.SIGINT)
+        ended = job.wait()
+    assert "interrupted\n" in ended[0].stdout, ended[0]
+    assert "interrupted by KeyboardInterrupt" in ended[0].stdout
+    assert ended[0].returncode == 0
+
+
+def test_a_rank_that_a_group_cannot_have_is_refused(tmp_path: Path) -> None:
+    code = "dist.init_process_group('hvdgloo', store=dist.HashStore(), rank=1, world_size=1)"
+    (ended,) = ended_of(1, code, tmp_path)
+    assert "rank 1 of a process group of 1: world_size must be greater than every rank" in ended.stderr
+
+
+def test_a_value_that_does_not_say_whether_gloo_is_replaced_is_warned_of() -> None:
+    environ = {**clean_environment(), "HVDGLOO_AS_GLOO": "maybe"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import hvdgloo.torch.distributed"],
+        env=environ, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "HVDGLOO_AS_GLOO=maybe has no effect: expected 1 or 0" in done.stderr
 
 
 @EXTENDED

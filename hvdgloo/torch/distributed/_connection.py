@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import secrets
 import select
@@ -44,6 +45,9 @@ _TELLING_SECONDS = 2.0
 
 _FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
 """Seconds between looks at the store."""
+
+_ABSENT_LOOK = 0.25
+"""Seconds between looks for ranks that have ended before the group's first operation."""
 
 
 class TorchStore:
@@ -125,6 +129,99 @@ class Peers:
         self._ranks = {}
 
 
+class Absent:
+    """The ranks that have not called a group's first operation, for which this rank waits.
+
+    Args:
+        store: where ranks that call it set ``rank<number>``, and rank 0 ``ranks``.
+        everyone: where each rank that was made a member has set ``process<number>``.
+        names: numbers of the group's ranks there, and in messages.
+        rank: this one, within the group.
+        label: of the group, for messages.
+        warning_after: seconds until the absent ranks are warned of; 0 for never.
+    """
+
+    def __init__(
+        self, store: TorchStore, everyone: TorchStore, names: Sequence[int], rank: int, label: str, warning_after: float
+    ) -> None:
+        self._store, self._everyone, self._names, self._rank, self._label = store, everyone, names, rank, label
+        self._begun = self._next_look = time.monotonic()
+        self._warning_at = self._begun + warning_after if warning_after else math.inf
+        self._descriptors: dict[int, int] = {}
+        self._own = (host_identity(), _pid_namespace())
+
+    def look(self) -> None:
+        """Look for ranks that can never come, and warn once of those that are late.
+
+        Raises:
+            BackendError: an absent rank's process on this host has ended.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _ABSENT_LOOK
+        absent = [rank for rank in range(len(self._names)) if rank != self._rank and not self._has_come(rank)]
+        ended = [rank for rank in absent if self._has_ended(rank)]
+        if ended and not self._has_come(ended[0]):  # not before it ended
+            raise BackendError(
+                f"{self._describe(ended)} ended without calling this group's first operation; all ranks of a group "
+                "must make the same calls"
+            )
+        if absent and now >= self._warning_at:
+            self._warning_at = math.inf
+            logger.warning(
+                "the first operation of %s has waited for %s for %.0f s; ranks connect when all have called it",
+                self._label,
+                self._describe(absent),
+                now - self._begun,
+            )
+
+    def close(self) -> None:
+        """Close the descriptors of other processes."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors = {}
+
+    def _has_come(self, rank: int) -> bool:
+        return self._store.has(f"rank{rank}" if rank else "ranks")
+
+    def _process(self, rank: int) -> dict[str, Any] | None:
+        key = f"process{self._names[rank]}"
+        return json.loads(self._everyone.get_many([key], timeout=0)[0]) if self._everyone.has(key) else None
+
+    def _has_ended(self, rank: int) -> bool:
+        if rank not in self._descriptors:
+            process = self._process(rank)
+            if process is None or (process["identity"], process["pid namespace"]) != self._own:
+                return False
+            try:
+                self._descriptors[rank] = os.pidfd_open(process["pid"])
+            except ProcessLookupError:
+                return True
+            except (AttributeError, OSError):
+                return False  # no such descriptors here
+        return bool(select.select([self._descriptors[rank]], [], [], 0)[0])
+
+    def _describe(self, ranks: Sequence[int]) -> str:
+        found = ((self._names[rank], self._process(rank)) for rank in ranks)
+        return ", ".join(
+            f"rank {name}" + (f" (host {process['name']}, pid {process['pid']})" if process else "")
+            for name, process in found
+        )
+
+
+def publish_process(store: Store, rank: int) -> None:
+    """Tell the other ranks of a group which process is this rank, for ``Absent``."""
+    config = Config.from_env()
+    facts = {
+        "identity": host_identity(),
+        "name": host_name(config.hostname),
+        "pid": os.getpid(),
+        "pid namespace": _pid_namespace(),
+    }
+    TorchStore(store).set(f"process{rank}", json.dumps(facts).encode())
+
+
 class Connection:
     """One rank's place in a connected group.
 
@@ -135,6 +232,7 @@ class Connection:
         timeout: seconds within which the other ranks must arrive.
         cancelled: polled; tells whether to give up.
         names: numbers of the ranks in messages, if they are not those within the group.
+        everyone: where all ranks have published their processes, if it is not ``store``.
 
     Attributes:
         numbers: each rank's number among all of the job's.
@@ -154,6 +252,7 @@ class Connection:
         cancelled: Callable[[], bool],
         *,
         names: Sequence[int] | None = None,
+        everyone: Store | None = None,
     ) -> None:
         self.label = label
         self._names = range(size) if names is None else names
@@ -166,7 +265,18 @@ class Connection:
         if size == 1:
             found, settings, secret = [facts], plane_settings(config), b""
         else:
-            found, settings, secret = _exchange(TorchStore(store), rank, size, facts, config, timeout, cancelled)
+            absent = Absent(
+                TorchStore(store), TorchStore(everyone or store), self._names, rank, label, self.stall_warning_time
+            )
+
+            def given_up() -> bool:
+                absent.look()
+                return cancelled()
+
+            try:
+                found, settings, secret = _exchange(TorchStore(store), rank, size, facts, config, timeout, given_up)
+            finally:
+                absent.close()
         self.topology, in_order = _topology(found)
         self.numbers: list[int] = [each["number"] for each in found]
         self.peers = Peers(self.topology, rank, [each["pid namespace"] for each in found])

@@ -22,8 +22,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from hvdgloo._job.logging import configure_logging
 from hvdgloo.config import Config
+from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.torch.distributed import _record, _tensors
-from hvdgloo.torch.distributed._connection import Connection
+from hvdgloo.torch.distributed._connection import Connection, publish_process
 from hvdgloo.torch.distributed._messages import Messages
 from hvdgloo.torch.distributed._monitored import MonitoredBarriers
 from hvdgloo.torch.distributed._queue import OperationQueue
@@ -60,6 +61,8 @@ class HvdglooProcessGroup(Reductions, Transfers, _ProcessGroup):  # type: ignore
         self._name, self._description = name, "undefined"
         _opened[name] += 1
         self._store = PrefixStore(f"hvdgloo/{_opened[name]}", store)
+        if size > 1:
+            publish_process(PrefixStore("all", self._store), rank)
         counters = _record.begin(rank, size)
         label = f"process group {name}" if name not in ("", "0") else "the default process group"
         queue = OperationQueue(
@@ -183,7 +186,13 @@ def create(options: Any, pg_options: Any = None) -> HvdglooProcessGroup:
 
     Raises:
         ConfigError: a variable in the environment has a value that it cannot have.
+        InvalidArgumentError: the rank is not one of so many.
     """
+    if not 0 <= options.group_rank < options.group_size:
+        raise InvalidArgumentError(
+            f"rank {options.group_rank} of a process group of {options.group_size}: world_size must be greater than "
+            "every rank; check the arguments of init_process_group, or RANK and WORLD_SIZE"
+        )
     if not _opened:  # there may be no hvd.init(), which does it otherwise
         config = Config.from_env()
         configure_logging(config, (options.global_ranks_in_group or range(options.group_size))[options.group_rank])

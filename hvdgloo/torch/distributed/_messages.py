@@ -61,6 +61,8 @@ class Messages:
     ) -> None:
         self.record = None if counters is None else Record(counters, label)
         self._store, self.rank, self._size, self.label, self.seconds = store, rank, size, label, seconds
+        self.everyone = PrefixStore("all", store)
+        """Where the group's ranks have published their processes."""
         self._outgoing: dict[int, OperationQueue] = {}
         self._incoming: dict[int, Incoming] = {}
         self.posted: list[Receive] = []
@@ -76,7 +78,8 @@ class Messages:
 
             def connect(seconds: float, cancelled: Any) -> Connection:
                 store.set(_OPEN, "1")
-                return Connection(store, _SENDER, 2, label, seconds, cancelled, names=(self.rank, to))
+                names = (self.rank, to)
+                return Connection(store, _SENDER, 2, label, seconds, cancelled, names=names, everyone=self.everyone)
 
             record = None if self.record is None else Record(self.record.counters, self.label)
             queue = self._outgoing[to] = OperationQueue(label, record, connect)
@@ -383,6 +386,7 @@ class Incoming:
                 self._messages.seconds,
                 lambda: self._closed,
                 names=(self._source, self._messages.rank),
+                everyone=self._messages.everyone,
             )
         return self._connection
 

@@ -8,6 +8,7 @@ thread of the group's, which starts with the first such call, or by the first th
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -284,7 +285,7 @@ class OperationQueue:
 
     def _carry_out_until(self, operation: Operation, deadline: float | None) -> None:
         while not operation.has_ended():
-            if deadline is not None and not self._connected_by(deadline):
+            if not self._connected_by(math.inf if deadline is None else deadline, operation):
                 raise self._still_waiting(operation)
             if deadline is None:
                 self.carrying_out.acquire()
@@ -302,19 +303,29 @@ class OperationQueue:
                 interrupts.release(held)
             first.settle()
 
-    def _connected_by(self, deadline: float) -> bool:
+    def _connected_by(self, deadline: float, operation: Operation) -> bool:
         """Leave it to the group's thread to connect the ranks, since this cannot be left half done.
 
         Returns:
             False if that has neither succeeded nor failed by the deadline.
         """
-        if self.connection is None and self.failure is None:
+        if self._is_decided():
+            return True
+        try:
             self.wake()
-        while self.connection is None and self.failure is None:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_LOOK)
+            while not self._is_decided():
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_LOOK)
+        except BaseException as interrupt:
+            self._aborted = True
+            self.fail(operation.call, BackendError(f"interrupted by {type(interrupt).__name__}"))
+            raise
         return True
+
+    def _is_decided(self) -> bool:
+        """Tell whether the ranks are connected, or never will be."""
+        return self.connection is not None or self.failure is not None
 
     def _still_waiting(self, operation: Operation) -> Exception:
         return dist.DistBackendError(
