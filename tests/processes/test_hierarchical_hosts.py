@@ -10,6 +10,7 @@ import pytest
 from hvdgloo._backends.select import gloo_provider
 from tests.support import warm
 from tests.support.hosts import Bed
+from tests.support.selection import extended
 
 pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo")
 
@@ -121,7 +122,7 @@ hvd.shutdown()
 
 
 @pytest.mark.skipif(gloo_provider("auto") != "torch", reason="torch's Gloo encodes")
-@pytest.mark.parametrize("hosts", ["h1:2,h2:2", "h1:2,h2:1,h3:1"])
+@pytest.mark.parametrize("hosts", ["h1:2,h2:2", *extended("h1:2,h2:1,h3:1")])
 def test_encoded_gradients_take_fewer_bytes_on_the_wire(bed: Bed, tmp_path: Path, hosts: str) -> None:
     """A quarter, an eighth, and what TCP adds; the setting counts where the program has no compressor of its own."""
     script = tmp_path / "worker.py"

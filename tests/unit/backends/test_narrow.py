@@ -20,12 +20,13 @@ from hvdgloo._backends.narrow import Narrow
 from hvdgloo._backends.progress_thread import ProgressThread
 from hvdgloo.types import Buffer, DType, ReduceOp, WireFormat
 from tests.support.lines import Lines
+from tests.support.selection import extended
 
 FORMS = [form for form in WireFormat if form is not WireFormat.FULL]
 ERRORS = {WireFormat.BF16: 0.006, WireFormat.INT8: 0.016, WireFormat.INT4: 0.26}
 """The greatest error of a sum of random values, relative to it."""
 
-LAYOUTS = [(2, 2), (2, 1), (3, 1, 2), (1, 3), (1,) * 5, (2, 1, 1, 1, 1, 1)]
+LAYOUTS = [(2, 2), (3, 1, 2), (2, 1, 1, 1, 1, 1), *extended((2, 1), (1, 3), (1,) * 5)]
 ALWAYS, NEVER = Thresholds(1, 1), Thresholds(1 << 60, 1 << 60)
 
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
