@@ -62,7 +62,7 @@ class Messages:
         self.record = None if counters is None else Record(counters, label)
         self._store, self.rank, self._size, self.label, self.seconds = store, rank, size, label, seconds
         self.everyone = PrefixStore("all", store)
-        """Where the group's ranks have published their processes."""
+        """Store in which the group's ranks have published their processes."""
         self._outgoing: dict[int, OperationQueue] = {}
         self._incoming: dict[int, Incoming] = {}
         self.posted: list[Receive] = []
