@@ -391,6 +391,38 @@ def test_finish_gives_all_ranks_the_same_parameters(world: MakeWorld) -> None:
     all_the_same(world(2).run(rank_body))
 
 
+@pytest.mark.parametrize("goes_on", ["finish", "step"])
+def test_an_outer_step_that_was_interrupted_is_completed_by_the_next_call(world: MakeWorld, goes_on: str) -> None:
+    def rank_body(context: Context) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        model = make_model()
+        optimizer = local(context, sgd(model), model, 2, momentum=0.5, clip=0.01)
+        step(optimizer, model, part_of(context))
+        changes = optimizer._hvd.outer._changes
+        if context.rank == 1:
+            rest, calls = changes.rest, iter([True])
+
+            def interrupted() -> Exception | None:
+                if changes.open and next(calls, False):  # all has been sent
+                    raise KeyboardInterrupt
+                return rest()
+
+            changes.rest = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                step(optimizer, model, part_of(context))
+        else:
+            step(optimizer, model, part_of(context))
+        optimizer._hvd.outer.begin() if goes_on == "step" else optimizer.finish()
+        met = values(model)
+        for _ in range(2):
+            step(optimizer, model, part_of(context))
+        assert optimizer.outer_state_dict()["steps"] == 2
+        return met, values(model)
+
+    results = world(2).run(rank_body)
+    all_the_same([met for met, _ in results])
+    all_the_same([end for _, end in results])
+
+
 def test_a_program_that_forgets_finish_is_warned_once(world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     made = world(2, fresh=True)
     kept: list[Any] = []
