@@ -70,6 +70,7 @@ class TestFlags:
             "--gloo-provider": "pygloo",
             "--tls": "off",
             "--join": "now",
+            "--wire": "int8",
             "--autotune-gaussian-process-noise": "0.5",
         }
         parser = build_parser()
@@ -166,6 +167,7 @@ class TestFile:
             "params.gpu_operations": "nccl",
             "params.gpu_completion": "stream",
             "params.cpu_operations": "gloo",
+            "params.wire": "int8",
             "params.gloo_provider": "torch",
             "params.deterministic": "true",
             "params.check_weights": "false",
