@@ -60,11 +60,30 @@ for _ in range(4):
 
 
 ENDED = (
-    CONNECT
+    """
+import atexit, os, threading, time
+
+@atexit.register  # the first one, and so the last to be called
+def look() -> None:
+    if any(thread.name == "hvdgloo-gloo-end" for thread in threading.enumerate()):
+        os._exit(3)
+"""
+    + CONNECT
     + """
+from hvdgloo._backends import gloo
+destroy = gloo._destroy
+
+def slowly(*args):
+    time.sleep(0.3)  # as a destructor that waits for what is under way
+    destroy(*args)
+
+gloo._destroy = slowly
 for backend in connect():
     backend.abort()
     backend.close()
+deadline = time.monotonic() + 10
+while not any(thread.name == "hvdgloo-gloo-end" for thread in threading.enumerate()):
+    assert time.monotonic() < deadline
 """
 )
 
@@ -83,6 +102,6 @@ def test_a_group_is_destroyed_while_another_process_has_its_connections() -> Non
 
 
 def test_a_program_ends_while_its_groups_are_destroyed() -> None:
-    """As a rank does which has lost another one: Python ends threads that come back from a destructor then."""
+    """As a rank does that has lost another one: a thread that comes back from a destructor then aborts the process."""
     pytest.importorskip("torch")
     run(sys.executable, ENDED)
