@@ -508,7 +508,7 @@ def a_step_that_is_repeated_after_ctrl_c_reduces_once() -> None:
             weights = train(line, which, trials % 2 == 1)
             np.testing.assert_allclose(weights, expected, rtol=1e-5, err_msg=f"step {which}, interrupted at {line}")
             trials += 1
-        assert trials > 4
+        assert trials > 2
 
 
 @case
