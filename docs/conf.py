@@ -29,7 +29,7 @@ navigation = {
         "tutorial-numpy",
         "tutorial-torch-distributed",
     ),
-    "Running jobs": ("launching", "observing", "tuning", "elastic", "gpus", "torch-distributed", "spark",
+    "Running jobs": ("launching", "observing", "tuning", "slow-networks", "elastic", "gpus", "torch-distributed", "spark",
         "ray", "timeline"),
     "Coming from Horovod": ("migrating", "compatibility"),
     "Reference": ("api", "api-tensorflow", "api-mxnet", "configuration", "troubleshooting", "security", "changelog"),
