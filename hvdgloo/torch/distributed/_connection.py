@@ -49,6 +49,9 @@ _FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
 _ABSENT_LOOK = 0.25
 """Seconds between looks for ranks that have ended before the group's first operation."""
 
+MOST_WATCHED = 128
+"""The greatest group whose absent ranks are looked for: each rank asks the store for each other rank's process."""
+
 
 class TorchStore:
     """torch's store as the rendezvous store of data planes.
@@ -147,7 +150,10 @@ class Absent:
         self._store, self._everyone, self._names, self._rank, self._label = store, everyone, names, rank, label
         self._begun = self._next_look = time.monotonic()
         self._warning_at = self._begun + warning_after if warning_after else math.inf
+        self._others = [other for other in range(len(names)) if other != rank]
+        self._processes: dict[int, dict[str, Any]] = {}
         self._descriptors: dict[int, int] = {}
+        self._poll = select.poll()
         self._own = (host_identity(), _pid_namespace())
 
     def look(self) -> None:
@@ -160,21 +166,23 @@ class Absent:
         if now < self._next_look:
             return
         self._next_look = now + _ABSENT_LOOK
-        absent = [rank for rank in range(len(self._names)) if rank != self._rank and not self._has_come(rank)]
-        ended = [rank for rank in absent if self._has_ended(rank)]
-        if ended and not self._has_come(ended[0]):  # not before it ended
+        # In this order: a rank may have called the operation before it ended.
+        ended = [rank for rank in self._others if self._has_ended(rank) and not self._has_come(rank)]
+        if ended:
             raise BackendError(
                 f"{self._describe(ended)} ended without calling this group's first operation; all ranks of a group "
                 "must make the same calls"
             )
-        if absent and now >= self._warning_at:
+        if now >= self._warning_at:
             self._warning_at = math.inf
-            logger.warning(
-                "the first operation of %s has waited for %s for %.0f s; ranks connect when all have called it",
-                self._label,
-                self._describe(absent),
-                now - self._begun,
-            )
+            absent = [rank for rank in self._others if not self._has_come(rank)]
+            if absent:
+                logger.warning(
+                    "the first operation of %s has waited for %s for %.0f s; ranks connect when all have called it",
+                    self._label,
+                    self._describe(absent),
+                    now - self._begun,
+                )
 
     def close(self) -> None:
         """Close the descriptors of other processes."""
@@ -186,21 +194,25 @@ class Absent:
         return self._store.has(f"rank{rank}" if rank else "ranks")
 
     def _process(self, rank: int) -> dict[str, Any] | None:
+        """Return what a rank has published of its process, if it has; the store is asked until then."""
         key = f"process{self._names[rank]}"
-        return json.loads(self._everyone.get_many([key], timeout=0)[0]) if self._everyone.has(key) else None
+        if rank not in self._processes and self._everyone.has(key):
+            self._processes[rank] = json.loads(self._everyone.get_many([key], timeout=0)[0])
+        return self._processes.get(rank)
 
     def _has_ended(self, rank: int) -> bool:
+        process = self._process(rank)
+        if process is None or (process["identity"], process["pid namespace"]) != self._own:
+            return False
         if rank not in self._descriptors:
-            process = self._process(rank)
-            if process is None or (process["identity"], process["pid namespace"]) != self._own:
-                return False
             try:
                 self._descriptors[rank] = os.pidfd_open(process["pid"])
             except ProcessLookupError:
                 return True
             except (AttributeError, OSError):
                 return False  # no such descriptors here
-        return bool(select.select([self._descriptors[rank]], [], [], 0)[0])
+            self._poll.register(self._descriptors[rank], select.POLLIN)
+        return self._descriptors[rank] in dict(self._poll.poll(0))
 
     def _describe(self, ranks: Sequence[int]) -> str:
         found = ((self._names[rank], self._process(rank)) for rank in ranks)
@@ -212,14 +224,7 @@ class Absent:
 
 def publish_process(store: Store, rank: int) -> None:
     """Tell the other ranks of a group which process is this rank, for ``Absent``."""
-    config = Config.from_env()
-    facts = {
-        "identity": host_identity(),
-        "name": host_name(config.hostname),
-        "pid": os.getpid(),
-        "pid namespace": _pid_namespace(),
-    }
-    TorchStore(store).set(f"process{rank}", json.dumps(facts).encode())
+    TorchStore(store).set(f"process{rank}", json.dumps(_process_facts(Config.from_env())).encode())
 
 
 class Connection:
@@ -270,7 +275,8 @@ class Connection:
             )
 
             def given_up() -> bool:
-                absent.look()
+                if size <= MOST_WATCHED:
+                    absent.look()
                 return cancelled()
 
             try:
@@ -351,13 +357,19 @@ class Connection:
 
 def _own_facts(config: Config, own_rank: int) -> dict[str, Any]:
     return {
+        **_process_facts(config),
+        "address": config.address or _own_address(),
+        "number": own_number(own_rank),
+        "cores": usable_cores(),
+    }
+
+
+def _process_facts(config: Config) -> dict[str, Any]:
+    return {
         "identity": host_identity(),
         "name": host_name(config.hostname),
         "pid": os.getpid(),
         "pid namespace": _pid_namespace(),
-        "address": config.address or _own_address(),
-        "number": own_number(own_rank),
-        "cores": usable_cores(),
     }
 
 

@@ -24,7 +24,7 @@ from hvdgloo._job.logging import configure_logging
 from hvdgloo.config import Config
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.torch.distributed import _record, _tensors
-from hvdgloo.torch.distributed._connection import Connection, publish_process
+from hvdgloo.torch.distributed._connection import MOST_WATCHED, Connection, publish_process
 from hvdgloo.torch.distributed._messages import Messages
 from hvdgloo.torch.distributed._monitored import MonitoredBarriers
 from hvdgloo.torch.distributed._queue import OperationQueue
@@ -61,7 +61,7 @@ class HvdglooProcessGroup(Reductions, Transfers, _ProcessGroup):  # type: ignore
         self._name, self._description = name, "undefined"
         _opened[name] += 1
         self._store = PrefixStore(f"hvdgloo/{_opened[name]}", store)
-        if size > 1:
+        if 1 < size <= MOST_WATCHED:
             publish_process(PrefixStore("all", self._store), rank)
         counters = _record.begin(rank, size)
         label = f"process group {name}" if name not in ("", "0") else "the default process group"
