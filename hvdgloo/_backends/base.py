@@ -359,6 +359,72 @@ class Sharing(Protocol):
         ...
 
 
+class Lane(Protocol):
+    """Memory in which the ranks of one host offer small tensors to each other, apart from all other operations.
+
+    Each rank has a few places, and writes only there. What is in a place is known by a word, which is not 0.
+    """
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes that a place holds."""
+        ...
+
+    def open(self) -> bool:
+        """Take memory for this rank's places, which it then has; False if there is none. Called before ``post``."""
+        ...
+
+    def post(self, place: int, word: int, source: Buffer, prescale: float, now: float) -> None:
+        """Put a tensor into a place, times a factor, and then the word.
+
+        Args:
+            now: time to be shown with it, on the monotonic clock.
+        """
+        ...
+
+    def is_whole(self, place: int, word: int) -> bool:
+        """Return whether all ranks have put this word into the place."""
+        ...
+
+    def watch(self, place: int, word: int) -> bool:
+        """Return what ``is_whole`` does, after looking for a moment if each rank has a core of its own."""
+        ...
+
+    def sleep(self, place: int, word: int, seconds: float, stop: Callable[[], bool] | None = None) -> None:
+        """Sleep until ``is_whole`` may have changed, ``ring`` was called, or the time has passed.
+
+        Args:
+            stop: returns whether to return at once, instead.
+        """
+        ...
+
+    def combine(self, place: int, target: Buffer, op: ReduceOp, postscale: float) -> None:
+        """Put the reduction of what all ranks have in a place into a tensor, in order of ranks."""
+        ...
+
+    def arrivals(self, place: int) -> tuple[int, float]:
+        """Return which rank was the last to post in a place, and how many seconds the first one had waited for it."""
+        ...
+
+    def ring(self) -> None:
+        """Wake this rank's thread that sleeps here. Callable from any thread, also after the backend has closed."""
+        ...
+
+
+@runtime_checkable
+class Offering(Protocol):
+    """An additional ability of a Backend: small operations apart from all others, begun by each rank when it likes."""
+
+    def lane(self, places: int, *, may_spin: bool) -> Lane | None:
+        """Return the memory for them, once; None where processors do not keep the order of writes.
+
+        Args:
+            places: number of places that each rank needs.
+            may_spin: True if each rank of the host has a core of its own.
+        """
+        ...
+
+
 @runtime_checkable
 class Tunable(Protocol):
     """An additional ability of a Backend: settings that may change between two operations, on all ranks."""

@@ -303,6 +303,9 @@ class Control:
     def _speak(self, now: float) -> None:
         """Send the messages of this rank's other threads."""
         submission = self._member.drain(idle=self._executor.backlog == 0)
+        offer = self._member.take_offer()
+        if offer is not None:
+            self._to_coordinator(offer, now)
         if submission is not None:
             self._to_coordinator(submission, now)
         while self._to_send:

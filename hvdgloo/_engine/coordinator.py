@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from hvdgloo._engine import stall
 from hvdgloo._engine.conventions import ATTRIBUTION_SECONDS, COORDINATOR, EVERYONE
+from hvdgloo._engine.held_offers import HeldOffers
 from hvdgloo._engine.liveness import Liveness
 from hvdgloo._engine.messages import (
     Abort,
@@ -33,6 +34,7 @@ from hvdgloo._engine.messages import (
     Lost,
     Message,
     Observe,
+    Offer,
     Ping,
     Pong,
     Resend,
@@ -45,6 +47,7 @@ from hvdgloo._engine.messages import (
 from hvdgloo._engine.negotiation import Negotiator, Waiting, format_ranks
 from hvdgloo._engine.readiness import bits_of
 from hvdgloo._engine.run_lengths import mask_of_runs, masks_of_runs
+from hvdgloo.types import Collective
 
 if TYPE_CHECKING:
     from hvdgloo._engine.timeline import Timeline, Timelines
@@ -96,6 +99,7 @@ class Coordinator:
     Attributes:
         outbox: messages and whom they are for, in order.
         notes: of stalls, their ends and what autotune has chosen, each with its kind: for the log and for observers.
+        offers: those that it has been told of; see ``held_offers``.
         gathering: (in a tree) some ranks wait for others, though no message about that has arrived yet; or some have
             asked lately whether those above are alive.
     """
@@ -121,6 +125,8 @@ class Coordinator:
         self._describe = describe
         self._negotiator = Negotiator(members, rules.cache_capacity)
         self._negotiator.lateness = lateness
+        self.offers = HeldOffers(lambda offer: False)
+        self._everyone = tuple(range(size))
         self._in_tree = position is not None
         self._neighbours = tuple(range(1, size)) if position is None else position.children
         self._leaders: Collection[int] = () if position is None else position.leaders
@@ -151,10 +157,10 @@ class Coordinator:
     def waiting(self, now: float, least: float) -> list[Waiting]:
         """Operations that have waited at least ``least`` seconds for ranks that have not submitted them, oldest first.
         While none has, this costs nothing to speak of."""
-        oldest = self._negotiator.oldest()
-        if self.over or oldest is None or now - oldest < least:
+        times = [time for time in (self._negotiator.oldest(), self.offers.oldest()) if time is not None]
+        if self.over or not times or now - min(times) < least:
             return []
-        return stall.overdue(self._negotiator.waiting(), now, least)
+        return stall.overdue(self._waiting(), now, least)
 
     @property
     def stacks(self) -> dict[int, str]:
@@ -221,9 +227,17 @@ class Coordinator:
         if isinstance(message, Submit):
             if self._leaver is not None:
                 return  # it crossed with End, and its rank fails these operations when End arrives
+            if self.offers:
+                joins = any(request.collective is Collective.JOIN for request in message.requests)
+                self._decline(self._negotiator.keys_of(message), joining=rank if joins else -1)
             unknown = self._negotiator.absorb(rank, message, now)
             if unknown:
                 self.outbox.append((rank, Resend(tuple(unknown))))
+            if self.offers:
+                self._compare_offered_kinds()
+        elif isinstance(message, Offer):
+            if self._leaver is None and not self.offers.has_ended(message):
+                self._offered(rank, message, now)
         elif isinstance(message, Ping):
             self.outbox.append((rank, Pong()))
         elif isinstance(message, Leave):
@@ -238,6 +252,45 @@ class Coordinator:
             self._stall.stacks[rank] = message.text
         elif isinstance(message, Tune) and rank == COORDINATOR:
             self._change(message)
+
+    def _offered(self, rank: int, offer: Offer, now: float) -> None:
+        """Hold a rank's offer, unless some rank is known not to make it: then it is a submission like any other."""
+        joined = self._negotiator.joined & ~self.offers.holders(offer.word) & ~(1 << rank)
+        if joined or self._negotiator.ranks_of(offer.request.key):
+            self._negotiator.absorb_offer(rank, offer, now)
+            return
+        self.offers.hold(rank, offer, now)
+        self._compare_offered_kinds()
+
+    def _decline(self, keys: Collection[tuple[int, str]], *, joining: int = -1) -> None:
+        """Take held offers for submissions, since a rank does not make them; see ``HeldOffers.take``."""
+        for rank, offer, since in self.offers.take(keys, joining=joining):
+            self._negotiator.absorb_offer(rank, offer, since)
+
+    def _compare_offered_kinds(self) -> None:
+        """Take offers for submissions if each rank waits for another kind of operation under one name, so that they
+        fail like these. No rank offers a second operation while it waits for a first one."""
+        for request in self.offers.requests():
+            waiting = 0, 0
+            kinds = [request.key, *request.other_kinds]
+            for key in kinds:
+                ranks = self.offers.ranks_of(key) | self._negotiator.ranks_of(key)
+                if ranks & waiting[1]:
+                    break  # a rank waits for two of them
+                waiting = waiting[0] + bool(ranks), waiting[1] | ranks
+            else:
+                away = waiting[1] | self._negotiator.joined
+                if waiting[0] > 1 and all(away >> rank & 1 for rank in self._everyone):
+                    self._decline(kinds)
+
+    @property
+    def _has_pending(self) -> bool:
+        return self._negotiator.has_pending or bool(self.offers)
+
+    def _waiting(self) -> list[Waiting]:
+        """As ``Negotiator.waiting``, with what is offered."""
+        waiting = [*self._negotiator.waiting(), *self.offers.waiting(self._everyone, self._negotiator.joined)]
+        return sorted(waiting, key=lambda each: each.since)
 
     def lost(self, rank: int, reason: str) -> None:
         """A rank's connection has ended."""
@@ -362,11 +415,7 @@ class Coordinator:
     @property
     def _active(self) -> bool:
         return self._size > 1 and (
-            self.busy
-            or self.gathering
-            or self._negotiator.has_pending
-            or self._negotiator.has_joined
-            or self._leaver is not None
+            self.busy or self.gathering or self._has_pending or self._negotiator.has_joined or self._leaver is not None
         )
 
     def _watch(self, now: float) -> None:
@@ -386,7 +435,7 @@ class Coordinator:
         rules = self._rules
         if not rules.stall_check:
             return
-        if not self._negotiator.has_pending:
+        if not self._has_pending:
             self._stall = None
             self._recovered()
             if self._next_stall_check is not None and now >= self._next_stall_check:
@@ -399,11 +448,11 @@ class Coordinator:
             return
         if self._next_stall_check is None:
             # In a tree, what waits is heard of only after a while.
-            begun = self._negotiator.waiting()[0].since if self._in_tree else now
+            begun = self._waiting()[0].since if self._in_tree else now
             self._next_stall_check = begun + rules.stall_warning_time
         if now < self._next_stall_check:
             return
-        waiting = self._negotiator.waiting()
+        waiting = self._waiting()
         overdue = stall.overdue(waiting, now, rules.stall_warning_time)
         if not overdue:
             self._recovered()
@@ -424,7 +473,7 @@ class Coordinator:
         rules = self._rules
         # As they wait now: some ranks may have submitted meanwhile, and the next step uses the same names.
         asked_about = {(operation.name, operation.since) for operation in report.overdue}
-        waiting = self._negotiator.waiting()
+        waiting = self._waiting()
         overdue = [w for w in waiting if (w.name, w.since) in asked_about]
         if not overdue:
             self._next_stall_check = now

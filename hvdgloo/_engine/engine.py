@@ -15,13 +15,15 @@ from dataclasses import astuple, dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from hvdgloo._backends.base import Backend, Plane, Sharing, Tunable
+from hvdgloo._backends.base import Backend, Offering, Plane, Sharing, Tunable, label_of
 from hvdgloo._engine.control import Control
 from hvdgloo._engine.conventions import COORDINATOR
 from hvdgloo._engine.executor import Executor
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import Leave, Observe, Request, Tune
+from hvdgloo._engine.offering import Offers
+from hvdgloo._engine.offers import PLACES
 from hvdgloo._engine.planes import Group
 from hvdgloo._engine.settings import Choice
 from hvdgloo._engine.stacks import THREAD_PREFIX
@@ -202,9 +204,33 @@ class Engine:
             counters=counters,
         )
         self._work_while_waiting = self._control.work_while_waiting
+        self._offers = self._offers_through(backend, settings, counters)
+        if coordinator is not None and self._offers is not None:
+            coordinator.offers.has_ended = self._offers.has_ended
         self._close_timeout = settings.operation_timeout + _CLOSE_MARGIN
         self._closed = False
         _ENGINES.add(self)
+
+    def _offers_through(self, backend: Backend, settings: EngineSettings, counters: Counters | None) -> Offers | None:
+        """Return what offers small operations to the other ranks; None if they are all ordered by rank 0.
+
+        Autotune compares orders, and in a tree ranks are on several hosts.
+        """
+        if self._in_tree or settings.autotune is not None or not isinstance(backend, Offering):
+            return None
+        lane = backend.lane(PLACES, may_spin=settings.spin_time > 0)
+        if lane is None:
+            return None
+        control = self._control
+        return Offers(
+            lane,
+            self.topology.size,
+            self._member,
+            lambda: control.submitted(waits=False),
+            control.work_while_waiting,
+            label_of(backend),
+            counters,
+        )
 
     def start(self) -> None:
         """Start both threads."""
@@ -270,7 +296,7 @@ class Engine:
                 spec.
             ready: called on an engine thread just before the memory is read; blocks until it may be.
             splits: for an alltoall: how many rows go to each rank of the set.
-            waits: the caller is about to wait, so its thread may do the engine's work for a moment.
+            waits: the caller is about to wait without a timeout, so its thread may do the engine's work for a moment.
 
         Raises:
             InvalidArgumentError: the request makes no sense on any rank.
@@ -297,6 +323,8 @@ class Engine:
         submission = Submission(persistent, inputs, results, allocate, ready, splits, handle)
         held = interrupts.hold()  # what was filed must also be sent
         try:
+            if waits and self._offers is not None and not self._executor.backlog and self._offers.launch(submission):
+                return
             filed, agreeing = self._member.add(submission)
             if filed == _BATCH or (filed == 1 and not agreeing):
                 self._control.submitted(waits=waits)
@@ -402,6 +430,8 @@ class Engine:
             self._executor.stop()
             margin = _ABORTED_MARGIN if self._executor.is_aborted else _CLOSE_MARGIN
             ended = self._executor.join(margin) and not self._executor.is_stuck
+            if self._offers is not None:
+                ended = self._offers.close(_CLOSE_MARGIN) and is_silent and ended
             for group in self._groups.values():
                 for backend in group.backends:
                     try:
@@ -506,7 +536,11 @@ class Engine:
 
     def _end(self, error: HorovodInternalError) -> None:
         """Refuse submissions; fail those that were never ordered. The executor is responsible for the rest."""
-        for operation in self._member.close(error):
+        spared = None
+        if self._offers is not None:
+            self._offers.settle()
+            spared = self._offers.certain
+        for operation in self._member.close(error, spared):
             operation.handle.resolve(error=error)
 
     def _after_fork_in_child(self) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hvdgloo._engine import inline, neutral_tensors
-from hvdgloo._engine.messages import Execute, Request, Response, Submit, Tune
+from hvdgloo._engine.messages import Execute, Offer, Request, Response, Submit, Tune
+from hvdgloo._engine.offers import OwnOffer, word_of
 from hvdgloo._engine.submission import Signature, Submission
 from hvdgloo._observe.counters import AGREEMENT, Counters, Traffic
 from hvdgloo.errors import DuplicateNameError, HorovodInternalError, InvalidArgumentError, MismatchError
@@ -20,6 +21,10 @@ from hvdgloo.types import Collective
 
 if TYPE_CHECKING:
     from hvdgloo._engine.timeline import Timeline, Timelines
+
+_RETRY = 64
+"""An operation that was offered in vain, since some rank always submits it without waiting, say, is offered again when
+the number of those that have ended is a multiple of this, which it is on all ranks at once."""
 
 
 class Member:
@@ -34,6 +39,8 @@ class Member:
     Attributes:
         sets: the process sets after everything accepted so far; this rank may be in some of them.
         timeline: where the times of operations are recorded, if anywhere.
+        own_offer: what this rank offers at present; None for nothing.
+        turn: number of offers that have been completed.
     """
 
     def __init__(
@@ -45,6 +52,8 @@ class Member:
     ) -> None:
         self.sets = {number: tuple(ranks) for number, ranks in members.items()}
         self.timeline: Timeline | Timelines | None = None
+        self.own_offer: OwnOffer | None = None
+        self.turn = 0
         self._rank = rank
         self._own_sets = {number for number, ranks in self.sets.items() if rank in ranks}
         self._joined = False
@@ -109,14 +118,72 @@ class Member:
                 self._joined = True
             self._pending[key] = operation
             self._new.append(operation)
-            counters = self._counters
-            if counters is not None:
-                operation.submitted = counters.latest = now = time.monotonic()
-                if not counters.first:
-                    counters.first = now
-                if counters.asleep:
-                    counters.wake()
+            if self._counters is not None:
+                self._count(operation, self._counters)
             return len(self._new), len(self._pending) > len(self._new)
+
+    @staticmethod
+    def _count(operation: Submission, counters: Counters) -> None:
+        operation.submitted = counters.latest = now = time.monotonic()
+        if not counters.first:
+            counters.first = now
+        if counters.asleep:
+            counters.wake()
+
+    def offer(self, operation: Submission) -> OwnOffer | None:
+        """File an operation that this rank offers; callable from any thread.
+
+        Returns:
+            None if it has to be submitted instead, which nothing was done about. That is so while anything else waits
+            for other ranks, since rank 0 takes it that this rank does not offer what it fails or orders with a join;
+            and during a timeline, which shows what rank 0 sees.
+        """
+        key = operation.request.key
+        with self._lock:
+            if self._closed is not None or self._pending or self._joined or self.timeline is not None:
+                return None
+            persistent = operation.persistent
+            signature = persistent.signature
+            if signature is None or signature.number < 0:
+                signature = self._agreed.get(key)
+                if signature is None or signature.request != operation.request:
+                    return None
+                persistent.signature = signature
+            if signature.was_declined and signature.ended % _RETRY:
+                return None
+            word = word_of(signature.number, signature.ended, self.turn)
+            if not word:
+                return None
+            self._pending[key] = operation
+            if self._counters is not None:
+                self._count(operation, self._counters)
+            own = self.own_offer = OwnOffer(operation, signature, word, self.turn)
+            return own
+
+    def take_offer(self) -> Offer | None:
+        """Return what is to be said to rank 0 about this rank's offer; None for nothing. To be called after ``drain``
+        and sent before what that returned: rank 0 has to know of an offer before a join."""
+        own = self.own_offer
+        if own is None or own.is_told or not (own.is_due or self._joined):
+            return None
+        own.is_told = True
+        return own.message
+
+    def complete(self, own: OwnOffer) -> bool:
+        """Note that all ranks have made this rank's offer; callable from any thread.
+
+        Returns:
+            False if the operation has failed meanwhile.
+        """
+        with self._lock:
+            if self.own_offer is not own:
+                return False
+            self.own_offer = None
+            del self._pending[own.operation.request.key]
+            own.signature.ended += 1
+            own.signature.was_declined = False
+            self.turn += 1
+            return True
 
     def tune(self, settings: Tune) -> None:
         """Use other settings from now on. Ranks need not agree on what travels with submissions: if some tensor does
@@ -216,14 +283,23 @@ class Member:
             counters.negotiation += waited
         return batch
 
-    def close(self, error: HorovodInternalError) -> list[Submission]:
-        """Refuse further operations with ``error``; returns those that were not ordered, for the caller to fail."""
+    def close(self, error: HorovodInternalError, spared: OwnOffer | None = None) -> list[Submission]:
+        """Refuse further operations with ``error``; returns those that were not ordered, for the caller to fail.
+
+        Args:
+            spared: an offer that all ranks have made, which is still to be completed here.
+        """
         with self._lock:
             if self._closed is None:
                 self._closed = error
-            pending, self._pending = list(self._pending.values()), {}
+            pending, self._pending = self._pending, {}
             self._new.clear()
-        return pending
+            if spared is not None and self.own_offer is spared:
+                key = spared.operation.request.key
+                self._pending[key] = pending.pop(key)
+            else:
+                self.own_offer = None
+        return list(pending.values())
 
     def _agreed_upon_in(self, process_set: int, counters: Counters) -> Traffic:
         """Return the counter for operations of a process set whose results arrive with the order."""
@@ -241,16 +317,27 @@ class Member:
     def _pop(self, item: int | Response) -> tuple[Response, Submission | None]:
         """An item's Response, and this rank's part in it: None if this rank is not in the process set."""
         if isinstance(item, int):
-            response = self._signatures[item].response
+            signature = self._signatures[item]
+            signature.ended += 1
+            response = signature.response
             request = response.request
             operation = self._pending.pop(request.key, None)
         else:
             response, request = item, item.request
             operation = self._pending.pop(request.key, None)
+            if response.error:
+                # A rank that gets the error may offer the operation again before another one has read this.
+                for signature in self._signatures.values():
+                    if signature.response.request.key == request.key:
+                        signature.ended += 1
             if response.signature >= 0:
                 self._remember(response, operation)
             if not response.error:
                 self._change_sets(response)
+        own = self.own_offer
+        if own is not None and own.operation is operation:
+            own.signature.was_declined = True
+            self.own_offer = None
         if request.collective is Collective.JOIN:
             self._joined = False
         elif operation is None and self._joined and request.process_set in self._own_sets:

@@ -166,6 +166,22 @@ class Submit(msgspec.Struct, frozen=True, dict=True):
         return masks_of(self.signatures)
 
 
+class Offer(codec.Message, frozen=True, tag=21):
+    """A rank has offered an operation to the other ranks of its host for a while, and some have not; see ``offers``.
+
+    Attributes:
+        request: what it offers.
+        number: the number that stands for it.
+        word: what its offer looks like.
+        turn: number of offers that were completed before.
+    """
+
+    request: Request
+    number: Count
+    word: Count
+    turn: Count
+
+
 class Leave(codec.Message, frozen=True, tag=3):
     """This rank ends its part: ``shutdown()`` was called, or the interpreter exits, perhaps because of the error
     ``reason``."""
@@ -335,6 +351,7 @@ class Pong(codec.Message, frozen=True, tag=12):
 
 Message: TypeAlias = (
     Submit
+    | Offer
     | Leave
     | Drained
     | Failed
@@ -385,6 +402,7 @@ class _ExecuteRuns(codec.Message, frozen=True, tag=1):
 _CODEC: codec.Codec[Any] = codec.Codec(
     _SubmitRuns
     | _ExecuteRuns
+    | Offer
     | Resend
     | Leave
     | Drained

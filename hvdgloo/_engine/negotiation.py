@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from hvdgloo._engine import inline
 from hvdgloo._engine.conventions import COORDINATOR
-from hvdgloo._engine.messages import Execute, Request, Response, Submit
+from hvdgloo._engine.messages import Execute, Offer, Request, Response, Submit
 from hvdgloo._engine.partial_submissions import PartialSubmission, Requests
 from hvdgloo._engine.readiness import BLOCK_BITS, Block, Ledger, Masks, bits_of, mask_of, numbers_of
 from hvdgloo.types import Collective, ReduceOp
@@ -366,6 +366,36 @@ class Negotiator:
     def has_joined(self) -> bool:
         """Some ranks have joined, and wait for the others to do so."""
         return bool(self._joined)
+
+    @property
+    def joined(self) -> int:
+        """The ranks that have joined, as a mask."""
+        return self._joined
+
+    def keys_of(self, submission: Submit) -> set[tuple[int, str]]:
+        """Return the operations that a submission is for, without numbers that stand for nothing."""
+        keys = {request.key for request in submission.requests}
+        for number in submission.signatures:
+            signature = self._signatures.get(number)
+            if signature is not None:
+                keys.add(signature.response.request.key)
+        return keys
+
+    def ranks_of(self, key: tuple[int, str]) -> int:
+        """Return the ranks, as a mask, that have submitted an operation which others have not."""
+        number = self._numbers.get(key)
+        if number is not None:
+            block, bit = self._signatures[number].place
+            if block.begun & bit:
+                self._withdraw(block, bit)
+        pending = self._pending.get(key)
+        return 0 if pending is None else pending.requests.ranks
+
+    def absorb_offer(self, rank: int, offer: Offer, now: float) -> None:
+        """File what a rank has offered as its submission."""
+        signature = self._signatures.get(offer.number)
+        by_number = signature is not None and rank in signature.requests
+        self.absorb(rank, Submit((offer.number,)) if by_number else Submit((), (offer.request,)), now)
 
     def oldest(self) -> float | None:
         """Since when the operation is pending that has been so for longest; None if there is none."""

@@ -17,14 +17,19 @@ class Signature:
         number: the number; -1 once the coordinator has forgotten it.
         response: the agreement.
         request: this rank's request, whose dimensions may differ from the agreed ones; None if it made none.
+        ended: number of operations that have been carried out under it, or failed by an order; the same on all ranks
+            that have got as far.
+        was_declined: True if an operation of it that this rank offered last was ordered instead.
     """
 
-    __slots__ = ("number", "request", "response")
+    __slots__ = ("ended", "number", "request", "response", "was_declined")
 
     def __init__(self, number: int, response: Response, request: Request | None) -> None:
         self.number = number
         self.response = response
         self.request = request
+        self.ended = 0
+        self.was_declined = False
 
 
 class PersistentRequest:
@@ -34,13 +39,15 @@ class PersistentRequest:
         request: what is asked for.
         signature: what was last agreed upon for it, if anything. While that has a number, the request is known to be
             valid in itself.
+        may_be_offered: True if it is of those that ranks of one host offer to each other; None if that was not asked.
     """
 
-    __slots__ = ("request", "signature")
+    __slots__ = ("may_be_offered", "request", "signature")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.signature: Signature | None = None
+        self.may_be_offered: bool | None = None
 
 
 class Submission:

@@ -18,10 +18,12 @@ from hvdgloo._backends.base import Done, RendezvousStore, Work
 from hvdgloo._backends.shm import system
 from hvdgloo._backends.shm.arena import Arena, arena_bytes
 from hvdgloo._backends.shm.calls import Calls
+from hvdgloo._backends.shm.lane import Lane
 from hvdgloo._backends.shm.reduction import Reducer, Reduction, scale
-from hvdgloo._backends.shm.segment import PAGE, smallest
+from hvdgloo._backends.shm.segment import PAGE, PLACES, smallest
 from hvdgloo._backends.shm.segment_collectives import Course, SegmentCollectives, Steps, Wait
 from hvdgloo._backends.shm.segment_setup import SegmentSetup
+from hvdgloo._backends.shm.signals import FutexSignals
 from hvdgloo._backends.shm.small import MOST_BYTES, SmallCollectives
 from hvdgloo._backends.shm.system import Unsupported
 from hvdgloo._backends.shm.tensors import Tensors
@@ -119,6 +121,7 @@ class ShmBackend:
         self._known: dict[tuple[object, ...], Tensors] = {}
         self._under_way: deque[_ShmWork] = deque()
         self._failure: BackendError | None = None
+        self._lane: Lane | None = None
 
     @property
     def segment_bytes(self) -> int:
@@ -177,6 +180,13 @@ class ShmBackend:
         self._rounds.at_once_bytes = MOST_BYTES
         return SmallCollectives(self._segment, self._signals, self._rounds, may_spin=may_spin)
 
+    def lane(self, places: int, *, may_spin: bool) -> Lane | None:
+        """See ``Offering``."""
+        if not isinstance(self._signals, FutexSignals) or places > PLACES:
+            return None
+        self._lane = Lane(self._segment, may_spin=may_spin)
+        return self._lane
+
     def calls(self) -> Calls:
         """Return this rank's record of calls, which no other part of the backend uses."""
         return Calls(self._segment)
@@ -220,6 +230,8 @@ class ShmBackend:
 
     def close(self) -> None:
         self._arena.close()
+        if self._lane is not None:
+            self._lane.close()
         self._signals.close()
         self._segment.close()
 

@@ -4,10 +4,11 @@
 
     rank 0: words     rank 1: words     ...     rank 0: data     rank 1: data     ...
 
-Every rank writes its own part only, and reads the others'. All of it is one memfd, as large as it may ever become, and
-mapped once: nothing is remapped while it is in use. Memory is taken where it is first used: a rank's room for data
-begins small and is made larger, up to a limit, by ``reserve``, which gets an error where memory is short; simply
-writing there would end the process.
+Behind the data are the places of the ``Lane``, and then the arenas. Every rank writes its own part only, and reads the
+others'; but one that wakes a rank writes into that rank's page (``Lane``). All of it is one memfd, as large as it may
+ever become, and mapped once: nothing is remapped while it is in use. Memory is taken where it is first used: a rank's
+room for data begins small and is made larger, up to a limit, by ``reserve``, which gets an error where memory is short;
+simply writing there would end the process.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ SMALLEST = 1 << 16
 
 # Words of 64 bits, each on a cache line of its own where a rank polls it.
 PROGRESS, RELEASED, GONE, GRANTED, ASLEEP, PLACE, CALLS = 0, 8, 16, 32, 96, 104, 256
+WORDS_OFFERED, TIMES_OFFERED, BELL, LISTENING = 112, 116, 120, 128
+
+PLACES = 2
+PLACE_BYTES = 1 << 16
+"""Bytes of each of a rank's places in the ``Lane``."""
 
 _MOST_GRANTS = 64
 
@@ -97,6 +103,10 @@ class Segment:
         at = self.size * PAGE + rank * self.limit + offset
         return self.bytes[at : at + nbytes]
 
+    def place(self, rank: int, place: int) -> int:
+        """Return the offset in the memory's file of one of a rank's places in the ``Lane``."""
+        return self.size * (PAGE + self.limit) + (rank * PLACES + place) * PLACE_BYTES
+
     def arena_at(self, rank: int, offset: int) -> int:
         """Return the offset in the memory's file of a place in a rank's arena."""
         return total_bytes(self.size, self.limit) + rank * self.arena + offset
@@ -146,7 +156,7 @@ class Segment:
 
 def total_bytes(size: int, limit: int, arena: int = 0) -> int:
     """Return the largest size of the memory of ``size`` ranks."""
-    return size * (PAGE + limit + arena)
+    return size * (PAGE + limit + PLACES * PLACE_BYTES + arena)
 
 
 def smallest(size: int) -> int:

@@ -1,0 +1,93 @@
+"""Offers: small operations of one host's ranks that need no order from rank 0.
+
+A rank whose only operation is a small allreduce that it waits for *offers* it: it puts its data and one word, which
+says what is offered, into memory that all ranks see. An offer is never taken back, so "all ranks have offered this"
+only ever becomes true. Each rank that sees it computes the result for itself; rank 0 is not asked.
+
+A rank that waits for longer also tells rank 0, which *holds* the offer (``held_offers``). If rank 0 hears that some
+rank will not offer that operation (it submitted it without an offer, or joined), then no rank will ever see the offer
+of all, and rank 0 takes the offers that it holds for ordinary submissions. In any other case it orders nothing.
+
+The word holds the signature's number, how many operations of that number have ended, and how many offers have been
+completed in all; each count is the same on all ranks that have got as far. Two places for offers, used in turn, are
+enough: a rank that offers again has completed the previous offer, so every rank had offered that, and has therefore
+read what was offered before it.
+
+Pure: no clock, thread or memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdgloo._backends import kernels
+from hvdgloo._engine.messages import Offer, Request
+from hvdgloo._engine.submission import Signature, Submission
+from hvdgloo.types import Collective, ReduceOp
+
+PLACES = 2
+"""Number of places that a rank has for offers."""
+
+_NUMBER_BITS, _INSTANCE_BITS, _TURN_BITS = 28, 34, 2
+
+
+@dataclass(eq=False, slots=True)
+class OwnOffer:
+    """What this rank has offered, and not yet completed.
+
+    Attributes:
+        operation: filed with the Member like any other, but not sent to rank 0.
+        signature: its agreement.
+        word: says what is offered, the same on all ranks.
+        turn: number of offers that were completed before it.
+        is_due: True from when rank 0 is to be told.
+        is_told: True once rank 0 has been told.
+    """
+
+    operation: Submission
+    signature: Signature
+    word: int
+    turn: int
+    is_due: bool = False
+    is_told: bool = False
+
+    @property
+    def place(self) -> int:
+        """One of the ``PLACES``."""
+        return self.turn % PLACES
+
+    @property
+    def message(self) -> Offer:
+        """Tell rank 0 of it."""
+        return Offer(self.operation.request, self.signature.number, self.word, self.turn)
+
+
+def suits(request: Request, limit: int) -> bool:
+    """Return whether an operation may be offered: the answer is the same on all ranks that agreed upon it.
+
+    Args:
+        limit: most bytes that can be offered.
+    """
+    if request.collective is not Collective.ALLREDUCE or request.op is ReduceOp.ADASUM or request.process_set:
+        return False
+    if len(request.tensors) != 1:
+        return False
+    spec = request.tensors[0]
+    return spec.device == "cpu" and 0 < spec.nbytes <= limit and not kernels.is_half(spec.dtype)
+
+
+def word_of(number: int, instance: int, turn: int) -> int:
+    """Return the word of an offer: never 0, and different from what a place held before.
+
+    Args:
+        number: of the signature.
+        instance: number of operations with that signature that ended before.
+        turn: number of offers that were completed before.
+
+    Returns:
+        0 if the counts have become too large for a word, as they have then on all ranks.
+    """
+    if number + 1 >= 1 << _NUMBER_BITS or instance >= 1 << _INSTANCE_BITS:
+        return 0
+    turn %= 1 << _TURN_BITS
+    return ((number + 1) << _INSTANCE_BITS | instance) << _TURN_BITS | turn
