@@ -151,13 +151,13 @@ class Member:
                 persistent.signature = signature
             if signature.was_declined and signature.ended % _RETRY:
                 return None
-            word = word_of(signature.number, signature.ended, self.turn)
+            word = word_of(signature.number, signature.ended)
             if not word:
                 return None
             self._pending[key] = operation
             if self._counters is not None:
                 self._count(operation, self._counters)
-            own = self.own_offer = OwnOffer(operation, signature, word, self.turn)
+            own = self.own_offer = OwnOffer(operation, signature, signature.number, word, self.turn)
             return own
 
     def take_offer(self) -> Offer | None:

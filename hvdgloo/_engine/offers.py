@@ -8,10 +8,9 @@ A rank that waits for longer also tells rank 0, which *holds* the offer (``held_
 rank will not offer that operation (it submitted it without an offer, or joined), then no rank will ever see the offer
 of all, and rank 0 takes the offers that it holds for ordinary submissions. In any other case it orders nothing.
 
-The word holds the signature's number, how many operations of that number have ended, and how many offers have been
-completed in all; each count is the same on all ranks that have got as far. Two places for offers, used in turn, are
-enough: a rank that offers again has completed the previous offer, so every rank had offered that, and has therefore
-read what was offered before it.
+The word holds the signature's number, and how many operations of that number have ended, which is the same on all
+ranks that have got as far. Two places for offers, used in turn, are enough: a rank that offers again has completed the
+previous offer, so every rank had made that, and has therefore read what was offered before it.
 
 Pure: no clock, thread or memory.
 """
@@ -28,7 +27,7 @@ from hvdgloo.types import Collective, ReduceOp
 PLACES = 2
 """Number of places that a rank has for offers."""
 
-_NUMBER_BITS, _INSTANCE_BITS, _TURN_BITS = 28, 34, 2
+_NUMBER_BITS, _INSTANCE_BITS = 28, 36
 
 
 @dataclass(eq=False, slots=True)
@@ -37,7 +36,7 @@ class OwnOffer:
 
     Attributes:
         operation: filed with the Member like any other, but not sent to rank 0.
-        signature: its agreement.
+        signature: its agreement, and the number that stood for it then.
         word: says what is offered, the same on all ranks.
         turn: number of offers that were completed before it.
         is_due: True from when rank 0 is to be told.
@@ -46,6 +45,7 @@ class OwnOffer:
 
     operation: Submission
     signature: Signature
+    number: int
     word: int
     turn: int
     is_due: bool = False
@@ -59,7 +59,7 @@ class OwnOffer:
     @property
     def message(self) -> Offer:
         """Tell rank 0 of it."""
-        return Offer(self.operation.request, self.signature.number, self.word, self.turn)
+        return Offer(self.operation.request, self.number, self.word, self.turn)
 
 
 def suits(request: Request, limit: int) -> bool:
@@ -76,18 +76,16 @@ def suits(request: Request, limit: int) -> bool:
     return spec.device == "cpu" and 0 < spec.nbytes <= limit and not kernels.is_half(spec.dtype)
 
 
-def word_of(number: int, instance: int, turn: int) -> int:
-    """Return the word of an offer: never 0, and different from what a place held before.
+def word_of(number: int, instance: int) -> int:
+    """Return the word of an offer: never 0, and never given twice, since no number is.
 
     Args:
         number: of the signature.
         instance: number of operations with that signature that ended before.
-        turn: number of offers that were completed before.
 
     Returns:
         0 if the counts have become too large for a word, as they have then on all ranks.
     """
     if number + 1 >= 1 << _NUMBER_BITS or instance >= 1 << _INSTANCE_BITS:
         return 0
-    turn %= 1 << _TURN_BITS
-    return ((number + 1) << _INSTANCE_BITS | instance) << _TURN_BITS | turn
+    return (number + 1) << _INSTANCE_BITS | instance
