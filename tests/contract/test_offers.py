@@ -1,0 +1,366 @@
+"""Small blocking allreduces that ranks of one host offer to each other, without an order from rank 0."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdgloo._backends.shm.lane import Lane
+from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._engine.handle import Handle
+from hvdgloo._engine.member import Member
+from hvdgloo._engine.offering import Offers
+from hvdgloo._job.context import Context
+from hvdgloo.errors import HorovodInternalError, MismatchError
+from hvdgloo.numpy._adapter import NumpyAdapter
+from hvdgloo.types import DType, ReduceOp
+from tests.support.world import World
+
+SIZE = 3
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def make(size: int = SIZE, backend: str = "shm", **settings: Any) -> World:
+        worlds.append(World(size, backend, **settings))
+        return worlds[-1]
+
+    yield make
+    for each in worlds:
+        each.close()
+
+
+def frontend_of(context: Context) -> Frontend[Any]:
+    return Frontend(NumpyAdapter(), lambda: context)
+
+
+def member_of(context: Context) -> Member:
+    return context.engine._member
+
+
+def total(frontend: Frontend[Any], value: float, name: str = "x") -> list[float]:
+    result: list[float] = frontend.allreduce(np.full(3, value), op=ReduceOp.SUM, name=name).tolist()
+    return result
+
+
+def test_what_all_ranks_wait_for_needs_no_order(world: Callable[..., World]) -> None:
+    def body(context: Context) -> tuple[int, int]:
+        frontend = frontend_of(context)
+        for step in range(20):
+            assert total(frontend, step + context.rank) == [3 * step + 3] * 3
+        return member_of(context)._ordered, member_of(context).turn
+
+    assert world().run(body) == [(1, 19)] * SIZE  # the first call agrees upon the number
+
+
+@pytest.mark.parametrize("pipes", [False, True])
+def test_where_numbers_travel_through_pipes_everything_is_ordered(world: Callable[..., World], pipes: bool) -> None:
+    def body(context: Context) -> int:
+        frontend = frontend_of(context)
+        for _ in range(4):
+            total(frontend, 1.0)
+        return member_of(context).turn
+
+    assert world(backend="shm-pipes" if pipes else "shm").run(body) == [0 if pipes else 3] * SIZE
+
+
+def test_a_rank_that_does_not_wait_has_it_ordered_for_all(world: Callable[..., World]) -> None:
+    """The ranks that do not wait change from step to step, so that offers are made and declined in turn."""
+
+    def body(context: Context) -> int:
+        frontend = frontend_of(context)
+        for step in range(130):
+            value = np.full(3, float(step + context.rank))
+            if 1 <= step < 64 and step % SIZE == context.rank:
+                handle = frontend.allreduce_async(value, op=ReduceOp.SUM, name="x")
+                result = frontend.synchronize(handle)
+            else:
+                result = frontend.allreduce(value, op=ReduceOp.SUM, name="x")
+            assert result.tolist() == [3 * step + 3] * 3
+        return member_of(context).turn
+
+    turns = world().run(body)
+    assert len(set(turns)) == 1
+    assert turns[0] >= 60, "once all ranks wait again, they offer again"
+
+
+def test_a_rank_that_joins_is_not_waited_for(world: Callable[..., World]) -> None:
+    joined = threading.Event()
+
+    def body(context: Context) -> int:
+        frontend = frontend_of(context)
+        for round_ in range(3):
+            for _ in range(3):
+                assert total(frontend, 1.0) == [3.0] * 3
+            if context.rank == round_:
+                frontend.join()
+            else:
+                assert total(frontend, 1.0) == [2.0] * 3
+                assert total(frontend, 1.0) == [2.0] * 3
+                frontend.join()
+        joined.set()
+        assert total(frontend, 1.0) == [3.0] * 3
+        return member_of(context).turn
+
+    turns = world().run(body)
+    assert len(set(turns)) == 1
+    assert turns[0] > 0
+
+
+def test_offers_that_were_made_before_a_rank_joined_are_ordered(world: Callable[..., World]) -> None:
+    made = threading.Semaphore(0)
+    original = Offers.attend
+
+    def attend(self: Offers, handle: Handle) -> None:
+        made.release()
+        original(self, handle)
+
+    def body(context: Context) -> None:
+        frontend = frontend_of(context)
+        for _ in range(2):
+            total(frontend, 1.0)
+        if context.rank == 0:
+            for _ in range(SIZE - 1):
+                assert made.acquire(timeout=10)
+            frontend.join()
+        else:
+            assert total(frontend, 1.0) == [2.0] * 3
+            frontend.join()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Offers, "attend", attend)
+        world().run(body)
+
+
+def test_ranks_that_disagree_about_the_kind_get_the_error_and_go_on(world: Callable[..., World]) -> None:
+    def body(context: Context) -> None:
+        frontend = frontend_of(context)
+        for _ in range(3):
+            assert total(frontend, 1.0) == [3.0] * 3
+            call = partial(frontend.broadcast, np.ones(3), 0) if context.rank == 1 else partial(total, frontend, 1.0)
+            with pytest.raises(MismatchError, match="ranks disagree about the kind of collective"):
+                call(name="x")
+
+    world().run(body)
+
+
+def test_ranks_that_disagree_about_the_shape_get_the_error_and_go_on(world: Callable[..., World]) -> None:
+    def body(context: Context) -> None:
+        frontend = frontend_of(context)
+        for _ in range(3):
+            assert total(frontend, 1.0) == [3.0] * 3
+            with pytest.raises(MismatchError, match="ranks disagree about its shape"):
+                frontend.allreduce(np.ones(3 + (context.rank == 2)), op=ReduceOp.SUM, name="x")
+
+    world().run(body)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+def test_results_are_those_that_an_order_gives(world: Callable[..., World], op: ReduceOp) -> None:
+    dtypes = [dtype for dtype in DType if not (dtype is DType.BOOL and op is ReduceOp.AVERAGE)]
+
+    def body(context: Context) -> None:
+        frontend = frontend_of(context)
+        rng = np.random.default_rng(context.rank)
+        for dtype in dtypes:
+            if dtype.name in ("BFLOAT16",):
+                continue
+            for count in (1, 1000):
+                array = (rng.random(count) * 100).astype(dtype.numpy_dtype)
+                scaled = dtype in (DType.FLOAT32, DType.FLOAT64) and op is ReduceOp.SUM
+                factors = {"prescale_factor": 1.7, "postscale_factor": 0.3} if scaled else {}
+                name = f"{dtype.name}.{count}"
+                first = frontend.allreduce(array, op=op, name=name, **factors)
+                before = member_of(context).turn
+                again = frontend.allreduce(array, op=op, name=name, **factors)
+                assert first.tobytes() == again.tobytes(), name
+                assert member_of(context).turn - before == (dtype is not DType.FLOAT16), name
+
+    world().run(body)
+
+
+def test_tensors_that_are_too_large_are_ordered(world: Callable[..., World]) -> None:
+    def body(context: Context) -> list[int]:
+        frontend, turns = frontend_of(context), []
+        for nbytes in (Lane.most_bytes, Lane.most_bytes + 8):
+            for _ in range(2):
+                result = frontend.allreduce(np.full(nbytes // 8, 1.0), op=ReduceOp.SUM, name=str(nbytes))
+                assert (result == SIZE).all()
+            turns.append(member_of(context).turn)
+        return turns
+
+    assert world().run(body) == [[1, 1]] * SIZE
+
+
+def test_they_are_counted_like_others(world: Callable[..., World]) -> None:
+    def body(context: Context) -> tuple[int, int]:
+        counters = context.engine.counters
+        assert counters is not None
+        frontend = frontend_of(context)
+        total(frontend, 1.0)
+        traffic = counters.traffic["shared memory", 0]
+        before = traffic.operations, traffic.bytes
+        for _ in range(10):
+            if context.rank == 1:
+                time.sleep(0.002)
+            total(frontend, 1.0)
+        assert member_of(context).turn == 10
+        if context.rank == 0:
+            assert counters.lateness is not None
+            late = {each.rank: each.count for each in counters.lateness.totals().ranks}
+            assert late[1] >= 8, late
+            assert counters.waiting >= 0.01
+        return traffic.operations - before[0], traffic.bytes - before[1]
+
+    assert world().run(body) == [(10, 240)] * SIZE
+
+
+def test_a_rank_that_does_not_come_is_reported(world: Callable[..., World]) -> None:
+    reported = threading.Event()
+
+    def body(context: Context) -> None:
+        frontend = frontend_of(context)
+        for _ in range(2):
+            total(frontend, 1.0)
+        if context.rank == 1:
+            assert reported.wait(10)
+        if context.rank == 2:
+            while not (waiting := made.contexts[0].engine.overdue(0.0)[0]):
+                time.sleep(0.001)
+            reported.set()
+            assert [(each.name, each.submitted, each.missing) for each in waiting] == [("allreduce.x", (0,), (1, 2))]
+        total(frontend, 1.0)
+
+    made = world()
+    made.run(body)
+    deadline = time.monotonic() + 10
+    while made.contexts[0].engine._coordinator._has_pending:  # type: ignore[union-attr]
+        assert time.monotonic() < deadline, "rank 0 goes on waiting for an operation that all ranks have completed"
+
+
+def test_during_a_timeline_everything_is_ordered(world: Callable[..., World], tmp_path: Any) -> None:
+    def body(context: Context) -> list[int]:
+        frontend, turns = frontend_of(context), []
+        total(frontend, 1.0)
+        for on in (True, False):
+            if context.rank == 0:
+                if on:
+                    context.engine.start_timeline(str(tmp_path / "timeline.json"))
+                else:
+                    context.engine.stop_timeline()
+            frontend.barrier()
+            total(frontend, 1.0, "y")
+            before = member_of(context).turn
+            total(frontend, 1.0, "y" if on else "z")
+            total(frontend, 1.0, "y" if on else "z")
+            turns.append(member_of(context).turn - before)
+        return turns
+
+    assert world().run(body) == [[0, 1]] * SIZE
+    assert "allreduce.y" in (tmp_path / "timeline.json").read_text()
+
+
+def test_a_rank_that_leaves_after_the_last_operation_does_not_fail_it_for_others(world: Callable[..., World]) -> None:
+    """The last rank completes it and shuts down before the others have looked again."""
+    armed, asleep, ended = threading.Event(), threading.Semaphore(0), threading.Event()
+    original = Lane.sleep
+
+    def sleep(self: Lane, place: int, word: int, seconds: float, stop: Callable[[], bool] | None = None) -> None:
+        original(self, place, word, seconds, stop)
+        if stop is not None and armed.is_set():  # not the moment before rank 0 is told
+            asleep.release()
+            assert ended.wait(10)
+
+    def body(context: Context) -> None:
+        frontend = frontend_of(context)
+        for _ in range(2):
+            total(frontend, 1.0)
+        frontend.barrier()
+        if context.rank == 1:
+            armed.set()
+            for each in (made.contexts[0], made.contexts[2]):
+                while (own := member_of(each).own_offer) is None or not own.is_told:
+                    time.sleep(0.001)
+        assert armed.wait(10)
+        result = total(frontend, 1.0)
+        if context.rank == 1:
+            for _ in range(SIZE - 1):
+                assert asleep.acquire(timeout=10)
+            closing = threading.Thread(target=context.close)
+            closing.start()
+            for each in made.contexts:
+                while each.engine.error is None:
+                    time.sleep(0.001)
+            ended.set()
+            closing.join()
+        assert result == [3.0] * 3
+
+    with pytest.MonkeyPatch.context() as patch:
+        made = world()
+        patch.setattr(Lane, "sleep", sleep)
+        made.run(body)
+
+
+def test_an_offer_whose_thread_was_interrupted_is_completed_by_the_next_operation(world: Callable[..., World]) -> None:
+    original = Offers._attend
+
+    def attend(self: Offers, handle: Handle) -> bool:
+        if self._member._rank == 0 and handle.name == "allreduce.y" and armed.is_set() and not interrupted:
+            interrupted.append(handle)
+            raise ZeroDivisionError
+        return original(self, handle)
+
+    interrupted: list[Handle] = []
+    armed = threading.Event()
+
+    def body(context: Context) -> None:
+        frontend = frontend_of(context)
+        for _ in range(2):
+            for name in "xy":
+                total(frontend, 1.0, name)
+        if context.rank == 0:
+            armed.set()
+            with pytest.raises(ZeroDivisionError):
+                total(frontend, 1.0, "y")
+        else:
+            while not interrupted:
+                time.sleep(0.001)
+            assert total(frontend, 1.0, "y") == [3.0] * 3
+        for _ in range(3):
+            assert total(frontend, 1.0) == [3.0] * 3
+        if context.rank == 0:
+            assert interrupted[0].done()
+            assert interrupted[0].outputs[0].array().tolist() == [3.0] * 3
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Offers, "_attend", attend)
+        world().run(body)
+
+
+def test_closing_ends_a_thread_that_waits_for_offers(world: Callable[..., World]) -> None:
+    made = world()
+
+    def body(context: Context) -> None:
+        frontend = frontend_of(context)
+        for _ in range(2):
+            total(frontend, 1.0)
+        if context.rank == 2:
+            while any(member_of(each).own_offer is None for each in made.contexts[:2]):
+                time.sleep(0.001)
+            context.close()
+        else:
+            with pytest.raises(HorovodInternalError):
+                total(frontend, 1.0)
+            context.close()
+            with pytest.raises(HorovodInternalError):
+                total(frontend, 1.0)
+
+    made.run(body)
