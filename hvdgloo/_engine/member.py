@@ -134,13 +134,13 @@ class Member:
         """File an operation that this rank offers; callable from any thread.
 
         Returns:
-            None if it has to be submitted instead, which nothing was done about. That is so while anything else waits
-            for other ranks, since rank 0 takes it that this rank does not offer what it fails or orders with a join;
-            and during a timeline, which shows what rank 0 sees.
+            None if it has to be submitted instead; nothing was done then. That is so while anything else waits for
+            other ranks, a join above all: rank 0 relies on a rank that waits for something to offer nothing else. It is
+            so during a timeline, too, which shows what rank 0 sees.
         """
         key = operation.request.key
         with self._lock:
-            if self._closed is not None or self._pending or self._joined or self.timeline is not None:
+            if self._closed is not None or self._pending or self.timeline is not None:
                 return None
             persistent = operation.persistent
             signature = persistent.signature
