@@ -456,7 +456,8 @@ class Coordinator:
         overdue = stall.overdue(waiting, now, rules.stall_warning_time)
         if not overdue:
             self._recovered()
-            self._next_stall_check = waiting[0].since + rules.stall_warning_time
+            since = waiting[0].since if waiting else now  # offers may have been completed since the last look
+            self._next_stall_check = since + rules.stall_warning_time
             return
         asked = sorted({*stall.missing_ranks(overdue), *set(stall.first_to_wait(overdue)).difference(self._told or ())})
         self._stall = _StallReport(now + STACKS_SECONDS, overdue, dict.fromkeys(asked))

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from hvdgloo._engine.timeline import Timeline, Timelines
 
 _RETRY = 64
-"""An operation that was offered in vain, since some rank always submits it without waiting, say, is offered again when
-the number of those that have ended is a multiple of this, which it is on all ranks at once."""
+"""An operation that was offered and then ordered, say since some rank always submits it without waiting, is offered
+again when the number of those that have ended is a multiple of this, which it is on all ranks at once."""
 
 
 class Member:

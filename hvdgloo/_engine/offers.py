@@ -32,7 +32,7 @@ _NUMBER_BITS, _INSTANCE_BITS = 28, 36
 
 @dataclass(eq=False, slots=True)
 class OwnOffer:
-    """What this rank has offered, and not yet completed.
+    """An operation that this rank has offered, and not yet completed.
 
     Attributes:
         operation: filed with the Member like any other, but not sent to rank 0.

@@ -25,7 +25,7 @@ from hvdgloo._backends.shm.segment import PLACE_BYTES, PLACES, Segment, array_at
 from hvdgloo.types import Buffer, DType, ReduceOp
 
 _LONGEST_LOOK, _SHORTEST_LOOK = 50e-6, 2e-6
-"""Seconds that a rank looks at the others' words before it sleeps; halved each time that it was in vain."""
+"""Seconds that a rank looks at the others' words before it sleeps; halved each time that it saw nothing."""
 
 _MOST_VIEWS = 256
 

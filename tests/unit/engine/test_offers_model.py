@@ -187,7 +187,7 @@ class Job:
     # What control threads and the network do.
 
     def actions(self) -> list[tuple[float, Callable[[], None]]]:
-        """What may happen next, each with its weight."""
+        """Return the next possible events, each with its weight."""
         found: list[tuple[float, Callable[[], None]]] = []
         speeds = [self.speeds[at :: self.size] for at in range(self.size)]
         for rank, member in enumerate(self.members):
