@@ -40,8 +40,8 @@ def test_answers_are_found_without_the_control_thread(world: MakeWorld, monkeypa
     def rank_body(context: Context) -> None:
         frontend = frontend_of(context)
         for step in range(20):
-            result = frontend.allreduce(np.full(3, step + context.rank), op=ReduceOp.SUM, name="x")
-            assert result.tolist() == [2 * step + 1] * 3
+            value = np.full(3, step + context.rank, np.float16)  # of a type that is not offered
+            assert frontend.allreduce(value, op=ReduceOp.SUM, name="x").tolist() == [2 * step + 1] * 3
 
     world(2, spin_time=LONG).run(rank_body)
     for rank in (0, 1):

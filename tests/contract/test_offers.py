@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hvdgloo._backends.shm.lane import Lane
+from hvdgloo._backends.shm.segment import LISTENING
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
@@ -343,6 +344,29 @@ def test_an_offer_whose_thread_was_interrupted_is_completed_by_the_next_operatio
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Offers, "_attend", attend)
         world().run(body)
+
+
+def test_a_rank_that_sleeps_is_woken_by_the_last_offer(world: Callable[..., World]) -> None:
+    """And not by its next look at the others, half a second later."""
+    made = world(2)
+
+    def is_asleep(context: Context) -> bool:
+        own, offers = member_of(context).own_offer, context.engine._offers
+        return own is not None and own.is_told and offers is not None and offers._lane._own[LISTENING] == 1  # type: ignore[attr-defined]
+
+    def body(context: Context) -> list[float]:
+        frontend, times = frontend_of(context), []
+        total(frontend, 1.0)
+        for _ in range(4):
+            while context.rank == 1 and not is_asleep(made.contexts[0]):
+                time.sleep(0.001)
+            times.append(time.monotonic())
+            total(frontend, 1.0)
+            times.append(time.monotonic())
+        return times
+
+    first, last = made.run(body)
+    assert min(woken - begun for woken, begun in zip(first[1::2], last[::2], strict=True)) < 0.2
 
 
 def test_closing_ends_a_thread_that_waits_for_offers(world: Callable[..., World]) -> None:

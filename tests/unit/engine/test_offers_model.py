@@ -305,7 +305,7 @@ def agree(job: Job) -> None:
     assert all(len(calls) == 1 for calls in job.placed.values()), job.placed
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(ROUNDS, min_size=1, max_size=5), st.integers(2, 4), st.integers(1, 4), st.booleans(), st.integers(0))
 def test_every_call_completes_once_and_in_one_way_on_all_ranks(
     rounds: list[Round], size: int, capacity: int, interrupts: bool, seed: int
@@ -321,7 +321,7 @@ def test_every_call_completes_once_and_in_one_way_on_all_ranks(
     assert len({member.turn for member in job.members}) == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(ROUNDS, min_size=1, max_size=3), st.integers(2, 4), st.integers(0, 400), st.integers(0))
 def test_when_a_rank_is_lost_every_call_ends_and_what_all_have_offered_succeeds(
     rounds: list[Round], size: int, lose_after: int, seed: int
