@@ -38,7 +38,7 @@ class Handle:
         name: the tensor's full name, as messages show it.
         outputs: where the results are, once ``done()``; in the order of the submitted tensors.
         order: once ``done()`` without an error, the operation's place among all that the job has carried out, the same
-            on all its ranks and never given twice; -1 before.
+            on all its ranks and never given twice; -1 before, and where ranks needed no order for it (``offers``).
         ordered: when it was given that place, on the monotonic clock; 0 before, and where nothing is counted.
         ended: the same, where its result came with the order; else 0.
         counters: where the time is counted in which threads wait for it; None for nowhere.

@@ -25,7 +25,8 @@ from hvdgloo._backends.shm.segment import PLACE_BYTES, PLACES, Segment, array_at
 from hvdgloo.types import Buffer, DType, ReduceOp
 
 _LONGEST_LOOK, _SHORTEST_LOOK = 50e-6, 2e-6
-"""Seconds that a rank looks at the others' words before it sleeps; halved each time that it saw nothing."""
+"""Seconds that a rank looks at the others' words before it sleeps: halved each time that it saw nothing, and back to the
+longest when the others turn out to have come within that."""
 
 _MOST_VIEWS = 256
 
@@ -47,6 +48,7 @@ class Lane:
         self._bells = [(words, segment.word_address(rank, layout.BELL)) for rank, words in enumerate(self._words)]
         self._others = [bell for rank, bell in enumerate(self._bells) if rank != self._rank]
         self._look = _LONGEST_LOOK if may_spin else 0.0
+        self._slept = False  # since the last look, which saw nothing
         self._opened: bool | None = None
         self._views: dict[tuple[int, int, DType], list[Array]] = {}
         self._fence = threading.Lock()
@@ -93,9 +95,8 @@ class Lane:
             while words[at] != word:
                 if time.perf_counter() > until:
                     self._look = max(_SHORTEST_LOOK, self._look / 2)
+                    self._slept = True
                     return False
-        if until:
-            self._look = min(_LONGEST_LOOK, self._look * 2)
         return True
 
     def sleep(self, place: int, word: int, seconds: float, stop: Callable[[], bool] | None = None) -> None:
@@ -113,6 +114,11 @@ class Lane:
 
     def combine(self, place: int, target: Buffer, op: ReduceOp, postscale: float) -> None:
         """See ``base.Lane``."""
+        if self._slept:
+            self._slept = False
+            at = layout.TIMES_OFFERED + place
+            if max(words[at] for words in self._peers) < self._own[at] + _LONGEST_LOOK * 1e6:
+                self._look = _LONGEST_LOOK
         parts = self._views_of(place, target)
         out = array_at(target.address, target.nbytes).view(parts[0].dtype)
         function = kernels.ufunc(target.dtype, op)
