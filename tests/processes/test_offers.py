@@ -16,7 +16,7 @@ from tests.support.job import Job
 from tests.support.launching import wait_for
 
 HEAD = """
-import json, os, signal, sys, time
+import json, os, signal, sys, threading, time
 import numpy as np
 import hvdgloo.numpy as hvd
 from hvdgloo._job.process import current
@@ -103,7 +103,11 @@ for _ in range(2):
     total("y")
 hvd.barrier()
 if rank == 0:
-    mark("ready")
+    def watch(member=current().engine._member):
+        while (own := member.own_offer) is None or not own.is_told:
+            time.sleep(0.001)
+        mark("offered")
+    threading.Thread(target=watch).start()
     try:
         total("y")
     except KeyboardInterrupt:
@@ -118,10 +122,8 @@ print(turn())
 """
     )
     with Job(2, code, tmp_path) as job:
-        job.wait_for_file("ready")
-        while not (tmp_path / "interrupted").exists():
-            job.workers[0].send_signal(signal.SIGINT)
-            time.sleep(0.05)
+        job.wait_for_file("offered")
+        job.workers[0].send_signal(signal.SIGINT)
         ended = job.wait()
     assert [each.returncode for each in ended] == [0, 0], [each.stderr for each in ended]
     assert len({each.stdout for each in ended}) == 1

@@ -25,8 +25,8 @@ from hvdgloo._backends.shm.segment import PLACE_BYTES, PLACES, Segment, array_at
 from hvdgloo.types import Buffer, DType, ReduceOp
 
 _LONGEST_LOOK, _SHORTEST_LOOK = 50e-6, 2e-6
-"""Seconds that a rank looks at the others' words before it sleeps: halved each time that it saw nothing, and back to the
-longest when the others turn out to have come within that."""
+"""Seconds that a rank looks at the others' words before it sleeps: halved each time that it saw nothing, and back to
+the longest when the others turn out to have posted within that."""
 
 _MOST_VIEWS = 256
 
