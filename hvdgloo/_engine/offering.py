@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from hvdgloo._backends.base import Lane
 from hvdgloo._engine.handle import Handle
@@ -53,7 +54,7 @@ class Offers:
         self._tell, self._otherwise = tell, otherwise
         self._label, self._counters = label, counters
         self._traffic: Traffic | None = None
-        self._attending = threading.Lock()
+        self._attending, self._looking = threading.Lock(), threading.Lock()
         self._closed = False
 
     def launch(self, submission: Submission) -> bool:
@@ -92,35 +93,44 @@ class Offers:
         return True
 
     def attend(self, handle: Handle) -> None:
-        """Wait for an operation that was offered, in the calling thread. Returns before it has ended if Ctrl-C was
-        pressed, or if the operation was ordered and is being carried out elsewhere."""
+        """Wait for an operation that was offered, in the calling thread. Returns before it has ended if it was ordered,
+        and is being carried out elsewhere.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed; the offer stays.
+        """
         handle.add_done_callback(self._ring)
-        held = interrupts.hold()
-        try:
-            while not handle.done() and not self._closed:
-                if self._attending.acquire(timeout=_LOOK_SECONDS):
-                    try:
-                        if self._closed or not self._attend(handle):
-                            break
-                    finally:
-                        self._attending.release()
-                elif interrupts.pending():
-                    break
-        finally:
-            interrupts.release(held)
+        is_offered = True
+        while is_offered and not handle.done() and not self._closed:
+            held = interrupts.hold()
+            try:
+                # A Ctrl-C that a caller holds back is raised by that caller, later.
+                is_offered = self._attend(handle, may_be_interrupted=held is not None)
+            finally:
+                interrupts.release(held)
         if not handle.done():
             self._otherwise(handle)
 
-    def _attend(self, handle: Handle) -> bool:
-        """Return False if it is not offered any more, or Ctrl-C was pressed."""
-        own = self._member.own_offer
-        if own is None or own.operation.handle is not handle or interrupts.pending():
-            return False
-        if self._lane.is_whole(own.place, own.word):
-            self._complete(own)
-        else:
-            self._lane.sleep(own.place, own.word, _LOOK_SECONDS, lambda: self._member.own_offer is not own)
+    def _attend(self, handle: Handle, *, may_be_interrupted: bool) -> bool:
+        """Return False if the operation is not offered any more; True if it has ended, Ctrl-C was pressed, or another
+        thread is at the lane."""
+        if not self._attending.acquire(timeout=_LOOK_SECONDS):
+            return True
+        try:
+            while not (handle.done() or self._closed or (may_be_interrupted and interrupts.pending())):
+                own = self._member.own_offer
+                if own is None or own.operation.handle is not handle:
+                    return False
+                if self._lane.is_whole(own.place, own.word):
+                    self._complete(own)
+                else:
+                    self._lane.sleep(own.place, own.word, _LOOK_SECONDS, partial(self._is_no_longer, own))
+        finally:
+            self._attending.release()
         return True
+
+    def _is_no_longer(self, own: OwnOffer) -> bool:
+        return self._member.own_offer is not own
 
     def settle(self) -> None:
         """Complete what all ranks have offered, if no thread of this rank is at it; callable from any thread."""
@@ -144,9 +154,10 @@ class Offers:
     def has_ended(self, offer: Offer) -> bool:
         """Rank 0: return whether all ranks have made an offer, which its thread may not yet have completed."""
         member = self._member
-        if self._closed or member.turn > offer.turn:
-            return True
-        whole = self._lane.is_whole(offer.turn % PLACES, offer.word)
+        with self._looking:
+            if self._closed or member.turn > offer.turn:
+                return True
+            whole = self._lane.is_whole(offer.turn % PLACES, offer.word)
         return whole or member.turn > offer.turn  # another offer may be there by now
 
     def close(self, timeout: float) -> bool:
@@ -159,7 +170,8 @@ class Offers:
             False if a thread does not end.
         """
         ended = self._attending.acquire(timeout=timeout)
-        self._closed = True  # the lock is kept: nothing is offered from now on
+        with self._looking:
+            self._closed = True  # and the other lock is kept: nothing is offered from now on
         return ended
 
     def _complete(self, own: OwnOffer) -> None:

@@ -313,11 +313,11 @@ def test_a_rank_that_leaves_after_the_last_operation_does_not_fail_it_for_others
 def test_an_offer_whose_thread_was_interrupted_is_completed_by_the_next_operation(world: Callable[..., World]) -> None:
     original = Offers._attend
 
-    def attend(self: Offers, handle: Handle) -> bool:
+    def attend(self: Offers, handle: Handle, *, may_be_interrupted: bool) -> bool:
         if self._member._rank == 0 and handle.name == "allreduce.y" and armed.is_set() and not interrupted:
             interrupted.append(handle)
             raise ZeroDivisionError
-        return original(self, handle)
+        return original(self, handle, may_be_interrupted=may_be_interrupted)
 
     interrupted: list[Handle] = []
     armed = threading.Event()

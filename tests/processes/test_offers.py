@@ -129,6 +129,47 @@ print(turn())
     assert len({each.stdout for each in ended}) == 1
 
 
+@pytest.mark.parametrize("how", ["held back", "handled"])
+def test_a_ctrl_c_that_raises_nothing_does_not_end_the_wait(tmp_path: Path, how: str) -> None:
+    code = (
+        HEAD
+        + """
+from hvdgloo._platform import interrupts
+for _ in range(2):
+    total("y")
+hvd.barrier()
+if rank == 0:
+    def watch(member=current().engine._member):
+        while (own := member.own_offer) is None or not own.is_told:
+            time.sleep(0.001)
+        mark("offered")
+    threading.Thread(target=watch).start()
+    if HOW == "held back":
+        held = interrupts.hold()
+    else:
+        signal.signal(signal.SIGINT, lambda *_: mark("interrupted"))
+    assert total("y") == [2.0] * 3
+    if HOW == "held back":
+        try:
+            interrupts.release(held)
+        except KeyboardInterrupt:
+            mark("raised")
+else:
+    while not os.path.exists(os.environ["JOB_FOLDER"] + "/interrupted"):
+        time.sleep(0.001)
+    assert total("y") == [2.0] * 3
+"""
+    ).replace("HOW", repr(how))
+    with Job(2, code, tmp_path) as job:
+        job.wait_for_file("offered")
+        job.workers[0].send_signal(signal.SIGINT)
+        if how == "held back":
+            (tmp_path / "interrupted").touch()
+        ended = job.wait()
+    assert [each.returncode for each in ended] == [0, 0], [each.stderr for each in ended]
+    assert (tmp_path / "raised").exists() is (how == "held back")
+
+
 def test_another_world_of_the_same_processes_begins_anew(tmp_path: Path) -> None:
     code = (
         HEAD
