@@ -56,7 +56,7 @@ dist.recv(tensor, peer)
 send.wait()
 assert tensor.unique().tolist() == [peer]
 print("PLANE", dist.group.WORLD._queue.connection.backend.name, flush=True)
-dist.barrier()  # before the kill: whoever has lost a rank may be ended before its next line
+dist.barrier()  # before the kill, since a rank may be ended before its next line once another is lost
 if os.environ["END"] == "well":
     dist.destroy_process_group()
     raise SystemExit
