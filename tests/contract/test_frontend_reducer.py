@@ -211,6 +211,7 @@ def test_waiting_again_after_ctrl_c_returns_all_of_it(world: MakeWorld, framewor
             with pytest.raises(GradientsInFlightError):
                 reducer.ready("w1", framework.float64([0.0, 0.0]))
             results.append(reducer.wait())
+        assert reducer.wait() == {}  # nothing is left that a repeated step would send a second time
         if results:  # or they were on the way to the caller
             assert [framework.array(results[0][f"w{i}"]).tolist() for i in range(3)] == [[i + 0.5, i] for i in range(3)]
         other.join(10)
