@@ -108,7 +108,7 @@ PURELIB = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('pur
 SHARE = echo "import site; site.addsitedir('$(call PURELIB,$(abspath $(VENV)))')" > $(call PURELIB,$(1))/shared.pth
 
 .PHONY: demo demo-elastic test test-all test-others test-extended test-tensorflow test-mxnet test-with-mxnet test-pygloo test-with-pygloo \
-    test-spark test-with-spark test-ray test-spark-3.5 test-with-spark-3.5 test-packaging test-page test-with-page docs test-docs test-pythons test-gpu test-torch-distributed mutants soak clients check clean
+    test-spark test-with-spark test-ray test-spark-3.5 test-with-spark-3.5 test-packaging test-page test-with-page docs test-docs test-pythons test-gpu test-torch-distributed mutants soak clients check release clean
 
 demo: $(READY_DEMO)
 	@mkdir -p build
@@ -256,6 +256,10 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
+
+# make release VERSION=0.2.0: a commit, a tag, and distributions that can be uploaded. Nothing is uploaded or pushed.
+release: $(READY_PACKAGING)
+	$(VENV_PACKAGING)/bin/python packaging/release.py $(VERSION)
 
 clean:
 	rm -rf $(VENV) $(VENV_GPU) $(VENV_TF) $(VENV_MXNET) $(VENV_PYGLOO) $(VENV_SPARK) $(VENV_SPARK35) $(VENV_PACKAGING) $(VENV_PAGE) $(VENV_DOCS) $(VENV_PYTHON)-* .venv-clients \

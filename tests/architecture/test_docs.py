@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -270,6 +271,21 @@ def test_this_environment_is_in_the_matrix(name: str) -> None:
     assert present in Requirement(f"x {needs}").specifier
     if f"{present.major}.{present.minor}" not in tested:
         pytest.skip(f"{name} {present} is not in docs/compatibility.md: add it if all tests pass")
+
+
+def test_the_workflow_runs_targets_that_exist_on_every_python_that_is_supported() -> None:
+    """Only the code host runs it, so a name that is gone would not be noticed here."""
+    text = (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8")
+    jobs = yaml.safe_load(text)["jobs"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"run: make ([a-z-]+)", text))
+    assert {"check", "test", "test-packaging"} <= targets
+    assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    supported = re.findall(r"Python :: (3\.\d+)$", setup["metadata"]["classifiers"], re.M)
+    assert supported
+    assert set(supported) <= set(jobs["test"]["strategy"]["matrix"]["python"])
 
 
 def test_the_table_of_clients_is_what_make_clients_tries() -> None:
