@@ -1,10 +1,15 @@
 """Training in which ranks step on their own and share nothing but the changes of several steps, added up: local SGD
-(Stich 2019, arXiv 1805.09767), post-local SGD (Lin et al. 2020, 1808.07217) and DiLoCo (Douillard et al. 2023,
-2311.08105).
+(Stich 2019, arXiv 1805.09767), post-local SGD (Lin et al. 2020, 1808.07217), DiLoCo (Douillard et al. 2023,
+2311.08105) and Streaming DiLoCo (Douillard et al. 2025, 2501.18512).
 
 All ranks keep the same *anchor*: the parameters after the last outer step. An outer step averages what each rank has
 changed since, and applies that average to the anchor as an optimizer applies a gradient, here SGD with Nesterov's
 momentum; then every rank continues from the new anchor.
+
+With *fragments*, the variables are divided into parts that have their outer steps one after another, so that bytes are
+spread over the round. With *overlap*, ranks make so many inner steps while an average is on its way, and continue from
+the new anchor plus what they have changed in these steps. Then ranks have the same anchors, but never the same
+parameters, before ``finish()``.
 
 Every rank computes the anchor by itself, and all must get the same bits, also on processors of different kinds. So the
 arithmetic consists of single additions and multiplications of elements, each of which IEEE 754 defines to the last bit;
@@ -48,6 +53,8 @@ class OuterOptions:
         lr, momentum: of the outer optimizer; 1 and 0 make it a plain average.
         clip: the greatest norm of an averaged change; None for no limit.
         start: the number of inner steps at the beginning after each of which ranks average their parameters.
+        fragments: the number of parts of the variables that have outer steps of their own.
+        overlap: the number of inner steps from an outer step's beginning to its end.
         compression: how changes travel.
         process_set: the ranks that meet.
 
@@ -62,10 +69,24 @@ class OuterOptions:
     start: int = 0
     compression: Compressor[Any] = NoneCompressor
     process_set: ProcessSet = global_process_set
+    fragments: int = 1
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         _check_count("sync_every", self.sync_every, 1)
         _check_count("start", self.start, 0)
+        _check_count("fragments", self.fragments, 1)
+        _check_count("overlap", self.overlap, 0)
+        if self.fragments > self.sync_every:
+            raise InvalidArgumentError(
+                f"fragments={self.fragments} have outer steps one after another, so sync_every must be at least as "
+                f"large, not {self.sync_every}"
+            )
+        if self.overlap >= (apart := self.sync_every // self.fragments):
+            raise InvalidArgumentError(
+                f"overlap={self.overlap} must be less than sync_every / fragments, here {apart}: an outer step ends "
+                "before the next one begins; choose a smaller overlap or a larger sync_every"
+            )
         if not self.lr > 0:
             raise InvalidArgumentError(f"outer_lr must be greater than 0, not {self.lr!r}")
         if not 0 <= self.momentum < 1:
@@ -106,8 +127,12 @@ class OuterVariables(Protocol[T]):
     def value(self, name: str) -> T:
         """Return a copy of a variable's value."""
 
-    def change(self, name: str, before: T) -> T:
-        """Return ``before`` minus a variable's value: exactly 0 where they are equal, also where both are infinite."""
+    def nbytes(self, name: str) -> int:
+        """Return the size of a variable's value."""
+
+    def change(self, name: str, before: T, after: T | None = None) -> T:
+        """Return ``before`` minus ``after``, by default a variable's value: exactly 0 where they are equal, also where
+        both are infinite."""
 
     def assign(self, name: str, value: T) -> None:
         """Set a variable."""
@@ -140,21 +165,30 @@ class _Exchange(Generic[T]):
     """An outer step under way.
 
     Attributes:
+        began, ends: the numbers of inner steps at its beginning and at its end.
+        fragments: the numbers of the fragments that take part.
+        then: the variables' values at its beginning, if inner steps are made meanwhile.
         copies: broadcasts of the copied variables.
         means: the averaged changes, once they have arrived.
         norm: of the trained variables' changes, if it is limited.
+        nbytes: the size of the changes that this rank has sent.
     """
 
-    copies: list[Pending[T]]
+    began: int
+    ends: int
+    fragments: range
+    then: dict[str, T]
+    copies: Sequence[Pending[T]] = ()
     means: dict[str, T] | None = None
     norm: float = 0.0
+    nbytes: int = 0
 
 
 class Outer(Generic[T]):
     """The outer optimizer of one model.
 
     Call ``begin()`` before every inner step, ``count()`` for it, and ``sync()`` after it if ``due``. A call that Ctrl-C
-    has interrupted may be repeated; ``begin()`` also completes an outer step that was broken off.
+    has interrupted may be repeated; ``begin()`` also completes what was broken off.
 
     Args:
         frontend: where collectives are submitted.
@@ -165,8 +199,9 @@ class Outer(Generic[T]):
 
     Attributes:
         iterations: the number of inner steps so far.
-        synchronized: the number of inner steps at the last outer one.
-        steps: the number of outer steps so far.
+        synchronized: the number of inner steps after which all ranks had the same parameters last.
+        round_ended: the number of inner steps at the end of the last outer step of the last fragment.
+        steps: the number of outer steps so far; each fragment's is one.
         refused: the number of outer steps whose average was not finite.
     """
 
@@ -174,7 +209,7 @@ class Outer(Generic[T]):
         self, frontend: Frontend[T], variables: OuterVariables[T], options: OuterOptions, *, inner: str, remedy: str
     ) -> None:
         self.options = options
-        self.iterations = self.synchronized = self.steps = self.refused = 0
+        self.iterations = self.synchronized = self.round_ended = self.steps = self.refused = 0
         self._frontend = frontend
         self._variables = variables
         self._inner = inner
@@ -187,6 +222,12 @@ class Outer(Generic[T]):
         self._labels: dict[str, str] = {}
         self._exchanges = ResumableExchanges()
         self._under_way: _Exchange[T] | None = None
+        self._resumed: Mapping[str, Any] | None = None  # what was under way when the state was saved
+        self._began = 0  # the number of inner steps at the last outer step's beginning
+        self._fragments: list[list[str]] = []  # names of variables
+        self._divided: list[str] = []  # the names when that was done
+        every, count = options.sync_every, options.fragments
+        self._schedule = {(number + 1) * every // count % every: number for number in range(count)}
         self._changes = self._reducer(options.compression)
         self._averages = self._reducer(_Exact)
 
@@ -208,16 +249,18 @@ class Outer(Generic[T]):
             return
         if context is not self._context:
             self.drop()
-            self._labels = {}
+            self._labels, self._divided = {}, []
             members = context.engine.process_sets.get(process_set_id(self.options.process_set), ())
             self._takes_part = context.rank in members or context.plan is not None
             self._shared = self._frontend.is_shared(self.options.process_set)
             if self._shared:
                 self._agree()
             self._context = context
-        elif self._under_way is not None:
+        elif self.due:
             self.sync()
         self._anchor_new()
+        if self._resumed is not None:
+            self._resume(self._resumed)
 
     def _anchor_new(self) -> None:
         """Take the anchors of variables that have none: all ranks have the same value of a trained one now."""
@@ -245,21 +288,35 @@ class Outer(Generic[T]):
 
     @property
     def due(self) -> bool:
-        """True if an outer step follows the inner one that was counted last."""
+        """True if an outer step begins or ends after the inner one that was counted last."""
+        exchange = self._under_way
+        return (exchange is not None and exchange.ends <= self.iterations) or self._due_fragments is not None
+
+    @property
+    def _due_fragments(self) -> range | None:
+        """The fragments whose outer step begins after the inner one that was counted last."""
         done, options = self.iterations, self.options
-        if self.is_synchronized:
-            return False
-        return done <= options.start or (done - options.start) % options.sync_every == 0
+        if done == self._began or self.is_synchronized:
+            return None
+        if done <= options.start:
+            return range(options.fragments)
+        number = self._schedule.get((done - options.start) % options.sync_every)
+        return None if number is None else range(number, number + 1)
 
     @property
     def between(self) -> int:
-        """The number of inner steps since the last outer one, after which ranks have different parameters."""
+        """The number of inner steps since ranks had the same parameters."""
         return self.iterations - self.synchronized if self._shared else 0
 
     @property
     def is_synchronized(self) -> bool:
-        """True if there was no inner step since the last outer one."""
+        """True if there was no inner step since all ranks had the same parameters."""
         return self.iterations == self.synchronized
+
+    @property
+    def is_at_end_of_round(self) -> bool:
+        """True if every fragment has had its outer step, the last one after the inner step that was counted last."""
+        return self._under_way is None and self.iterations in (self.synchronized, self.round_ended)
 
     def _settings(self) -> dict[str, Any]:
         """Return what ranks have to agree about, by names for users."""
@@ -272,10 +329,13 @@ class Outer(Generic[T]):
             "outer_momentum": float(options.momentum),
             "outer_clip": options.clip,
             "start": options.start,
+            "fragments": options.fragments,
+            "overlap": options.overlap,
             "compression": kind.__name__,
             "inner": self._inner,
             "the number of inner steps so far": self.iterations,
             "the number of inner steps at the last outer step": self.synchronized,
+            "the number of inner steps at the beginning of what is under way": (self._resumed or {}).get("began"),
             "the trained variables": {name: variables.describe(name) for name in variables.trained()},
             "the averaged variables": {name: variables.describe(name) for name in variables.averaged()},
             "the copied variables": {name: variables.describe(name) for name, _ in variables.copied()},
@@ -311,21 +371,54 @@ class Outer(Generic[T]):
     # Outer steps
 
     def sync(self) -> None:
-        """Make an outer step, with all ranks; on a rank outside of the process set, do no more than count it.
+        """Begin or end the outer step that is due, or both, with all ranks; on a rank outside of the process set, do no
+        more than count it.
 
         An average with an inf or a NaN is refused, on all ranks alike: they return to the anchor.
 
         Raises:
             HorovodInternalError: the exchange failed; no variable was changed, other than copied ones.
         """
+        self._exchange(self._due_fragments, self.options.overlap if self.iterations > self.options.start else 0)
+
+    def finish(self) -> None:
+        """End what is under way, and make an outer step if there was an inner one since all ranks had the same
+        parameters; collective."""
+        if self._under_way is not None:
+            self._exchange(range(0), 0)
+        if not self.is_synchronized:
+            self._exchange(range(self.options.fragments), 0)
+
+    def _exchange(self, fragments: range | None, overlap: int) -> None:
+        """Make outer steps: end one that is under way, and begin another one, which ends at once without overlap.
+
+        Args:
+            fragments: those that take part; None only to end what ends now.
+            overlap: the number of inner steps until the end.
+        """
         if not self._takes_part:
             self._count_step()
+            self.synchronized = self.round_ended = self.iterations
             return
-        held = interrupts.hold()
-        try:
-            exchange = self._under_way = self._under_way or self._send()
-        finally:
-            interrupts.release(held)
+        exchange = self._under_way
+        if exchange is not None and (fragments is not None or exchange.ends <= self.iterations):
+            self._end(exchange)
+        if fragments:
+            began, ends = self.iterations, self.iterations + overlap
+            self._divide()
+            held = interrupts.hold()
+            try:
+                names = [name for number in fragments for name in self._fragments[number]]
+                then = {name: self._variables.value(name) for name in names} if overlap else {}
+                exchange = self._under_way = self._send(_Exchange(began, ends, fragments, then))
+                self._began = began
+            finally:
+                interrupts.release(held)
+            if not overlap:
+                self._end(exchange)
+
+    def _end(self, exchange: _Exchange[T]) -> None:
+        """Wait for an outer step's averages and apply them."""
         try:
             means = self._receive(exchange)
         except HorovodInternalError:
@@ -334,14 +427,24 @@ class Outer(Generic[T]):
         held = interrupts.hold()
         try:
             self._under_way = None
-            self._apply(means, exchange.norm)
+            self._apply(exchange, means)
         finally:
             interrupts.release(held)
 
-    def finish(self) -> None:
-        """Make an outer step if there was an inner one since the last; collective."""
-        if self._under_way is not None or not self.is_synchronized:
-            self.sync()
+    def _resume(self, under_way: Mapping[str, Any]) -> None:
+        """Begin once more what was under way when the state was saved. If variables are divided in another way now, do
+        not: the changes are part of the next outer step."""
+        self._divide()
+        held = interrupts.hold()
+        try:
+            self._resumed = None
+            began, then = int(under_way["began"]), dict(under_way["then"])
+            for number, names in enumerate(self._fragments):
+                if self._takes_part and set(names) == set(then):
+                    ends = began + self.options.overlap
+                    self._under_way = self._send(_Exchange(began, ends, range(number, number + 1), then))
+        finally:
+            interrupts.release(held)
 
     def drop(self) -> None:
         """Forget what is under way, once it is at rest."""
@@ -350,24 +453,54 @@ class Outer(Generic[T]):
         self._under_way = None
         self._exchanges.clear()
 
-    def _send(self) -> _Exchange[T]:
+    def _divide(self) -> None:
+        """Divide the variables into fragments of consecutive ones, as equal in size as can be. Averaged ones that are
+        not trained are in the last. What is sent together is part of one fragment."""
+        variables, labels = self._variables, self._labels
+        names = [*self._anchor, *(name for name, _ in variables.copied())]
+        if names == self._divided:
+            return
+        averaged = set(variables.averaged())
+        sizes = {name: variables.nbytes(name) for name in self._anchor}
+        trained = [name for name in self._anchor if name not in averaged]
+        count, total, before = self.options.fragments, max(1, sum(sizes[name] for name in trained)), 0
+        fragments: list[list[str]] = [[] for _ in range(count)]
+        for name in trained:
+            fragments[min(count - 1, (2 * before + sizes[name]) * count // (2 * total))].append(name)
+            before += sizes[name]
+        others = [name for name in self._anchor if name in averaged]
+        if self._shared:
+            unnamed = [name for name in names if name not in labels]
+            labels.update(
+                zip(unnamed, self._frontend.reserve_names([f"outer.{name}" for name in unnamed]), strict=True)
+            )
+            for reducer, parts in ((self._changes, fragments), (self._averages, [others])):
+                reducer.set_groups([group for part in parts for group in _grouped(part, sizes)])
+                reducer.hold()
+                reducer.release(labels)
+        fragments[-1] += others
+        self._fragments, self._divided = fragments, names
+
+    def _send(self, exchange: _Exchange[T]) -> _Exchange[T]:
         """Start to average the changes since the last outer step."""
         frontend, options, variables = self._frontend, self.options, self._variables
+        names = [name for number in exchange.fragments for name in self._fragments[number]]
+        changes = ((name, variables.change(name, self._anchor[name], exchange.then.get(name))) for name in names)
         if not self._shared:
-            return _Exchange([], {name: variables.change(name, before) for name, before in self._anchor.items()})
-        copied, known = variables.copied(), self._labels
-        unnamed = [name for name in (*self._anchor, *(name for name, _ in copied)) if name not in known]
-        if unnamed:
-            known.update(zip(unnamed, frontend.reserve_names([f"outer.{name}" for name in unnamed]), strict=True))
-            for reducer in (self._changes, self._averages):
-                reducer.hold()
-                reducer.release(known)
+            exchange.means = dict(changes)
+            return exchange
         averaged = set(variables.averaged())
-        for name, before in self._anchor.items():
-            reducer = self._averages if name in averaged else self._changes
-            reducer.ready(name, variables.change(name, before), final=True)
-        first = broadcasting(frontend.sharers(options.process_set)[0], options.process_set)
-        return _Exchange([frontend.start(first, [tensor], known[name], in_place=True) for name, tensor in copied])
+        for name, change in changes:
+            (self._averages if name in averaged else self._changes).ready(name, change, final=True)
+        exchange.nbytes = sum(variables.nbytes(name) for name in names)
+        # They are written at once, so they wait for an outer step that nothing overlaps with.
+        if not exchange.then and options.fragments - 1 in exchange.fragments:
+            first = broadcasting(frontend.sharers(options.process_set)[0], options.process_set)
+            exchange.copies = [
+                frontend.start(first, [tensor], self._labels[name], in_place=True)
+                for name, tensor in variables.copied()
+            ]
+        return exchange
 
     def _receive(self, exchange: _Exchange[T]) -> dict[str, T]:
         """Wait for the averaged changes."""
@@ -402,21 +535,26 @@ class Outer(Generic[T]):
 
         self._exchanges.make("norm", lambda: self._frontend.start_array(most, np.array([own], np.float64)), use)
 
-    def _apply(self, means: Mapping[str, T], norm: float) -> None:
+    def _apply(self, exchange: _Exchange[T], means: Mapping[str, T]) -> None:
         """Step on the averaged changes."""
         options, variables = self.options, self._variables
         self._count_step()
+        if self.options.fragments - 1 in exchange.fragments:
+            self.round_ended = self.iterations
         if not variables.is_finite(list(means.values())):
             self._refuse()
             return
+        if not exchange.then and len(exchange.fragments) == options.fragments:
+            self.synchronized = self.iterations
         averaged = set(variables.averaged())
-        plain = self.iterations <= options.start
+        plain = exchange.began <= options.start
         lr, factor = (1.0, 0.0) if plain else (options.lr, options.momentum)
-        scale = 1.0 if options.clip is None or norm <= options.clip else options.clip / norm
+        scale = 1.0 if options.clip is None or exchange.norm <= options.clip else options.clip / exchange.norm
         alone = not self._shared and (lr, factor, scale) == (1.0, 0.0, 1.0)
         for name, mean in means.items():
+            then: Any = exchange.then.get(name)
             if alone or (name in averaged and not self._shared):  # what one rank has is the average, to the last bit
-                self._anchor[name] = variables.value(name)
+                self._anchor[name] = variables.value(name) if then is None else then
                 continue
             step: Any = mean
             if name not in averaged:
@@ -426,15 +564,19 @@ class Outer(Generic[T]):
                     moment = self._momentum[name] = step if before is None else before * factor + step
                     step = moment * factor + step
                 step = step * lr if lr != 1.0 else step
-            self._anchor[name] = self._anchor[name] - step
-            variables.assign(name, self._anchor[name])
+            anchor: Any = self._anchor[name] - step
+            self._anchor[name] = anchor
+            if then is not None:
+                anchor = anchor + variables.change(name, variables.value(name), then)
+            variables.assign(name, anchor)
 
     def _count_step(self) -> None:
-        self.synchronized = self.iterations
         self.steps += 1
 
     def _refuse(self) -> None:
         self.refused += 1
+        self.synchronized = self.iterations
+        # Of all fragments: through the others, a rank's inf or NaN would come back in the next inner step.
         for name, value in self._anchor.items():
             self._variables.assign(name, value)
         if not self._shared or self._frontend.sharers(self.options.process_set)[0] == self._frontend.context.rank:
@@ -452,11 +594,20 @@ class Outer(Generic[T]):
         return {
             "iterations": self.iterations,
             "synchronized": self.synchronized,
+            "round_ended": self.round_ended,
             "steps": self.steps,
             "refused": self.refused,
             "anchor": dict(self._anchor),
             "momentum": dict(self._momentum),
+            "under_way": self._overlapped(),
         }
+
+    def _overlapped(self) -> dict[str, Any] | None:
+        """Return what is needed to begin once more what is under way while inner steps are made."""
+        if self._resumed is not None:
+            return dict(self._resumed)
+        exchange = self._under_way
+        return {"began": exchange.began, "then": dict(exchange.then)} if exchange and exchange.then else None
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Return to a state.
@@ -465,11 +616,13 @@ class Outer(Generic[T]):
             InvalidArgumentError: (a ValueError) it is not the state of such variables; nothing has changed.
         """
         variables = self._variables
-        expected = {"iterations", "synchronized", "steps", "refused", "anchor", "momentum"}
+        expected = {*_COUNTERS, "anchor", "momentum", "under_way"}
         if not isinstance(state, Mapping) or expected - set(state):
             raise InvalidArgumentError("this is not an outer state; load what outer_state_dict() has returned")
         known = {*variables.trained(), *variables.averaged()}
-        foreign = sorted((set(state["anchor"]) | set(state["momentum"])) - known)
+        under_way = state["under_way"]
+        then = under_way["then"] if under_way else {}
+        foreign = sorted({*state["anchor"], *state["momentum"], *then} - known)
         missing = sorted(known - set(state["anchor"])) if state["anchor"] else []
         if foreign or missing:
             found = [f"has {name}, which this model lacks" for name in foreign]
@@ -480,18 +633,23 @@ class Outer(Generic[T]):
             )
         anchor = {name: variables.adopt(name, value) for name, value in state["anchor"].items()}
         momentum = {name: variables.adopt(name, value) for name, value in state["momentum"].items()}
+        then = {name: variables.adopt(name, value) for name, value in then.items()}
         self.drop()
         self._anchor, self._momentum = anchor, momentum
         self._set_counters([int(state[name]) for name in _COUNTERS])
+        self._resumed = {"began": int(under_way["began"]), "then": then} if under_way else None
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Return to what ``state()`` has returned in this process."""
         self.drop()
         self._anchor, self._momentum = dict(state["anchor"]), dict(state["momentum"])
         self._set_counters([state[name] for name in _COUNTERS])
+        self._resumed = state["under_way"]
 
     def is_unchanged(self, state: Mapping[str, Any]) -> bool:
         """Tell whether ``state()`` would return the same now."""
+        if state["under_way"] is not None or self._overlapped() is not None:
+            return False
         return all(state[name] == getattr(self, name) for name in _COUNTERS) and all(
             state[name].keys() == values.keys() and all(state[name][each] is values[each] for each in values)
             for name, values in (("anchor", self._anchor), ("momentum", self._momentum))
@@ -504,6 +662,7 @@ class Outer(Generic[T]):
     def _set_counters(self, numbers: Sequence[int]) -> None:
         for name, number in zip(_COUNTERS, numbers, strict=True):
             setattr(self, name, number)
+        self._began = self.iterations
 
     def receive(self, root: int) -> None:
         """Take the state of one rank, with all ranks of the job."""
@@ -518,9 +677,30 @@ class Outer(Generic[T]):
         self._anchor = dict(zip(anchored, values, strict=False))
         self._momentum = dict(zip(moved, values[len(anchored) :], strict=True))
         self._set_counters(counters)
+        self._resumed = None
 
 
-_COUNTERS = ("iterations", "synchronized", "steps", "refused")
+_GROUP_BYTES = 4 << 20
+"""Size from which variables are not sent together with further ones: each operation has its costs, but the first ones
+are to be on their way while later changes are computed."""
+
+
+def _grouped(names: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
+    """Divide variables into groups of consecutive ones, of at least ``_GROUP_BYTES`` where there are so many."""
+    groups: list[list[str]] = []
+    room = 0
+    for name in names:
+        if room <= 0:
+            groups.append([])
+            room = _GROUP_BYTES
+        groups[-1].append(name)
+        room -= sizes[name]
+    if room > 0 and len(groups) > 1:
+        groups[-2] += groups.pop()
+    return groups
+
+
+_COUNTERS = ("iterations", "synchronized", "round_ended", "steps", "refused")
 
 
 def _disagreement(ranks: Sequence[int], everyones: Sequence[Mapping[str, Any]]) -> str:

@@ -191,6 +191,11 @@ class GradientReducer(Generic[T]):
                 reduction.held = {}
             raise
 
+    def set_groups(self, groups: Iterable[Sequence[str]]) -> None:
+        """Send other names together from now on. ``open`` must be empty, and nothing merged."""
+        self._groups = _groups(groups)
+        self._reductions = dict(self._groups)
+
     def merge(self, names: Sequence[str], whole: T) -> None:
         """Send ``whole``, in whose memory these gradients lie, instead of them from now on, when all of them are ready.
 

@@ -67,8 +67,12 @@ class _Variables:
         value = _read(self._variables[name])
         return np.array(value, np.float32 if value.dtype.itemsize < 4 else value.dtype)
 
-    def change(self, name: str, before: Array) -> Array:
-        now = self.value(name)
+    def nbytes(self, name: str) -> int:
+        value = _read(self._variables[name])
+        return value.size * max(4, value.dtype.itemsize)
+
+    def change(self, name: str, before: Array, after: Array | None = None) -> Array:
+        now = self.value(name) if after is None else after
         with np.errstate(invalid="ignore"):
             return np.asarray(np.where(before == now, before.dtype.type(0), before - now))
 

@@ -77,8 +77,12 @@ class _ModelVariables:
     def value(self, name: str) -> Tensor:
         return _wide(self._tensor(name))
 
-    def change(self, name: str, before: Tensor) -> Tensor:
-        now = self._tensor(name).detach()
+    def nbytes(self, name: str) -> int:
+        tensor = self._tensor(name)
+        return tensor.numel() * max(4, tensor.element_size())
+
+    def change(self, name: str, before: Tensor, after: Tensor | None = None) -> Tensor:
+        now = self._tensor(name).detach() if after is None else after
         return (before - now).masked_fill_(before == now, 0)
 
     def assign(self, name: str, value: Tensor) -> None:
@@ -206,7 +210,8 @@ class LocalSession(Session):
                 "numbers; call step() without one, or use hvd.DistributedOptimizer"
             )
         outer = self.outer
-        outer.begin()
+        if not self._counted:  # otherwise an outer step may be due, but after this inner one
+            outer.begin()
         result = super()._step(optimizer, None)
         if not self._counted:
             outer.count()

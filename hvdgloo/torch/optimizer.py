@@ -87,6 +87,8 @@ def LocalSGD(  # noqa: N802 - named as DistributedOptimizer
     outer_momentum: float = 0.0,
     outer_clip: float | None = None,
     start: int = 0,
+    fragments: int = 1,
+    overlap: int = 0,
     inner: str = "rank",
     compression: Compressor[torch.Tensor] = Compression.none,
     op: int = ReduceOp.AVERAGE,
@@ -102,12 +104,13 @@ def LocalSGD(  # noqa: N802 - named as DistributedOptimizer
     moments) stays each rank's. Schedules of the learning rate count inner steps, and the rate need not be multiplied by
     ``hvd.size()``. A ``torch.amp.GradScaler`` may skip steps on some ranks only; skipped steps count.
 
-    Between two outer steps the ranks' parameters differ: **call** ``finish()`` **on all ranks before evaluating or
-    saving the model, and at the end.** Checkpoints need ``outer_state_dict()`` as well.
+    Between two outer steps the ranks' parameters differ, and with ``fragments`` or ``overlap`` always: **call**
+    ``finish()`` **on all ranks before evaluating or saving the model, and at the end.** Checkpoints need
+    ``outer_state_dict()`` as well.
 
     An average with an inf or a NaN is refused: all ranks return to the parameters of the last outer step. In an elastic
-    job ``hvd.elastic.TorchState`` saves at outer steps only, and only there hosts come and go; a rank that is lost
-    costs the steps since the last one. Newcomers begin there, with the outer momentum.
+    job ``hvd.elastic.TorchState`` saves at outer steps only (of the last fragment), and only there hosts come and go; a
+    rank that is lost costs the steps since then. Newcomers begin there, with the outer momentum.
 
     Args:
         optimizer: a plain optimizer. It and the result share one state; use the result for steps.
@@ -117,6 +120,12 @@ def LocalSGD(  # noqa: N802 - named as DistributedOptimizer
             the gradient. 1 and 0 make it a plain average.
         outer_clip: the greatest norm of the averaged change, to which a greater one is scaled; None for no limit.
         start: so many steps at the beginning are each followed by a plain average: post-local SGD.
+        fragments: the number of parts that the parameters are divided into. Each has its own outer step in a round of
+            ``sync_every`` steps, one after another, so that fewer bytes travel at a time (Streaming DiLoCo,
+            arXiv 2501.18512). Buffers are averaged with the last.
+        overlap: an outer step that begins after inner step t is applied after step t + overlap, and inner steps go on
+            meanwhile; less than ``sync_every / fragments``. Buffers that are not floating are then sent by ``finish()``
+            only.
         inner: "rank": each rank steps on its own gradients. "host": the ranks of a host share gradients in every step,
             and only hosts differ between two outer steps.
         compression: how changes travel: one of ``Compression.int8``, ``int4``, ``fp16`` and ``bf16``. Buffers travel as
@@ -139,7 +148,9 @@ def LocalSGD(  # noqa: N802 - named as DistributedOptimizer
             "hvd.LocalSGD and hvd.DiLoCo average; leave op out, or use hvd.DistributedOptimizer for another operation"
         )
     _local.refuse_passes(backward_passes_per_step)
-    options = OuterOptions(sync_every, outer_lr, outer_momentum, outer_clip, start, compression, process_set)
+    options = OuterOptions(
+        sync_every, outer_lr, outer_momentum, outer_clip, start, compression, process_set, fragments, overlap
+    )
     return _local.wrap_local(FRONTEND, optimizer, model, inner, options)
 
 
@@ -152,6 +163,8 @@ def DiLoCo(  # noqa: N802 - as above
     outer_momentum: float = 0.9,
     outer_clip: float | None = None,
     start: int = 0,
+    fragments: int = 1,
+    overlap: int = 0,
     inner: str = "rank",
     compression: Compressor[torch.Tensor] = Compression.none,
     op: int = ReduceOp.AVERAGE,
@@ -172,6 +185,8 @@ def DiLoCo(  # noqa: N802 - as above
         outer_momentum=outer_momentum,
         outer_clip=outer_clip,
         start=start,
+        fragments=fragments,
+        overlap=overlap,
         inner=inner,
         compression=compression,
         op=op,

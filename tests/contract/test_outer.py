@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -247,6 +248,226 @@ def test_a_process_set_meets_apart_from_the_others(world: MakeWorld) -> None:
     alike(second, values(alone), rtol=0)
 
 
+# Fragments and overlap ------------------------------------------------------------------------------------------------
+
+
+def streamed_by_hand(
+    size: int, steps: int, every: int, fragments: list[list[int]], overlap: int, lr: float, momentum: float, start: int
+) -> tuple[list[Any], list[Any]]:
+    """Return the parameters of each rank after some steps, and the anchor, computed in one process."""
+    models = [make_model() for _ in range(size)]
+    optimizers = [sgd(model, momentum=0.9) for model in models]
+    own = [list(model.parameters()) for model in models]
+    anchor = [p.detach().clone() for p in own[0]]
+    moments = [torch.zeros_like(p) for p in anchor]
+    under_way: list[tuple[int, list[int], list[list[Tensor]]]] = []
+    for done in range(1, steps + 1):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            step(optimizer, model, slice(rank * (12 // size), (rank + 1) * (12 // size)))
+        plain = done <= start
+        for number, fragment in enumerate(fragments):
+            if plain or (done - start) % every == (number + 1) * every // len(fragments) % every:
+                then = [[p.detach().clone() for p in parameters] for parameters in own]
+                under_way.append((done if plain else done + overlap, fragment, then))
+        for _, fragment, then in [each for each in under_way if each[0] == done]:
+            for i in fragment:
+                change = anchor[i] - sum(values[i] for values in then) / size
+                if not plain:
+                    moments[i] = momentum * moments[i] + change
+                    change = lr * (change + momentum * moments[i])
+                anchor[i] = anchor[i] - change
+                with torch.no_grad():
+                    for parameters, before in zip(own, then, strict=True):
+                        parameters[i].copy_(anchor[i] + (parameters[i] - before[i]))
+        under_way = [each for each in under_way if each[0] > done]
+    return [values(model) for model in models], [a.numpy() for a in anchor]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("count", "overlap", "start"), [(2, 0, 0), (1, 3, 0), (2, 2, 2)], ids=["fragments", "overlap", "both"]
+)
+def test_fragments_meet_one_after_another_while_inner_steps_go_on(
+    world: MakeWorld, size: int, count: int, overlap: int, start: int
+) -> None:
+    # Of 48, 8, 24 and 3 elements.
+    fragments = [[0, 1, 2, 3]] if count == 1 else [[0], [1, 2, 3]]
+    steps, every, lr, momentum = 12, 6, 0.7, 0.5
+    assert [p.numel() for p in make_model().parameters()] == [48, 8, 24, 3]
+
+    def rank_body(context: Context) -> tuple[list[list[np.ndarray]], list[list[np.ndarray]], list[np.ndarray]]:
+        model = make_model()
+        options = {"lr": lr, "momentum": momentum, "start": start, "fragments": count, "overlap": overlap}
+        optimizer = local(context, sgd(model, momentum=0.9), model, every, **options)
+        seen, anchors = [], []
+        for _ in range(steps):
+            step(optimizer, model, part_of(context))
+            seen.append(values(model))
+            anchors.append([value.numpy() for value in optimizer.outer_state_dict()["anchor"].values()])
+        optimizer.finish()
+        return seen, anchors, values(model)
+
+    results = world(size).run(rank_body)
+    for done in range(1, steps + 1):
+        expected, anchor = streamed_by_hand(size, done, every, fragments, overlap, lr, momentum, start)
+        all_the_same([anchors[done - 1] for _, anchors, _ in results])
+        alike(results[0][1][done - 1], anchor, rtol=1e-9)
+        for rank in range(size):
+            alike(results[rank][0][done - 1], expected[rank], rtol=1e-9)
+    all_the_same([end for _, _, end in results])
+
+
+def test_an_overlapped_outer_step_is_sent_when_it_begins_and_not_waited_for(world: MakeWorld) -> None:
+    """Rank 1 makes its inner steps only when rank 0 has made all of its own that overlap."""
+    ahead = threading.Event()
+
+    def rank_body(context: Context) -> list[int]:
+        model, adapter = make_model(), Noting()
+        optimizer = local(context, sgd(model), model, 4, overlap=2, adapter=adapter)
+        counts = []
+        for done in range(1, 7):
+            if done == 4 and context.rank == 1:
+                assert ahead.wait(30)
+            before = len(adapter.sent)
+            step(optimizer, model, part_of(context))
+            counts.append(len(adapter.sent) - before)
+            if done == 5 and context.rank == 0:
+                ahead.set()
+        return counts
+
+    assert world(2).run(rank_body) == [[0, 0, 0, 4, 0, 0]] * 2
+
+
+def test_an_average_that_is_not_finite_takes_all_fragments_back(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> list[list[np.ndarray]]:
+        model = make_model()
+        optimizer = local(context, sgd(model), model, 4, fragments=2, overlap=1)
+        seen = []
+        for done in range(1, 12):
+            if done == 6 and context.rank == 1:
+                with torch.no_grad():
+                    model[0].weight[0, 0] = float("nan")
+            step(optimizer, model, part_of(context))
+            if done == 7:
+                assert optimizer.outer_state_dict()["refused"] == 1
+                seen.append(values(model))
+        optimizer.finish()
+        assert optimizer.outer_state_dict()["refused"] == 1
+        return [*seen, values(model)]
+
+    results = world(2).run(rank_body)
+    for each in zip(*results, strict=True):
+        all_the_same(list(each))
+        assert all(np.isfinite(value).all() for value in each[0])
+
+
+@pytest.mark.parametrize("at", [4, 5, 7, 8])
+def test_what_overlaps_is_part_of_a_checkpoint(world: MakeWorld, at: int) -> None:
+    options: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "fragments": 2, "overlap": 2}
+
+    def make(context: Context) -> tuple[nn.Module, LocalTorchOptimizer]:
+        model = make_model()
+        return model, local(context, sgd(model, momentum=0.9), model, 6, **options)
+
+    def rank_body(context: Context) -> None:
+        model, optimizer = make(context)
+        saved: Any = None
+        for done in range(16):
+            if done == at:
+                saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), optimizer.outer_state_dict()])
+            step(optimizer, model, part_of(context))
+        again, resumed = make(context)
+        loads = [again.load_state_dict, resumed.load_state_dict, resumed.load_outer_state_dict]
+        for thing, load in zip(saved, loads, strict=True):
+            load(thing)
+        assert (saved[2]["under_way"] is None) == (at in (5, 8))
+        for _ in range(at, 16):
+            step(resumed, again, part_of(context))
+        alike(values(again), values(model), rtol=0)
+
+    world(2).run(rank_body)
+
+
+def test_an_interrupted_wait_for_an_overlapped_outer_step_is_made_up_for(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        model = make_model()
+        optimizer = local(context, sgd(model), model, 4, overlap=1)
+        for _ in range(4):
+            step(optimizer, model, part_of(context))
+        changes = optimizer._hvd.outer._changes
+        rest, calls = changes.rest, iter([True])
+
+        def interrupted() -> Exception | None:
+            if next(calls, False):
+                raise KeyboardInterrupt
+            return rest()
+
+        if context.rank == 1:
+            changes.rest = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                step(optimizer, model, part_of(context))
+        else:
+            step(optimizer, model, part_of(context))
+        for _ in range(4):
+            step(optimizer, model, part_of(context))
+        anchor = [value.numpy() for value in optimizer.outer_state_dict()["anchor"].values()]
+        optimizer.finish()
+        return anchor, values(model)
+
+    results = world(2).run(rank_body)
+    all_the_same([anchor for anchor, _ in results])
+    all_the_same([end for _, end in results])
+
+
+def test_counters_of_the_first_rank_wait_for_finish_if_steps_overlap(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = WithBuffers(context.rank)
+        optimizer = local(context, torch.optim.SGD(model.parameters(), lr=0.1), model, 4, fragments=2, overlap=1)
+        for _ in range(5):
+            model.weight.grad = torch.ones(2)
+            model.mean += context.rank + 1
+            model.count += 5 - context.rank
+            optimizer.step()
+        assert model.mean.tolist() == pytest.approx([4 * 1.5 + context.rank + 1] * 3)
+        assert model.count.item() == 5 * (5 - context.rank)
+        optimizer.finish()
+        assert model.mean.tolist() == pytest.approx([5 * 1.5] * 3)
+        assert model.count.item() == 25
+        assert model.mask.tolist() == [0.0, float("-inf")]
+
+    world(2).run(rank_body)
+
+
+def test_small_variables_travel_in_one_operation(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> int:
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
+        optimizer = local(context, torch.optim.SGD(model.parameters(), lr=0.1), model, 2)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.step()
+        changes = optimizer._hvd.outer._changes
+        return len({id(reduction) for reduction in changes._reductions.values()})
+
+    assert world(2).run(rank_body) == [1, 1]
+
+
+@pytest.mark.skipif(gloo_provider("auto") != "torch", reason="torch's Gloo encodes")
+def test_the_least_size_of_what_is_encoded_is_that_of_all_small_variables_together() -> None:
+    def rank_body(context: Context) -> float:
+        random = torch.Generator().manual_seed(context.rank)
+        model = nn.ParameterList([nn.Parameter(torch.zeros(1024)) for _ in range(8)])
+        optimizer = local(context, torch.optim.SGD(model, lr=1.0), model, 1, compression=Compression.int8)
+        before = context.metrics()
+        for parameter in model:
+            parameter.grad = torch.randn(1024, generator=random)
+        optimizer.step()
+        return (context.metrics() - before).planes["hierarchical"].wire_error
+
+    with World(4, "hierarchical", wire_threshold=8 * 4096) as made:
+        assert all(0 < error < 0.02 for error in made.run(rank_body))
+
+
 # Buffers --------------------------------------------------------------------------------------------------------------
 
 
@@ -423,6 +644,35 @@ def test_an_outer_step_that_was_interrupted_is_completed_by_the_next_call(world:
     all_the_same([end for _, end in results])
 
 
+def test_an_outer_step_that_an_interrupt_kept_from_beginning_is_made_before_the_next_inner_step(
+    world: MakeWorld,
+) -> None:
+    def rank_body(context: Context) -> tuple[list[np.ndarray], int]:
+        model = make_model()
+        optimizer = local(context, sgd(model), model, 2)
+        step(optimizer, model, part_of(context))
+        outer = optimizer._hvd.outer
+        if context.rank == 1:
+            sync = outer.sync
+
+            def interrupted() -> None:
+                outer.sync = sync  # type: ignore[method-assign]
+                raise KeyboardInterrupt
+
+            outer.sync = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                step(optimizer, model, part_of(context))
+        else:
+            step(optimizer, model, part_of(context))
+        for _ in range(2):
+            step(optimizer, model, part_of(context))
+        return values(model), outer.steps
+
+    results = world(2).run(rank_body)
+    all_the_same([end for end, _ in results])
+    assert [steps for _, steps in results] == [2, 2]
+
+
 def test_a_program_that_forgets_finish_is_warned_once(world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     made = world(2, fresh=True)
     kept: list[Any] = []
@@ -523,8 +773,24 @@ def test_the_ranks_of_a_host_are_others_in_another_epoch() -> None:
         ({"sync_every": 2, "clip": -1.0}, "outer_clip"),
         ({"sync_every": 2, "start": -1}, "start"),
         ({"sync_every": 2, "compression": Compression.powersgd(rank=2)}, "PowerSGD"),
+        ({"sync_every": 2, "fragments": 0}, "fragments"),
+        ({"sync_every": 2, "fragments": 3}, "sync_every must be at least"),
+        ({"sync_every": 7, "fragments": 2, "overlap": 3}, "overlap=3 must be less than .* here 3"),
+        ({"sync_every": 7, "overlap": -1}, "overlap"),
     ],
-    ids=["never", "not a number", "no rate", "no end", "negative", "before the start", "PowerSGD"],
+    ids=[
+        "never",
+        "not a number",
+        "no rate",
+        "no end",
+        "negative",
+        "before the start",
+        "PowerSGD",
+        "no fragments",
+        "too many fragments",
+        "too long an overlap",
+        "a negative overlap",
+    ],
 )
 def test_settings_that_cannot_be_used_are_refused(options: dict[str, Any], fact: str) -> None:
     with pytest.raises(InvalidArgumentError, match=fact):
@@ -565,10 +831,11 @@ def test_arguments_that_cannot_be_used_are_refused(world: MakeWorld) -> None:
     [
         ({"sync_every": 3}, "sync_every: 2 on rank 0, 3 on rank 1"),
         ({"momentum": 0.5}, "outer_momentum: 0.0 on rank 0, 0.5 on rank 1"),
+        ({"overlap": 1}, "overlap: 0 on rank 0, 1 on rank 1"),
         ({"compression": Compression.fp16}, "compression: NoneCompressor on rank 0, FP16Compressor on rank 1"),
         ({"frozen": True}, r"the trained variables: 0.weight: float64\[8, 6\] on rank 0, absent on rank 1"),
     ],
-    ids=["sync_every", "momentum", "compression", "variables"],
+    ids=["sync_every", "momentum", "overlap", "compression", "variables"],
 )
 def test_ranks_with_different_settings_are_refused_alike(world: MakeWorld, options: dict[str, Any], facts: str) -> None:
     def rank_body(context: Context) -> None:

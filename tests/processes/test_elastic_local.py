@@ -20,7 +20,7 @@ import json, os, signal
 import torch
 import hvdgloo.torch as hvd
 
-folder, victim, fatal = os.environ["JOB_FOLDER"], VICTIM, FATAL
+folder, victim, fatal, streaming = os.environ["JOB_FOLDER"], VICTIM, FATAL, STREAMING
 H, LR, MU = 4, 0.5, 0.5
 
 def mark(name):
@@ -33,7 +33,8 @@ hvd.init()
 model = torch.nn.Module()
 model.weight = torch.nn.Parameter(torch.zeros(1000))
 model.noise = torch.nn.Parameter(torch.zeros(1))
-optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=1.0), model, H, outer_lr=LR, outer_momentum=MU)
+sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+optimizer = hvd.DiLoCo(sgd, model, H, outer_lr=LR, outer_momentum=MU, **streaming)
 starts = []
 
 @hvd.elastic.run
@@ -58,14 +59,19 @@ def train(state):
 
 state = hvd.elastic.TorchState(model, optimizer, batch=0)
 train(state)
+optimizer.finish()
 anchor = moment = 0.0
-for _ in range(state.batch // H):
-    moment = MU * moment + H
-    anchor -= LR * (H + MU * moment)
+changes = [H] * (state.batch // H)
+if streaming:  # the weights' fragment begins its outer steps in the middle of each round
+    changes = [H // 2, *changes[1:], H // 2]
+for change in changes:
+    moment = MU * moment + change
+    anchor -= LR * (change + MU * moment)
 torch.testing.assert_close(model.weight, torch.full((1000,), anchor))
-assert model.noise.item() == 0, model.noise
 outer = optimizer.outer_state_dict()
-assert (outer["iterations"], outer["steps"]) == (state.batch, state.batch // H), (outer, state.batch)
+steps = 2 * (state.batch // H) + 1 if streaming else state.batch // H
+assert (outer["iterations"], outer["steps"]) == (state.batch, steps), (outer, state.batch)
+assert streaming or model.noise.item() == 0, model.noise
 assert len(set(hvd.allgather_object(model.weight.detach().numpy().tobytes()))) == 1
 print(json.dumps(starts))
 """
@@ -76,10 +82,20 @@ def reached(folder: Path, size: int, after: int) -> bool:
     return any(int(path.name.rpartition("-")[2]) > after for path in folder.glob(f"size-{size}.batch-*"))
 
 
-@pytest.mark.parametrize("fatal", [9, 11], ids=["between outer steps", "in an outer step"])
+@pytest.mark.parametrize(
+    ("fatal", "streaming", "lost"),
+    [
+        pytest.param(9, {}, (8,), marks=pytest.mark.extended),
+        (11, {}, (8, 12)),  # the survivors may have had the victim's part already
+        (10, {"fragments": 2, "overlap": 1}, (9,)),
+    ],
+    ids=["between outer steps", "in an outer step", "while an outer step is under way"],
+)
 @pytest.mark.timeout(150)  # mostly a tenth of it
-def test_a_lost_worker_costs_no_more_than_the_round_and_newcomers_have_the_momentum(tmp_path: Path, fatal: int) -> None:
-    program = PROGRAM.replace("VICTIM", "1").replace("FATAL", str(fatal))
+def test_a_lost_worker_costs_no_more_than_the_round_and_newcomers_have_the_momentum(
+    tmp_path: Path, fatal: int, streaming: dict[str, int], lost: tuple[int, ...]
+) -> None:
+    program = PROGRAM.replace("VICTIM", "1").replace("FATAL", str(fatal)).replace("STREAMING", str(streaming))
     with Job(3, program, tmp_path, elastic=ElasticEpochs(Rules(size=3, smallest=1, launched=False))) as job:
         until(lambda: reached(tmp_path, 2, fatal), "two workers go on", 60)
         job.add()
@@ -91,7 +107,6 @@ def test_a_lost_worker_costs_no_more_than_the_round_and_newcomers_have_the_momen
     survivors = [end for end in ended if end is not killed]
     assert [end.returncode for end in survivors] == [0, 0, 0], ended
     for end in survivors[:2]:
-        first, lost, _ = json.loads(end.stdout)
+        first, again, _ = json.loads(end.stdout)
         assert first == [0, 3]
-        # In an outer step the survivors may have had the victim's part already.
-        assert lost in ([[8, 2]] if fatal == 9 else [[8, 2], [12, 2]]), ended
+        assert again in [[batch, 2] for batch in lost], ended

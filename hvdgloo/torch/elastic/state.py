@@ -223,9 +223,9 @@ class LocalOptimizerStateHandler(OptimizerStateHandler):
         return digest([super().fingerprint(), self._outer.counters()])
 
     @property
-    def is_synchronized(self) -> bool:
-        """True if there was no inner step since the last outer one."""
-        return self._outer.is_synchronized
+    def may_be_saved(self) -> bool:
+        """True if all workers have the same outer state, and a round has just ended."""
+        return self._outer.is_at_end_of_round
 
     @property
     def _outer(self) -> Outer[Tensor]:
@@ -357,7 +357,7 @@ class TorchState(ObjectState):
         Raises:
             HostsUpdatedInterrupt: hosts are coming or going; ``elastic.run`` deals with it.
         """
-        if self._is_synchronized:
+        if self._may_be_saved:
             super().commit()
 
     def check_host_updates(self) -> None:
@@ -366,14 +366,14 @@ class TorchState(ObjectState):
         Raises:
             HostsUpdatedInterrupt: hosts are coming or going; ``elastic.run`` deals with it.
         """
-        if self._is_synchronized:
+        if self._may_be_saved:
             super().check_host_updates()
 
     @property
-    def _is_synchronized(self) -> bool:
+    def _may_be_saved(self) -> bool:
         """False between two outer steps, when each worker has parameters of its own: there is no state of the job."""
         local = (each for each in self._handlers.values() if isinstance(each, LocalOptimizerStateHandler))
-        return all(handler.is_synchronized for handler in local)
+        return all(handler.may_be_saved for handler in local)
 
     def save(self) -> None:
         """Keep copies of everything; if that is interrupted, the previous copies are still there."""
