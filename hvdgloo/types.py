@@ -91,6 +91,10 @@ class Metrics:
         step_before_first: part of ``step_seconds`` from each step's start to its first submission; a slow input
             pipeline shows here.
         last_step: duration of the last step.
+        outer_steps: outer steps that ended, of ``LocalSGD``, ``DiLoCo`` or ``OuterOptimizer``.
+        outer_bytes: size of the changes sent in them, before they were encoded.
+        outer_seconds: time for which they kept the program from inner steps.
+        since_outer_step: time since the last one ended; 0 if there was none.
         waiting, communicating: time blocked in the same two ways, inside and outside steps.
         negotiation, queue, data, copy, wire: times summed over tensors: from submission until all ranks had submitted
             the tensor, from then until the operation was started, until the data was readable (computed by the GPU),
@@ -110,6 +114,10 @@ class Metrics:
     step_communicating: float = 0.0
     step_before_first: float = 0.0
     last_step: float = 0.0
+    outer_steps: int = 0
+    outer_bytes: int = 0
+    outer_seconds: float = 0.0
+    since_outer_step: float = 0.0
     waiting: float = 0.0
     communicating: float = 0.0
     negotiation: float = 0.0
@@ -122,8 +130,8 @@ class Metrics:
     planes: Mapping[str, PlaneMetrics] = field(default_factory=dict)
 
     def __sub__(self, earlier: Metrics) -> Metrics:
-        """Return the counts since ``earlier``; values that are not totals (``last_step``, ``memory``, rank and size)
-        stay as they are here."""
+        """Return the counts since ``earlier``; values that are not totals (``last_step``, ``since_outer_step``,
+        ``memory``, rank and size) stay as they are here."""
         if not isinstance(earlier, Metrics):
             return NotImplemented
         changes: dict[str, Any] = {
@@ -145,7 +153,7 @@ class Metrics:
         return replace(self, planes=planes, **changes)
 
 
-_NO_TOTALS = frozenset({"rank", "size", "last_step", "memory", "planes"})
+_NO_TOTALS = frozenset({"rank", "size", "last_step", "since_outer_step", "memory", "planes"})
 
 
 class ReduceOp(enum.IntEnum):

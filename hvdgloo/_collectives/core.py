@@ -349,6 +349,11 @@ class Core(Generic[T]):
         with suppress(NotInitializedError):
             self._context().end_step()
 
+    def count_outer_steps(self, count: int, nbytes: int, seconds: float, *, every: int) -> None:
+        """Count outer steps; see ``Context.count_outer_steps``. Nothing is counted before ``init()``."""
+        with suppress(NotInitializedError):
+            self._context().count_outer_steps(count, nbytes, seconds, every=every)
+
     def _bind(self) -> tuple[Context, _Session[T]]:
         context = self._context()
         bound = self._bound

@@ -155,7 +155,7 @@ class Transfer:
         form = request.form(dtype)
         if form is WireFormat.FULL:
             return nbytes
-        traffic.rounding = encoding.rounding
+        traffic.form, traffic.rounding = form.value, encoding.rounding
         return encoded_size(form, nbytes // dtype.itemsize)
 
     def stage(self, nbytes: int, like: TensorSpec) -> Buffer:

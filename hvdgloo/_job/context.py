@@ -141,6 +141,18 @@ class Context:
         if self.engine.counters is not None:
             self.engine.counters.step()
 
+    def count_outer_steps(self, count: int, nbytes: int, seconds: float, *, every: int) -> None:
+        """Count outer steps, and the time for which one kept the program from its inner steps.
+
+        Args:
+            count: number of outer steps that ended; 0 if one has only begun.
+            nbytes: size of what this rank sent in them.
+            seconds: time that this took.
+            every: number of inner steps from one outer step to the next.
+        """
+        if self.engine.counters is not None:
+            self.engine.counters.count_outer_steps(count, nbytes, seconds, every)
+
     def tell_of_end(self, follower: Follower) -> None:
         """Have ``follower``, which is not kept alive for this, told once when the Context has been closed."""
         self._followers.add(follower)
@@ -186,6 +198,10 @@ def counted(counters: Counters | None, rank: int, size: int) -> Metrics:
         step_communicating=counters.step_communicating,
         step_before_first=counters.before_first,
         last_step=counters.last_step,
+        outer_steps=counters.outer_steps,
+        outer_bytes=counters.outer_bytes,
+        outer_seconds=counters.outer_seconds,
+        since_outer_step=max(0.0, time.time() - counters.outer_ended) if counters.outer_steps else 0.0,
         waiting=waiting,
         communicating=communicating,
         negotiation=counters.negotiation,

@@ -59,6 +59,7 @@ class Traffic:
         process_set: number of the process set.
 
     Attributes:
+        form: name of the form in which values were encoded last; empty if none were.
         rounding: sums of squares of what encoding has lost and of what was encoded, in samples.
     """
 
@@ -66,6 +67,7 @@ class Traffic:
         "_since",
         "_under_way",
         "bytes",
+        "form",
         "operations",
         "plane",
         "process_set",
@@ -81,6 +83,7 @@ class Traffic:
         self.bytes = 0
         self.seconds = 0.0
         self.wire_bytes = 0
+        self.form = ""
         self.rounding = 0.0, 0.0
         self._under_way = 0
         self._since = 0.0
@@ -127,6 +130,7 @@ class Counters:
         waiting, communicating: time in which the program was blocked for operations that not all ranks had submitted,
             and for those that all had.
         steps, step_seconds, step_waiting, step_communicating, before_first, last_step: see ``samples.Steps``.
+        outer_steps, outer_bytes, outer_seconds, outer_every, outer_ended: see ``samples.OuterSteps``.
         traffic: by plane and process set.
         lateness: on rank 0 of several.
         notes: time (since 1970), kind and text of each ``samples.Note`` that is still to be sent.
@@ -152,6 +156,11 @@ class Counters:
         "negotiation",
         "notes",
         "on_step",
+        "outer_bytes",
+        "outer_ended",
+        "outer_every",
+        "outer_seconds",
+        "outer_steps",
         "queue",
         "step_communicating",
         "step_seconds",
@@ -175,6 +184,8 @@ class Counters:
         self.steps = 0
         self.step_seconds = self.step_waiting = self.step_communicating = 0.0
         self.before_first = self.last_step = 0.0
+        self.outer_steps = self.outer_bytes = self.outer_every = 0
+        self.outer_seconds = self.outer_ended = 0.0
         self.traffic: dict[tuple[str, int], Traffic] = {}
         self.lateness: LatenessBook | None = None
         self.notes: deque[tuple[float, str, str]] = deque(maxlen=_MOST_NOTES)
@@ -273,6 +284,15 @@ class Counters:
             self.wake()
         if self.on_step is not None:
             self.on_step(self.steps)
+
+    def count_outer_steps(self, count: int, nbytes: int, seconds: float, every: int) -> None:
+        """Count outer steps; see ``Context.count_outer_steps``."""
+        if count:
+            self.outer_ended = time.time()
+        self.outer_every = every
+        self.outer_bytes += nbytes
+        self.outer_seconds += seconds
+        self.outer_steps += count
 
     @property
     def operations(self) -> int:

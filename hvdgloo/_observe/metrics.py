@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hvdgloo._observe import view
 from hvdgloo._observe.observatory import Observatory
-from hvdgloo._observe.samples import Causes, Gpu, HostSample, Lateness, Sample, Steps
+from hvdgloo._observe.samples import Causes, Gpu, HostSample, Lateness, OuterSteps, Sample, Steps
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -30,6 +30,14 @@ _OF_RANKS: list[tuple[str, str, Callable[[Sample], float]]] = [
     ("hvdgloo_pending_seconds", "Time for which the rank has waited for an operation", lambda s: s.pending_seconds),
 ]
 """Name, help, value; labels are rank and host. The name says whether it is a counter."""
+
+_OUTER_STEPS: list[tuple[str, str, Callable[[OuterSteps], float]]] = [
+    ("hvdgloo_outer_steps_total", "Outer steps that have ended", lambda outer: outer.count),
+    ("hvdgloo_outer_step_bytes_total", "Bytes of the changes that the rank sent in them", lambda outer: outer.bytes),
+    ("hvdgloo_outer_step_seconds_total", "Time for which they kept the rank from inner steps", lambda o: o.seconds),
+    ("hvdgloo_outer_step_last_timestamp_seconds", "End of the last one, since 1970", lambda outer: outer.ended),
+]
+"""The same for ranks that make outer steps."""
 
 _STEP_PARTS: list[tuple[str, Callable[[Steps], float]]] = [
     ("computing", lambda steps: max(0.0, steps.seconds - steps.waiting - steps.communicating)),
@@ -143,6 +151,12 @@ def _of_ranks(snapshot: view.Snapshot, samples: list[tuple[str, Sample]]) -> Ite
         family = _family(name, help_text, ["rank", "host"])
         for host, sample in samples:
             family.add_metric([str(sample.rank), host], value(sample))
+        yield family
+    for name, help_text, of_outer in _OUTER_STEPS:
+        family = _family(name, help_text, ["rank", "host"])
+        for host, sample in samples:
+            if sample.outer.count:
+                family.add_metric([str(sample.rank), host], of_outer(sample.outer))
         yield family
     steps = _family(
         "hvdgloo_step_seconds_total",

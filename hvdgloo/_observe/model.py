@@ -16,6 +16,7 @@ from hvdgloo._observe.output import Output
 from hvdgloo._observe.rates import HostWindow, Rates, Window
 from hvdgloo._observe.samples import HostSample, Lateness, Missing, Note, Observation, Sample
 from hvdgloo._observe.series import Recording, brief
+from hvdgloo._observe.words import duration, share, size
 
 _POINTS = 512
 _POINTS_OF_HEAT = 256
@@ -216,6 +217,7 @@ class Model:
         planes = self._planes()
         late = self._late(now)
         self._sum_up()
+        self._job.outer = self._outer(now)
         if not self._over:
             self._record(now, planes)
         self._heat.add(now, self._hot)
@@ -315,8 +317,10 @@ class Model:
 
     def _planes(self) -> list[view.PlaneUse]:
         found: dict[tuple[str, int, str, str], view.PlaneUse] = {}
-        errors: dict[int, float] = {}  # of encoded gradients, by the identity of a plane's use
+        # By the identity of a plane's use: bytes, and errors and forms of encoded gradients.
         crossed: Counter[int] = Counter()
+        errors: dict[int, float] = {}
+        forms: dict[int, str] = {}
 
         def use(name: str, process_set: int, device: str, why: str) -> view.PlaneUse | None:
             key = (name, process_set, device, why)
@@ -345,13 +349,19 @@ class Model:
                     used.operations += flow.operations
                     used.bytes += flow.bytes
                     crossed[id(used)] += flow.wire_bytes
-                    errors[id(used)] = max(errors.get(id(used), 0.0), flow.wire_error)
+                    if flow.form:
+                        errors[id(used)] = max(errors.get(id(used), 0.0), flow.wire_error)
+                        forms[id(used)] = flow.form
                     used.bytes_per_second += rank.rates.flows.get((flow.plane, flow.process_set), 0.0)
+        steps = sum(rank.window.last.steps.count for rank in self._ranks.values() if rank.window.last)  # of all ranks
         for plane in found.values():
             plane.bytes_per_second = brief(plane.bytes_per_second)
-            if error := errors.get(id(plane)):
-                part = crossed[id(plane)] / plane.bytes if plane.bytes else 0.0
-                plane.crossed = f"crosses in {100 * part:.0f} % of its bytes, error {100 * error:.2g} %"
+            if form := forms.get(id(plane)):
+                if steps:
+                    part = f"{size(crossed[id(plane)] / steps)} a step instead of {size(plane.bytes / steps)}"
+                else:
+                    part = f"{100 * crossed[id(plane)] / plane.bytes:.0f} % of the bytes" if plane.bytes else "nothing"
+                plane.crossed = f"between hosts: {part} ({form}), error {100 * errors[id(plane)]:.2g} %"
         return sorted(found.values(), key=lambda plane: (plane.process_set, -plane.bytes, plane.name, plane.why))
 
     def _late(self, now: float) -> list[view.Straggler]:
@@ -394,6 +404,20 @@ class Model:
         job.computing = brief(sum(rates.computing for rates in stepping) / total) if total else 0.0
         job.waiting = brief(sum(rates.waiting for rates in stepping) / total) if total else 0.0
         job.communicating = brief(sum(rates.communicating for rates in stepping) / total) if total else 0.0
+
+    def _outer(self, now: float) -> str:
+        """Return a sentence about the ranks' outer steps; empty if they make none."""
+        making = [(rank, last) for rank in self._ranks.values() if (last := rank.window.last) and last.outer.count]
+        if not making:
+            return ""
+        count, nbytes = sum(last.outer.count for _, last in making), sum(last.outer.bytes for _, last in making)
+        text = f"an outer step every {making[0][1].outer.every} steps, {size(nbytes / count)} each"
+        if not self._over:
+            since = min(now - rank.window.heard + last.at - last.outer.ended for rank, last in making)
+            text += f", the last {duration(max(0.0, round(since, 1)))} ago"
+        if seconds := sum(last.steps.seconds for _, last in making):
+            text += f", {share(min(1.0, sum(last.outer.seconds for _, last in making) / seconds))} of the time"
+        return text
 
     def _record(self, now: float, planes: Sequence[view.PlaneUse]) -> None:
         if self._finishing:

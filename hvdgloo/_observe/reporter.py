@@ -259,6 +259,7 @@ class Sampler:
                     each.seconds,
                     each.wire_bytes,
                     each.error,
+                    each.form,
                 )
                 for each in traffic
             ],
@@ -273,6 +274,13 @@ class Sampler:
             lateness=None if counters.lateness is None else counters.lateness.totals(),
             missing=missing[:_MOST_MISSING],
             stacks=[(rank, text[:_MOST_TEXT]) for rank, text in stacks[:_MOST_MISSING]],
+            outer=samples.OuterSteps(
+                counters.outer_steps,
+                counters.outer_bytes,
+                counters.outer_seconds,
+                counters.outer_every,
+                counters.outer_ended,
+            ),
         )
 
     def _doing(self, now: float) -> str:

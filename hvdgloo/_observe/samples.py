@@ -24,6 +24,7 @@ class Flow(Message, frozen=True):
         seconds: time in which at least one bucket was on the plane.
         wire_bytes: size of these tensors in the form in which they crossed between hosts; 0 if they did not.
         wire_error: relative error of those that were encoded for that, from samples.
+        form: name of the form in which values were encoded last, such as "int8"; empty if none were.
     """
 
     plane: str
@@ -33,6 +34,7 @@ class Flow(Message, frozen=True):
     seconds: float
     wire_bytes: Count = 0
     wire_error: float = 0.0
+    form: str = ""
 
 
 class Causes(Message, frozen=True):
@@ -79,6 +81,24 @@ class Steps(Message, frozen=True):
     communicating: float = 0.0
     before_first: float = 0.0
     last: float = 0.0
+
+
+class OuterSteps(Message, frozen=True):
+    """The outer steps of one rank, in which ranks average what each has changed in several inner steps.
+
+    Attributes:
+        count: of outer steps that have ended; each fragment's is one.
+        bytes: size of the changes that this rank has sent, before they were encoded.
+        seconds: time for which outer steps kept the program from its inner steps.
+        every: number of inner steps from one outer step to the next.
+        ended: end of the last one, since 1970, by the host's clock.
+    """
+
+    count: Count = 0
+    bytes: Count = 0
+    seconds: float = 0.0
+    every: Count = 0
+    ended: float = 0.0
 
 
 class Missing(Message, frozen=True):
@@ -175,6 +195,7 @@ class Sample(Message, frozen=True, tag=1):
         settings: fusion threshold, cycle time and so on, as ``--config-file`` names them; only when they have changed.
         lateness, missing: from rank 0 only.
         stacks: from rank 0 only: (rank, text) for each rank that a stall report is about.
+        outer: see ``OuterSteps``.
     """
 
     rank: Count
@@ -198,6 +219,7 @@ class Sample(Message, frozen=True, tag=1):
     lateness: Lateness | None = None
     missing: Sequence[Missing] = ()
     stacks: Sequence[tuple[int, str]] = ()
+    outer: OuterSteps = OuterSteps()
 
 
 class Note(Message, frozen=True, tag=2):

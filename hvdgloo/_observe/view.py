@@ -42,6 +42,7 @@ class Job(msgspec.Struct, omit_defaults=False):
         steps_per_second, bytes_per_second: steps of the slowest rank and bytes of all, at the moment.
         step_seconds: duration of a step at the moment, the mean of all ranks.
         computing, waiting, communicating: shares of that duration.
+        outer: sentence about the ranks' outer steps; empty if they make none.
         control: True if this reader may have steps traced.
     """
 
@@ -64,6 +65,7 @@ class Job(msgspec.Struct, omit_defaults=False):
     computing: float = 0.0
     waiting: float = 0.0
     communicating: float = 0.0
+    outer: str = ""
     control: bool = False
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -223,6 +224,7 @@ class Outer(Generic[T]):
         self._exchanges = ResumableExchanges()
         self._under_way: _Exchange[T] | None = None
         self._resumed: Mapping[str, Any] | None = None  # what was under way when the state was saved
+        self._sent = 0  # bytes, in outer steps that have ended
         self._began = 0  # the number of inner steps at the last outer step's beginning
         self._fragments: list[list[str]] = []  # names of variables
         self._divided: list[str] = []  # the names when that was done
@@ -400,6 +402,16 @@ class Outer(Generic[T]):
             self._count_step()
             self.synchronized = self.round_ended = self.iterations
             return
+        called, steps, sent = time.monotonic(), self.steps, self._sent
+        try:
+            self._end_and_begin(fragments, overlap)
+        finally:
+            every = self.options.sync_every // self.options.fragments
+            self._frontend.count_outer_steps(
+                self.steps - steps, self._sent - sent, time.monotonic() - called, every=every
+            )
+
+    def _end_and_begin(self, fragments: range | None, overlap: int) -> None:
         exchange = self._under_way
         if exchange is not None and (fragments is not None or exchange.ends <= self.iterations):
             self._end(exchange)
@@ -427,6 +439,7 @@ class Outer(Generic[T]):
         held = interrupts.hold()
         try:
             self._under_way = None
+            self._sent += exchange.nbytes
             self._apply(exchange, means)
         finally:
             interrupts.release(held)

@@ -163,6 +163,7 @@ class OuterOptimizer:
         self._outer.count()
         if self._outer.due:
             self._outer.sync()
+        self.frontend.end_step()
 
     def finish(self) -> None:
         """Make an outer step if there was an inner one since the last; collective."""

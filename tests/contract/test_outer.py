@@ -598,6 +598,26 @@ def test_the_state_dict_is_the_plain_optimizer_s(world: MakeWorld) -> None:
     world(2).run(rank_body)
 
 
+def test_outer_steps_are_counted(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = local(context, sgd(model), model, 4, fragments=2, overlap=1)
+        before = context.metrics()
+        for _ in range(8):
+            step(optimizer, model, part_of(context))
+        change = context.metrics() - before
+        nbytes = 8 * sum(parameter.numel() for parameter in model.parameters())
+        assert (change.steps, change.outer_steps) == (8, 3)  # the fourth is under way
+        assert nbytes < change.outer_bytes < 2 * nbytes
+        assert 0 < change.outer_seconds < 60
+        assert 0 < change.since_outer_step < 60
+        optimizer.finish()
+        change = context.metrics() - before
+        assert (change.outer_steps, change.outer_bytes) == (5, 3 * nbytes)
+
+    world(2).run(rank_body)
+
+
 def test_finish_gives_all_ranks_the_same_parameters(world: MakeWorld) -> None:
     def rank_body(context: Context) -> list[np.ndarray]:
         model = make_model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from hvdgloo._observe import view
-from hvdgloo._observe.samples import Plane, Sample, Steps
+from hvdgloo._observe.samples import OuterSteps, Plane, Sample, Steps
 from hvdgloo._observe.trace_control import BusyError, Trace
 from tests.page.support import NARROW, USUAL, WIDE, Chromium, Shown, axe, drag, stays, until, words
 from tests.support.observed import EVIL, SimulatedJob
@@ -137,7 +138,7 @@ class Encoded(SimulatedJob):
     def _sample(self, rank: int) -> Sample:
         sample = super()._sample(rank)
         flows = [
-            msgspec.structs.replace(flow, wire_bytes=flow.bytes // 4, wire_error=0.0091)
+            msgspec.structs.replace(flow, wire_bytes=flow.bytes // 4, wire_error=0.0091, form="int8")
             for flow in sample.flows
             if flow.plane == "gloo"
         ]
@@ -149,7 +150,27 @@ def test_a_plane_shows_in_how_many_bytes_tensors_cross_between_hosts(show: Show,
     job.advance(60)
     show(job)
     rows = browser.texts("#plane-list tbody tr")
-    assert any("; crosses in 25 % of its bytes, error 0.91 %" in row for row in rows), rows
+    (row,) = [row for row in rows if "; between hosts: " in row]
+    assert re.search(r"between hosts: [\d.]+ .?B a step instead of [\d.]+ .?B \(int8\), error 0.91 %", row), row
+
+
+class Rarely(SimulatedJob):
+    """Ranks meet in every 8th step."""
+
+    def _sample(self, rank: int) -> Sample:
+        sample = super()._sample(rank)
+        outer = OuterSteps(4, 408_000_000, 0.03 * sample.steps.seconds, 8, sample.at - 2)
+        return msgspec.structs.replace(sample, outer=outer)
+
+
+def test_outer_steps_are_part_of_the_summary(show: Show, browser: Chromium) -> None:
+    job = Rarely()
+    job.advance(60)
+    show(job)
+    said = browser.text("#outer-steps")
+    assert re.fullmatch(r"An outer step every 8 steps, 102 MB each, the last [\d.]+ s ago, 3 % of the time.", said), (
+        said
+    )
 
 
 class OfTorchDistributed(SimulatedJob):

@@ -131,6 +131,8 @@ def _job(snapshot: Snapshot) -> list[RenderableType]:
                 overflow="ellipsis",
             )
         )
+    if job.outer:
+        lines.append(Text(job.outer, no_wrap=True, overflow="ellipsis"))
     if job.message:
         lines.append(Text(in_one_line(job.message), _STYLES["failed"] if job.state == "failed" else ""))
     return lines

@@ -15,7 +15,7 @@ import pytest
 from hvdgloo._observe import observatory as observatory_module
 from hvdgloo._observe import view
 from hvdgloo._observe.observatory import Observatory, Subscription
-from hvdgloo._observe.samples import CODEC, Flow, HostSample, Missing, Note, Plane, Sample, Steps
+from hvdgloo._observe.samples import CODEC, Flow, HostSample, Missing, Note, OuterSteps, Plane, Sample, Steps
 from tests.support.observed import EVIL, MIB, SimulatedJob
 
 DEADLINE = 30.0
@@ -186,13 +186,40 @@ def test_the_job_in_one_look() -> None:
 def test_a_plane_shows_in_how_many_bytes_tensors_crossed_between_hosts_and_the_greatest_error() -> None:
     observatory = watched()
     for rank, wire_error in ((0, 0.0064), (1, 0.0091)):
-        flows = [Flow("gloo", 0, 4, 1000, 1.0, 254, wire_error), Flow("shm", 1, 4, 1000, 1.0)]
+        flows = [Flow("gloo", 0, 4, 1000, 1.0, 254, wire_error, "int8"), Flow("shm", 1, 4, 1000, 1.0)]
         observatory.observe("h", sample(rank, flows=flows))
     observatory.tick()
-    assert {plane.name: plane.crossed for plane in observatory.snapshot().planes} == {
-        "gloo": "crosses in 25 % of its bytes, error 0.91 %",
-        "shm": "",
-    }
+    planes = {plane.name: plane.crossed for plane in observatory.snapshot().planes}
+    assert planes == {"gloo": "between hosts: 25 % of the bytes (int8), error 0.91 %", "shm": ""}
+
+
+def test_with_steps_it_is_bytes_a_step() -> None:
+    observatory = watched()
+    for rank in range(2):
+        flow = Flow("gloo", 0, 4, 1_020_000_000, 1.0, 259_000_000, 0.009, "int8")
+        observatory.observe("h", sample(rank, flows=[flow], steps=Steps(10, 9.0)))
+    observatory.tick()
+    (plane,) = observatory.snapshot().planes
+    assert plane.crossed == "between hosts: 25.9 MB a step instead of 102 MB (int8), error 0.9 %"
+
+
+def test_outer_steps_are_a_sentence_and_metrics() -> None:
+    observatory = watched()
+    for rank in range(2):
+        outer = OuterSteps(4, 408_000_000, 0.3 + 0.6 * rank, 8, ended=997.0 + rank)
+        observatory.observe("h", sample(rank, at=1000.0, steps=Steps(33, 20.0), outer=outer))
+    observatory.tick()
+    assert observatory.snapshot().job.outer == (
+        "an outer step every 8 steps, 102 MB each, the last 2 s ago, 3 % of the time"
+    )
+    observatory.ended(0)
+    observatory.tick()
+    assert observatory.snapshot().job.outer == "an outer step every 8 steps, 102 MB each, 3 % of the time"
+    metrics = pytest.importorskip("hvdgloo._observe.metrics").text(observatory)[0].decode()
+    assert 'hvdgloo_outer_steps_total{host="h",rank="1"} 4.0' in metrics
+    assert 'hvdgloo_outer_step_bytes_total{host="h",rank="1"} 4.08e+08' in metrics
+    assert 'hvdgloo_outer_step_seconds_total{host="h",rank="0"} 0.3' in metrics
+    assert 'hvdgloo_outer_step_last_timestamp_seconds{host="h",rank="0"} 997.0' in metrics
 
 
 def test_there_are_curves_of_the_job_and_of_each_rank() -> None:

@@ -88,6 +88,7 @@ class Summary {
     });
     this.tick(store);
     this._renderPlanes(store);
+    dom.setText(dom.byId("outer-steps"), job.outer && job.outer[0].toUpperCase() + job.outer.slice(1) + ".");
     this._renderVerdict(store);
   }
 

@@ -38,8 +38,16 @@ def simulated(**options: object) -> SimulatedJob:
 
 def test_a_plane_shows_that_tensors_crossed_in_fewer_bytes() -> None:
     snapshot = simulated(ranks=4).observatory.snapshot()
-    snapshot.planes[0].crossed = "crosses in 25 % of its bytes, error 0.91 %"
-    assert any("/s, crosses in 25 % of its bytes, error 0.91 %" in line for line in shown(snapshot))
+    snapshot.planes[0].crossed = "between hosts: 26 MB a step instead of 102 MB (int8), error 0.91 %"
+    assert any("/s, between hosts: 26 MB a step instead of" in line for line in shown(snapshot))
+
+
+def test_outer_steps_have_a_line() -> None:
+    snapshot = simulated(ranks=4).observatory.snapshot()
+    lines = len(shown(snapshot))
+    snapshot.job.outer = "an outer step every 8 steps, 102 MB each, the last 2.1 s ago, 3 % of the time"
+    assert snapshot.job.outer in shown(snapshot)
+    assert len(shown(snapshot)) == lines + 1
 
 
 def test_the_job_in_one_look() -> None:
