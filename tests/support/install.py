@@ -111,6 +111,9 @@ def answers(index: str, timeout: float = PROBE_S) -> bool:
     try:
         with urllib.request.urlopen(f"{index.rstrip('/')}/torch/", timeout=timeout):
             return True
+    except urllib.error.HTTPError as error:  # which is also the answer, and open
+        error.close()
+        return False
     except (OSError, ValueError, http.client.HTTPException):  # urllib's own errors are OSErrors
         return False
 
