@@ -296,6 +296,7 @@ class GlooBackend(ProcessGroupBackend):
         connect_timeout: seconds until all neighbours are connected.
         cancelled: polled to see whether to give up connecting.
         secret: of the job, which ranks prove to know.
+        silence: seconds after which the connections with a host that does not answer end; 0 for never.
 
     Raises:
         ConnectError: at construction, if they cannot be connected.
@@ -316,7 +317,9 @@ class GlooBackend(ProcessGroupBackend):
         connect_timeout: float,
         cancelled: Callable[[], bool] | None = None,
         secret: bytes = b"",
+        silence: float = 0.0,
     ) -> None:
+        self._silence = silence
         self._cancelled = cancelled or (lambda: False)
         self._aborted = self._is_abandoned = False
         self._key = derive(secret, "Gloo connection")
@@ -391,8 +394,14 @@ class GlooBackend(ProcessGroupBackend):
             connections.end()  # so that nothing of a group that is never closed stays under way
             self.close()
         else:
-            connections.keep_to_this_process()
+            self._settle(connections)
         return problem
+
+    def _settle(self, connections: Connections) -> None:
+        """Prepare connections that are used from now on."""
+        connections.keep_to_this_process()
+        if self._silence:
+            connections.end_when_silent(self._silence)
 
     def _agreed(self, store: RendezvousStore, prefix: str, problem: str, deadline: float) -> str:
         """The problem of the lowest rank that has one: what one rank cannot use, no rank uses. Rank 0 asks all, and
@@ -588,7 +597,7 @@ class GlooBackend(ProcessGroupBackend):
         assert connections is not None
         connections.learn(self._store.fetch(others))
         self._check(others)
-        connections.keep_to_this_process()
+        self._settle(connections)
         self._all_connected = True
 
     def _goes_through_cube(self, nbytes: int) -> bool:

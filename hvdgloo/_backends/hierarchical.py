@@ -156,6 +156,11 @@ class HierarchicalBackend:
         self.blocks = any(part.blocks for part in self._parts)
 
     @property
+    def local(self) -> Backend | None:
+        """The backend among the ranks of this host; None if there is but one."""
+        return self._local
+
+    @property
     def hierarchical_threshold(self) -> int:
         return self._thresholds.allreduce
 

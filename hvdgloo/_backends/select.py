@@ -63,6 +63,7 @@ class Planes:
         prefix: of this world's keys in it, never used before.
         address: this host's IP address that other hosts reach.
         arena: bytes of shared memory per rank in which tensors may live; None for as much as the machine has.
+        silence: seconds after which a host that does not answer is lost; 0 where something else notices that.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class Planes:
         address: str,
         *,
         arena: int | None = None,
+        silence: float = 0.0,
     ) -> None:
+        self._silence = silence
         self._config, self._decided = config, decided
         self._topology, self._rank = topology, rank
         self._store, self._prefix, self._address = store, prefix, address
@@ -180,7 +183,9 @@ class Planes:
         provider, timeout = self._decided["gloo_provider"], self._config.connect_timeout
         secret = self._config.secret or b""
         try:
-            return gloo_backend(provider, self._store, prefix, place, size, self._address, timeout, cancelled, secret)
+            return gloo_backend(
+                provider, self._store, prefix, place, size, self._address, timeout, cancelled, secret, self._silence
+            )
         except ConnectError as error:  # which numbers the members
             error.rank, error.missing = self._rank, tuple([members[place] for place in error.missing])
             raise
@@ -349,11 +354,13 @@ def gloo_backend(
     connect_timeout: float,
     cancelled: Callable[[], bool] | None = None,
     secret: bytes = b"",
+    silence: float = 0.0,
 ) -> Backend:
     """The data plane between hosts; see ``GlooBackend``.
 
     Args:
         provider: the package that carries Gloo, which is installed: "torch" or "pygloo".
+        silence: see ``GlooBackend``; pygloo has nothing of the kind.
     """
     if provider == "pygloo":
         from hvdgloo._backends.pygloo import PyglooBackend
@@ -362,7 +369,7 @@ def gloo_backend(
 
     from hvdgloo._backends.gloo import GlooBackend
 
-    return GlooBackend(store, prefix, rank, size, address, connect_timeout, cancelled, secret)
+    return GlooBackend(store, prefix, rank, size, address, connect_timeout, cancelled, secret, silence)
 
 
 def _ranges(members: Sequence[int]) -> str:

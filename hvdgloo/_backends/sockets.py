@@ -145,6 +145,24 @@ class Connections:
             with suppress(OSError):  # a peer has gone, and Gloo has closed it meanwhile
                 os.set_inheritable(descriptor, False)
 
+    def end_when_silent(self, seconds: float) -> None:
+        """Have the system end a connection whose other host answers nothing for some time, with or without data on the
+        way: a host that has lost its power does not close its connections."""
+        if not hasattr(socket, "TCP_USER_TIMEOUT"):
+            return
+        probing = max(1, round(seconds / 4))
+        for descriptor in self.descriptors(connected=True):
+            for level, option, value in (
+                (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+                (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probing),
+                (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probing),
+                (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds)),
+            ):
+                number = ctypes.c_int(value)
+                # It may have ended, and its number may be another file's meanwhile; an error leaves that as it is.
+                if self._connects(ends(descriptor)):
+                    _libc.setsockopt(descriptor, level, option, ctypes.byref(number), ctypes.sizeof(number))
+
     def end(self) -> None:
         """Make everything that is under way fail."""
         for descriptor in self.descriptors(connected=True):

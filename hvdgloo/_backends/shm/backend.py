@@ -187,9 +187,13 @@ class ShmBackend:
         self._lane = Lane(self._segment, may_spin=may_spin)
         return self._lane
 
-    def calls(self) -> Calls:
-        """Return this rank's record of calls, which no other part of the backend uses."""
-        return Calls(self._segment)
+    def calls(self, first_rank: int = 0) -> Calls:
+        """Return this rank's record of calls, which no other part of the backend uses.
+
+        Args:
+            first_rank: number in messages of the first rank here.
+        """
+        return Calls(self._segment, first_rank)
 
     def late(self) -> list[int]:
         """Return the ranks that have made fewer steps than this one."""

@@ -83,10 +83,20 @@ class Call:
         return f"{self.kind}({', '.join(parts)})"
 
 
-class Calls:
-    """One rank's record, and its view of the others'."""
+def different(rank: int, call: Call, other: int, theirs: Call) -> str:
+    """Return the names of two ranks' calls that differ."""
+    return f"rank {rank} called {call}, but rank {other} called {theirs}"
 
-    def __init__(self, segment: Segment) -> None:
+
+class Calls:
+    """One rank's record, and its view of the others'.
+
+    Args:
+        first_rank: number in messages of the segment's first rank.
+    """
+
+    def __init__(self, segment: Segment, first_rank: int = 0) -> None:
+        self._first_rank = first_rank
         self._rank, self._words = segment.rank, [segment.words_of(rank) for rank in range(segment.size)]
         self._own = self._words[segment.rank]
         self._others = [(rank, words) for rank, words in enumerate(self._words) if rank != segment.rank]
@@ -119,14 +129,65 @@ class Calls:
         far agrees."""
         at, first, second = self._at, self._first, self._second
         number = first & _NUMBER_MASK
+        if not first:
+            return None  # this rank has made no call
         for rank, words in self._others:
             theirs = words[at], words[at + 1]
             if theirs == (first, second):
                 continue
             if theirs[0] & _NUMBER_MASK == number == theirs[1] & _NUMBER_MASK:
-                mine = Call.unpacked(first, second)
-                return f"rank {self._rank} called {mine}, but rank {rank} called {Call.unpacked(*theirs)}"
+                return self._difference(self._rank, (first, second), rank, theirs)
         return None
+
+    def earlier_mismatch(self) -> str | None:
+        """Return the names of the first two calls that differ among those that are still recorded, of any two ranks.
+
+        A rank that need not wait for others, such as the root of a broadcast, may be ahead of the call that differs,
+        and another rank may be behind it.
+        """
+        found: list[tuple[int, str]] = []
+        for place in range(_RING):
+            at = CALLS + _ENTRY * place
+            known: dict[int, tuple[int, tuple[int, int]]] = {}
+            for rank in (self._rank, *(rank for rank, _ in self._others)):
+                theirs = self._words[rank][at], self._words[rank][at + 1]
+                number = theirs[0] & _NUMBER_MASK
+                if not theirs[0] or theirs[1] & _NUMBER_MASK != number:
+                    continue  # none yet, or one that is being written
+                other, call = known.setdefault(number, (rank, theirs))
+                if call != theirs:
+                    ahead = (number - self._number + _NUMBER_MASK // 2) & _NUMBER_MASK
+                    found.append((ahead, self._difference(other, call, rank, theirs)))
+                    break
+        return min(found)[1] if found else None
+
+    def _difference(self, rank: int, call: tuple[int, int], other: int, theirs: tuple[int, int]) -> str:
+        return different(
+            self._first_rank + rank, Call.unpacked(*call), self._first_rank + other, Call.unpacked(*theirs)
+        )
+
+    def latest(self, rank: int) -> tuple[Call | None, bool, float]:
+        """Return a rank's latest call and the time at which it began, for messages.
+
+        Returns:
+            the call, None before the first; whether it is this rank's current one, or a later one; and its time on the
+            monotonic clock.
+        """
+        words = self._words[rank]
+        current, latest = -1, (0, 0, 0)
+        for place in range(_RING):
+            at = CALLS + _ENTRY * place
+            entry = words[at], words[at + 1], words[at + 2]
+            number = entry[0] & _NUMBER_MASK
+            if not entry[0] or any(word & _NUMBER_MASK != number for word in entry):
+                continue
+            ahead = (number - self._number + _NUMBER_MASK // 2) & _NUMBER_MASK
+            if ahead > current:
+                current, latest = ahead, entry
+        if current < 0:
+            return None, False, 0.0
+        call = Call.unpacked(latest[0], latest[1])
+        return call, current >= _NUMBER_MASK // 2, (latest[2] >> _NUMBER_BITS) * 1e-6
 
     def arrivals(self) -> tuple[int, int, int] | None:
         """Return the rank that was the last to begin this rank's call, and for how many microseconds this rank and the

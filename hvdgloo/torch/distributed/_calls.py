@@ -121,13 +121,13 @@ class GroupCalls:
             connection.calls.begin(call, begun)
             do(connection.small, queue.wait_small(call, self._timeout_of(opts), begun))
             if connection.calls.mismatch():
-                connection.check_peers()
+                connection.check_calls()
             if finish is not None:
                 finish()
             if queue.record is not None:
                 queue.record.ended_at_once(call, nbytes, begun)
-        except Exception as failure:
-            raise queue.fail(call, failure) from failure
+        except Exception as failure:  # noqa: BLE001 - whatever it is, the caller gets it
+            raise queue.fail(call, failure, others_know=True) from None
         except BaseException as interrupt:
             queue.fail(call, RuntimeError(f"interrupted by {type(interrupt).__name__}"))
             raise

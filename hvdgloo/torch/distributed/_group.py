@@ -24,9 +24,10 @@ from hvdgloo._job.logging import configure_logging
 from hvdgloo.config import Config
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.torch.distributed import _record, _tensors
-from hvdgloo.torch.distributed._connection import MOST_WATCHED, Connection, publish_process
+from hvdgloo.torch.distributed._connection import Connection
 from hvdgloo.torch.distributed._messages import Messages
 from hvdgloo.torch.distributed._monitored import MonitoredBarriers
+from hvdgloo.torch.distributed._processes import MOST_WATCHED, publish_process
 from hvdgloo.torch.distributed._queue import OperationQueue
 from hvdgloo.torch.distributed._record import Record
 from hvdgloo.torch.distributed._reductions import Reductions

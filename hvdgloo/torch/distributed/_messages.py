@@ -26,8 +26,10 @@ from hvdgloo._observe.counters import Counters
 from hvdgloo.errors import BackendError
 from hvdgloo.torch.distributed import _tensors
 from hvdgloo.torch.distributed._connection import Connection
+from hvdgloo.torch.distributed._processes import ABSENT_LOOK, Published
 from hvdgloo.torch.distributed._queue import Operation, OperationQueue
 from hvdgloo.torch.distributed._record import Record
+from hvdgloo.torch.distributed._store import FIRST_LOOK, LAST_LOOK, TorchStore
 from hvdgloo.torch.distributed._tensors import Finish
 from hvdgloo.types import Buffer
 
@@ -38,7 +40,6 @@ _HEAD_START = 0.002
 """Seconds after which a channel's thread takes over from a caller that has not come to wait: most come at once, and a
 message that arrives in the caller's own thread saves a switch between threads."""
 
-_FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
 _CLOSING_SECONDS = 5.0
 _SENDER, _RECEIVER = 0, 1
 _OPEN = "open"
@@ -222,7 +223,7 @@ class Receive(Operation):
                     )
                 changed.wait(left)
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)
         return True
 
     def _wake(self) -> None:
@@ -260,7 +261,8 @@ class Incoming:
         self._claimed: Receive | None = None
         """The receive that the message under way answers."""
         self._carrying_out = threading.Lock()
-        self._pause = _FIRST_LOOK
+        self._pause, self._next_look = FIRST_LOOK, 0.0
+        self._published = Published(TorchStore(messages.everyone), (source,))
         self._more = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -375,9 +377,11 @@ class Incoming:
         """Return the connection, once the other rank has something to send."""
         if self._connection is None:
             if not self._store.check([_OPEN]):
+                self._look_for_sender()
                 time.sleep(self._pause)
-                self._pause = min(2 * self._pause, _LAST_LOOK)
+                self._pause = min(2 * self._pause, LAST_LOOK)
                 return None
+            self._published.close()
             self._connection = Connection(
                 self._store,
                 _RECEIVER,
@@ -389,6 +393,20 @@ class Incoming:
                 everyone=self._messages.everyone,
             )
         return self._connection
+
+    def _look_for_sender(self) -> None:
+        """Look now and then whether a rank that has never sent a message still can.
+
+        Raises:
+            BackendError: its process on this host has ended.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + ABSENT_LOOK
+        # In this order: the rank may have sent a message before it ended.
+        if self._published.ended([0]) and not self._store.check([_OPEN]):
+            raise BackendError(f"{self._published.describe([0])} has ended without sending a message")
 
     def abort(self) -> None:
         """Make what is under way fail soon."""
@@ -403,6 +421,7 @@ class Incoming:
             if self._thread is not threading.current_thread():
                 self._thread.join(_CLOSING_SECONDS)
         with self._carrying_out:
+            self._published.close()
             connection, self._connection = self._connection, None
             if connection is None:
                 return
@@ -415,5 +434,6 @@ class Incoming:
         """Make every message in a forked child fail."""
         if self._connection is not None:
             self._connection.after_fork_in_child()
+        self._published.after_fork_in_child()
         self.failure = self._error("they belong to the process that this one was forked from")
         self._carrying_out, self._more, self._thread = threading.Lock(), threading.Semaphore(0), None

@@ -6,6 +6,7 @@ missing from it leaves the group as it is.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,8 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-_FIRST_LOOK, _LAST_LOOK = 0.0005, 0.02
-"""Seconds between looks at the store."""
+from hvdgloo.torch.distributed._store import FIRST_LOOK, LAST_LOOK
 
 _TELLING_SECONDS = 2.0
 """More than rank 0 needs to tell the others of the result."""
@@ -34,6 +34,7 @@ class MonitoredBarriers:
     def __init__(self, store: Store, rank: int, size: int, check: Callable[[], None]) -> None:
         self._store, self._rank, self._size, self._check = store, rank, size, check
         self._calls = 0
+        self._last_passed = 0
 
     def wait(self, timeout: timedelta | float, wait_all_ranks: bool) -> None:
         """Wait until all ranks have called it.
@@ -56,6 +57,7 @@ class MonitoredBarriers:
         milliseconds = f"{1000 * seconds:.0f} ms"
         if not missing:
             store.set(_RESULT, "")
+            self._forget_earlier()
             return
         if wait_all_ranks and len(missing) > 1:
             text = f"Ranks {', '.join(map(str, missing))} failed to pass monitoredBarrier in {milliseconds}"
@@ -63,6 +65,15 @@ class MonitoredBarriers:
             text = f"Rank {missing[0]} failed to pass monitoredBarrier in {milliseconds}"
         store.set(_RESULT, text)
         raise dist.DistBackendError(f"hvdgloo: Rank 0 timed out in monitoredBarrier after {milliseconds}: {text}")
+
+    def _forget_earlier(self) -> None:
+        """Remove the keys of earlier calls from the store: all ranks have ended them, since they made this one."""
+        for call in range(max(1, self._last_passed), self._calls):
+            store = PrefixStore(f"monitored/{call}", self._store)
+            with contextlib.suppress(NotImplementedError):  # there are stores that keep all
+                for key in (_RESULT, *(f"rank{rank}" for rank in range(1, self._size))):
+                    store.delete_key(key)
+        self._last_passed = self._calls
 
     def _report(self, store: Store, deadline: float) -> None:
         """Report this rank to rank 0, and wait for the result."""
@@ -78,12 +89,12 @@ class MonitoredBarriers:
             )
 
     def _arrives(self, store: Store, key: str, deadline: float) -> bool:
-        pause = _FIRST_LOOK
+        pause = FIRST_LOOK
         while not store.check([key]):
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
             self._check()
             time.sleep(min(pause, left))
-            pause = min(2 * pause, _LAST_LOOK)
+            pause = min(2 * pause, LAST_LOOK)
         return True

@@ -110,7 +110,7 @@ class Operation(Work):
         assert self._queue is not None
         self._queue.wait_for(self, time.monotonic() + seconds if seconds > 0 else None)
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)
         return True
 
     def is_completed(self) -> bool:
@@ -219,6 +219,8 @@ class OperationQueue:
         self._connect = connect
         self.connection: Connection | None = None
         self.failure: Exception | None = None
+        """The first error, after which no operation can succeed."""
+        self._reason_for_later = ""
         self.carrying_out = threading.Lock()
         """Held by the thread that carries out an operation."""
         self.waiting: deque[Operation] = deque()
@@ -358,14 +360,12 @@ class OperationQueue:
         error: Exception | None = None
         try:
             if self.failure is not None:
-                raise BackendError(f"the group failed before: {self.failure}")
+                raise BackendError(self._reason_for_later)
             connection = self.connect(operation.seconds)
             if operation.work is None:
                 assert operation.start is not None
                 operation.begun = time.monotonic()
-                if connection.calls is not None:
-                    connection.calls.begin(operation.call, operation.begun)
-                operation.work = operation.start(connection.backend)
+                operation.work = connection.begin(operation.call, operation.begun, operation.start)
             if not self._wait_for_ranks(operation, connection, wait_until):
                 return False
             if operation.finish is not None:
@@ -376,7 +376,7 @@ class OperationQueue:
                     operation.call, operation.kind, operation.nbytes, operation.begun, queued
                 )
         except Exception as failure:  # noqa: BLE001 - whatever it is, the caller gets it
-            error = self.fail(operation.call, failure)
+            error = self.fail(operation.call, failure, others_know=True)
         except BaseException as interrupt:
             # What is half done can be neither repeated nor left to other ranks.
             operation.end(self.fail(operation.call, BackendError(f"interrupted by {type(interrupt).__name__}")))
@@ -398,8 +398,7 @@ class OperationQueue:
             elif turn:
                 lookout.look(connection)
             turn = TURN
-        if connection.calls is not None and connection.calls.mismatch():
-            connection.check_peers()
+        connection.check_calls()
         return True
 
     def connect(self, seconds: float) -> Connection:
@@ -428,19 +427,27 @@ class OperationQueue:
         if connection is not None and ended:
             raise dist.DistBackendError(f"hvdgloo: {self.label}: {connection.describe(ended)} has ended")
 
-    def fail(self, call: Call, failure: BaseException) -> Exception:
+    def fail(self, call: Call, failure: BaseException, *, others_know: bool = False) -> Exception:
         """Take note that an operation has failed: no later one of the group can succeed.
+
+        Args:
+            others_know: True if other ranks may know better why.
 
         Returns:
             the error to raise.
         """
-        error = dist.DistBackendError(f"hvdgloo: {call} in {self.label}: {failure}")
         if self.record is not None:
             self.record.no_longer_awaited()
-        if self.failure is None:
+        text, connection = str(failure) or type(failure).__name__, self.connection
+        is_first = self.failure is None
+        if is_first and connection is not None:
+            connection.backend.abort()
+            if others_know and not self._aborted:
+                text = connection.explain(text)
+        error = dist.DistBackendError(f"hvdgloo: {call} in {self.label}: {text}")
+        if is_first:
+            self._reason_for_later = f"the group failed before, in {call}: {text}"
             self.failure = error
-            if self.connection is not None:
-                self.connection.backend.abort()
         return error
 
     def abort(self) -> None:
@@ -467,6 +474,7 @@ class OperationQueue:
                 self.waiting.popleft().end(self.fail(Call("?"), closed))
             connection, self.connection = self.connection, None
             if self.failure is None:
+                self._reason_for_later = "the group was destroyed"
                 self.failure = dist.DistBackendError(f"hvdgloo: {self.label} was destroyed")
                 if connection is not None:
                     connection.close()
@@ -478,6 +486,7 @@ class OperationQueue:
         connection, self.connection = self.connection, None
         if self.record is not None:
             self.record.close()
+        self._reason_for_later = "the group belongs to this process's parent"
         self.failure = dist.DistBackendError(f"hvdgloo: {self.label} belongs to this process's parent")
         self.waiting = deque()
         self.carrying_out = threading.Lock()
@@ -543,11 +552,11 @@ class Lookout:
             self.ordered = self.began + arrivals[1] * 1e-6
         waited = time.monotonic() - self.began
         if waited >= self._seconds:
-            who = connection.describe(connection.late())
+            who = connection.describe_late()
             raise BackendError(f"{who or 'another rank'} did not come within the timeout of {self._seconds:g} s")
         if not self._warned and 0 < connection.stall_warning_time <= waited:
             self._warned = True
-            who = connection.describe(connection.late())
+            who = connection.describe_late()
             logger.warning(
                 "%s in %s has waited for %s for %.0f s", self._call, self._queue.label, who or "other ranks", waited
             )

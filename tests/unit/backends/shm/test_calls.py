@@ -59,3 +59,59 @@ def test_a_call_has_the_bytes_that_each_rank_gives() -> None:
     assert SUM.nbytes == 16
     assert Call("broadcast", count=10).nbytes == 10
     assert Call("all_to_all").nbytes == 0
+
+
+def test_a_call_that_differed_is_found_by_ranks_that_are_ahead_or_behind() -> None:
+    """The root of a broadcast need not wait for others, and a third rank may be behind."""
+    ahead, other, behind = ranks(3)
+    for each in (ahead, other, behind):
+        each.begin(SUM, 1.0)
+    ahead.begin(Call("broadcast", root=0, count=16), 2.0)
+    ahead.begin(Call("barrier"), 3.0)
+    other.begin(Call("broadcast", root=1, count=16), 2.0)
+    assert ahead.mismatch() is behind.mismatch() is None
+    found = [each.earlier_mismatch() for each in (ahead, other, behind)]
+    one, two = "rank 0 called broadcast(16 bytes, root 0)", "rank 1 called broadcast(16 bytes, root 1)"
+    assert found == [f"{one}, but {two}", f"{two}, but {one}", f"{one}, but {two}"]
+
+
+def test_the_first_of_several_calls_that_differ_is_named_even_if_numbers_begin_again() -> None:
+    one, other = ranks(2)
+    for number in range((1 << 16) - 2):
+        one.begin(SUM, 1.0)
+        other.begin(SUM, 1.0)
+        if number % 5000 == 0:
+            assert one.earlier_mismatch() is None
+    for kind in ("all_gather", "all_to_all", "barrier"):
+        one.begin(SUM, 1.0)
+        other.begin(Call(kind), 1.0)
+    difference = "rank 0 called all_reduce(SUM, 4 x float32), but rank 1 called all_gather()"
+    assert one.earlier_mismatch() == difference
+
+
+def test_a_rank_that_has_made_no_call_differs_from_none() -> None:
+    """Such as one that receives messages: only those that send them count."""
+    receiver, sender = ranks(2)
+    for _ in range(1 << 16):
+        sender.begin(Call("message"), 1.0)
+    assert receiver.mismatch() is receiver.earlier_mismatch() is None
+
+
+def test_the_latest_call_of_a_rank_is_known_and_whether_it_is_the_current_one() -> None:
+    one, other = ranks(2)
+    assert one.latest(1) == (None, False, 0.0)
+    other.begin(SUM, 10.0)
+    one.begin(SUM, 10.0)
+    assert one.latest(1) == (SUM, True, 10.0)
+    one.begin(Call("barrier"), 20.0)
+    assert one.latest(1) == (SUM, False, 10.0)
+    other.begin(Call("barrier"), 30.0)
+    assert one.latest(1) == (Call("barrier"), True, 30.0)
+
+
+def test_ranks_are_called_by_their_numbers_in_the_group() -> None:
+    pages = [memoryview(bytearray(PAGE)).cast("Q") for _ in range(2)]
+    one, other = (Calls(cast(Segment, Words(pages, rank)), 4) for rank in range(2))
+    other.begin(Call("barrier"), 1.0)
+    one.begin(SUM, 1.0)
+    assert one.mismatch() == "rank 4 called all_reduce(SUM, 4 x float32), but rank 5 called barrier"
