@@ -93,7 +93,7 @@ class Core(Generic[T]):
     ) -> Pending[T]:
         """Hand one collective to the engine, and return at once.
 
-        With a name it is persistent: a call that repeats it starts what the first one registered.
+        It is persistent: a call that repeats its name, or has none either, starts what the first one registered.
 
         Args:
             operation: the collective and its parameters.
@@ -103,10 +103,6 @@ class Core(Generic[T]):
             grouped: the names are a group's.
             splits, waits: as for ``PersistentOperation.start``.
         """
-        if name is None:
-            return self.persistent(operation, None, in_place=in_place, grouped=grouped).start(
-                tensors, splits=splits, waits=waits
-            )
         session = self._bind()[1]
         key = name, in_place, grouped, operation
         known = session.operations.get(key)
@@ -124,7 +120,7 @@ class Core(Generic[T]):
         waits: bool = False,
     ) -> Pending[T]:
         """``start`` for the arguments that users give to ``reduction``, which need not be checked each time."""
-        if name is None or arguments[0] is not None:
+        if arguments[0] is not None:
             return self.start(reduction(*arguments, depth=3), [tensor], name, in_place=in_place, waits=waits)
         session = self._bind()[1]
         _, op, prescale, postscale, process_set = arguments
@@ -251,7 +247,7 @@ class Core(Generic[T]):
     ) -> tuple[Handle, Callable[[], npt.NDArray[Any]]]:
         context, session = self._bind()
         prefix = operation.collective.value
-        full_name = session.names.full(operation.process_set, prefix, name)
+        full_name = session.names.next(operation.process_set, prefix) if name is None else f"{prefix}.{name}"
         buffer = Buffer.of_array(array)
         request = operation.request(full_name, (buffer.spec,))
         if operation.collective is not Collective.ALLGATHER:

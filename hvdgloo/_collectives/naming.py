@@ -26,9 +26,13 @@ class Names:
         self._reserved: Counter[str] = Counter()
 
     def next(self, process_set: int, prefix: str) -> str:
-        """A new name for an operation: counted for each process set and prefix."""
+        """Return a new name for an operation: counted for each process set and prefix."""
+        return f"{template_of(prefix)}.{self.count(process_set, prefix)}"
+
+    def count(self, process_set: int, prefix: str) -> int:
+        """Return the number in a new name."""
         with self._lock:
-            return f"{prefix}.noname.{next(self._counters[process_set, prefix])}"
+            return next(self._counters[process_set, prefix])
 
     def restart(self, process_set: int | None = None) -> None:
         """Count from 1 again, where ranks may have counted differently so far.
@@ -41,15 +45,16 @@ class Names:
             for counted in [key for key in self._counters if process_set in (None, key[0])]:
                 del self._counters[counted]
 
-    def full(self, process_set: int, prefix: str, name: str | None) -> str:
-        """An operation's full name: the user's after the prefix, or a new one."""
-        return self.next(process_set, prefix) if name is None else f"{prefix}.{name}"
-
     def reserve(self, names: Sequence[str]) -> list[str]:
         """Names for tensors that will be sent again and again; see ``Frontend.reserve_names``."""
         with self._lock:
             self._reserved.update(names)
             return [name if (n := self._reserved[name]) == 1 else f"{name}.{n}" for name in names]
+
+
+def template_of(prefix: str) -> str:
+    """Return what the automatic names of a kind of operation have before their numbers."""
+    return f"{prefix}.noname"
 
 
 _NAMES: weakref.WeakKeyDictionary[Context, Names] = weakref.WeakKeyDictionary()
@@ -58,5 +63,8 @@ _NAMES_LOCK = threading.Lock()
 
 def names_of(context: Context) -> Names:
     """The names of a Context, made at the first call."""
-    with _NAMES_LOCK:
-        return _NAMES.setdefault(context, Names())
+    names = _NAMES.get(context)
+    if names is None:
+        with _NAMES_LOCK:
+            names = _NAMES.setdefault(context, Names())
+    return names

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from hvdgloo._collectives.adapter import TensorAdapter
-from hvdgloo._collectives.naming import names_of
+from hvdgloo._collectives.naming import names_of, template_of
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.handle import Handle
@@ -131,6 +131,9 @@ class PersistentOperation(Generic[T]):
                     same = False
             if not same:
                 persistent = self._register(context, inputs)
+        if self.name is None:
+            names = names_of(context)
+            persistent = persistent.numbered(names.count(self.spec.process_set, self.prefix))
         request = persistent.request
         on_device = request.on_device
         pending: Pending[T] = Pending(request.name, self, tensors)
@@ -156,14 +159,13 @@ class PersistentOperation(Generic[T]):
         return delivered
 
     def _register(self, context: Context, inputs: Sequence[Buffer]) -> PersistentRequest:
-        """Make the request of all starts with tensors of this kind."""
+        """Make the request of all starts with tensors of this kind; with automatic names, their template."""
         specs = tuple([buffer.spec for buffer in inputs])
-        full_name = names_of(context).full(self.spec.process_set, self.prefix, self.name)
+        full_name = template_of(self.prefix) if self.name is None else f"{self.prefix}.{self.name}"
         persistent = PersistentRequest(
             self.spec.request(full_name, specs, wire_threshold=context.engine.wire_threshold)
         )
-        if self.name is not None:
-            self._registered = context, persistent
+        self._registered = context, persistent
         return persistent
 
     def _allocating(self, tensors: Sequence[T]) -> Callable[[int, TensorSpec], Buffer]:

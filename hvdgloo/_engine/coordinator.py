@@ -256,6 +256,8 @@ class Coordinator:
     def _offered(self, rank: int, offer: Offer, now: float) -> None:
         """Hold a rank's offer, unless some rank is known not to make it: then it is a submission like any other."""
         joined = self._negotiator.joined & ~self.offers.holders(offer.word) & ~(1 << rank)
+        if self.offers.differs(offer):  # as one of the n-th call with an automatic name does, if its shape differs
+            self._decline({offer.request.key})
         if joined or self._negotiator.ranks_of(offer.request.key):
             self._negotiator.absorb_offer(rank, offer, now)
             return

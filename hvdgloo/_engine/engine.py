@@ -309,7 +309,7 @@ class Engine:
                 "to the parent (start workers with the 'spawn' method and hvd.init() if they are to be ranks)"
             )
         request = persistent.request
-        signature = persistent.signature
+        signature = (persistent.template or persistent).signature
         if signature is None or signature.number < 0:
             self._validate(request)
         results = inputs if request.collective.sized_late else outputs or ()
@@ -323,7 +323,7 @@ class Engine:
         submission = Submission(persistent, inputs, results, allocate, ready, splits, handle)
         held = interrupts.hold()  # what was filed must also be sent
         try:
-            if waits and self._offers is not None and not self._executor.backlog and self._offers.launch(submission):
+            if waits and self._offers is not None and self._offers.launch(submission):
                 return
             filed, agreeing = self._member.add(submission)
             if filed == _BATCH or (filed == 1 and not agreeing):

@@ -42,6 +42,11 @@ class HeldOffers:
         """Return the ranks, as a mask, whose offer of this word is held."""
         return mask_of(rank for rank, held in self._held.items() if held.offer.word == word)
 
+    def differs(self, offer: Offer) -> bool:
+        """Return whether some rank's offer of the same operation has another word: neither will be made by all."""
+        key = offer.request.key
+        return any(held.offer.request.key == key and held.offer.word != offer.word for held in self._held.values())
+
     def ranks_of(self, key: tuple[int, str]) -> int:
         """Return the ranks, as a mask, whose offer of an operation is held."""
         return mask_of(rank for rank, held in self._held.items() if held.offer.request.key == key)

@@ -69,6 +69,7 @@ class Member:
         # The current agreements, by number, and by the name under which this rank submits them.
         self._signatures: dict[int, Signature] = {}
         self._agreed: dict[tuple[int, str], Signature] = {}
+        self._templates: dict[Request, Signature] = {}  # of calls with automatic names
 
     @property
     def has_pending(self) -> bool:
@@ -142,22 +143,24 @@ class Member:
         with self._lock:
             if self._closed is not None or self._pending or self.timeline is not None:
                 return None
-            persistent = operation.persistent
-            signature = persistent.signature
+            persistent, template = operation.persistent, operation.persistent.template
+            known = template or persistent
+            signature = known.signature
             if signature is None or signature.number < 0:
-                signature = self._agreed.get(key)
-                if signature is None or signature.request != operation.request:
+                signature = self._agreed.get(key) if template is None else self._templates.get(template.request)
+                if signature is None or signature.request != known.request:
                     return None
-                persistent.signature = signature
+                known.signature = signature
             if signature.was_declined and signature.ended % _RETRY:
                 return None
-            word = word_of(signature.number, signature.ended)
+            number = signature.number  # the control thread may forget it at any moment
+            word = word_of(number, signature.ended if template is None else persistent.instance)
             if not word:
                 return None
             self._pending[key] = operation
             if self._counters is not None:
                 self._count(operation, self._counters)
-            own = self.own_offer = OwnOffer(operation, signature, signature.number, word, self.turn)
+            own = self.own_offer = OwnOffer(operation, signature, number, word, self.turn)
             return own
 
     def take_offer(self) -> Offer | None:
@@ -308,11 +311,13 @@ class Member:
 
     def _forget(self, number: int) -> None:
         signature = self._signatures.pop(number, None)
-        if signature is not None:
+        if signature is not None and signature.number == number:
             signature.number = -1
             key = signature.response.request.key
             if self._agreed.get(key) is signature:
                 del self._agreed[key]
+            if signature.request is not None and self._templates.get(signature.request) is signature:
+                del self._templates[signature.request]
 
     def _pop(self, item: int | Response) -> tuple[Response, Submission | None]:
         """An item's Response, and this rank's part in it: None if this rank is not in the process set."""
@@ -340,16 +345,35 @@ class Member:
             self.own_offer = None
         if request.collective is Collective.JOIN:
             self._joined = False
+            self._forget_templates()
         elif operation is None and self._joined and request.process_set in self._own_sets:
             operation = neutral_tensors.stand_in(request)
         return response, operation
 
     def _remember(self, response: Response, operation: Submission | None) -> None:
+        number = response.signature
+        template = None if operation is None else operation.persistent.template
+        if template is not None:
+            signature = self._templates.get(template.request)
+            if signature is None:
+                signature = self._templates[template.request] = Signature(number, response, template.request)
+            # All calls have one signature, under the number that will be forgotten last.
+            signature.number, signature.response = number, response
+            signature.ended += 1
+            self._signatures[number] = template.signature = signature
+            return
         request = None if operation is None else operation.request
-        signature = self._signatures[response.signature] = Signature(response.signature, response, request)
+        signature = self._signatures[number] = Signature(number, response, request)
         if operation is not None:
             self._agreed[response.request.key] = signature
             operation.persistent.signature = signature
+
+    def _forget_templates(self) -> None:
+        """Have calls with automatic names spelled out again: after a join, those are counted from 1, and the words of
+        their offers must not be given twice."""
+        for signature in self._templates.values():
+            signature.number = -1
+        self._templates.clear()
 
     def _change_sets(self, response: Response) -> None:
         request = response.request

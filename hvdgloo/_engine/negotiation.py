@@ -394,7 +394,8 @@ class Negotiator:
     def absorb_offer(self, rank: int, offer: Offer, now: float) -> None:
         """File what a rank has offered as its submission."""
         signature = self._signatures.get(offer.number)
-        by_number = signature is not None and rank in signature.requests
+        # The number of a call with an automatic name stands for an earlier one.
+        by_number = signature is not None and signature.requests.get(rank) == offer.request
         self.absorb(rank, Submit((offer.number,)) if by_number else Submit((), (offer.request,)), now)
 
     def oldest(self) -> float | None:

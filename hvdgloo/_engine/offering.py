@@ -63,7 +63,7 @@ class Offers:
         Returns:
             False if it has to be submitted.
         """
-        persistent = submission.persistent
+        persistent = submission.persistent.template or submission.persistent
         if persistent.may_be_offered is None:
             persistent.may_be_offered = suits(submission.request, self._lane.most_bytes)
         if not persistent.may_be_offered or submission.ready is not None:

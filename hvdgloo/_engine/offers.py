@@ -9,8 +9,11 @@ rank will not offer that operation (it submitted it without an offer, or joined)
 of all, and rank 0 takes the offers that it holds for ordinary submissions. In any other case it orders nothing.
 
 The word holds the signature's number, and how many operations of that number have ended, which is the same on all
-ranks that have got as far. Two places for offers, used in turn, are enough: a rank that offers again has completed the
-previous offer, so every rank had made that, and has therefore read what was offered before it.
+ranks that have got as far. Calls with automatic names that differ only in the name's number have one signature, and
+their word holds that number instead: it is what ranks match such calls by.
+
+Two places for offers, used in turn, are enough: a rank that offers again has completed the previous offer, so every
+rank had made that, and has therefore read what was offered before it.
 
 Pure: no clock, thread or memory.
 """
@@ -80,12 +83,12 @@ def word_of(number: int, instance: int) -> int:
     """Return the word of an offer: never 0, and never given twice, since no number is.
 
     Args:
-        number: of the signature.
-        instance: number of operations with that signature that ended before.
+        number: of the signature; negative if it was forgotten.
+        instance: number of operations with that signature that ended before, or of the automatic name.
 
     Returns:
-        0 if the counts have become too large for a word, as they have then on all ranks.
+        0 if there is no number, or if the counts have become too large for a word, as they have then on all ranks.
     """
-    if number + 1 >= 1 << _NUMBER_BITS or instance >= 1 << _INSTANCE_BITS:
+    if number < 0 or number + 1 >= 1 << _NUMBER_BITS or instance >= 1 << _INSTANCE_BITS:
         return 0
     return (number + 1) << _INSTANCE_BITS | instance

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.messages import Request, Response
 from hvdgloo.errors import BackendError
@@ -14,9 +16,11 @@ class Signature:
     """An agreement of all ranks, and the number that stands for it in messages.
 
     Attributes:
-        number: the number; -1 once the coordinator has forgotten it.
+        number: the number; -1 once the coordinator has forgotten it. For a template, the number of the last call that
+            was ordered.
         response: the agreement.
-        request: this rank's request, whose dimensions may differ from the agreed ones; None if it made none.
+        request: this rank's request, whose dimensions may differ from the agreed ones; None if it made none. It may be
+            a template's.
         ended: number of operations that have been carried out under it, or failed by an order; the same on all ranks
             that have got as far.
         was_declined: True if an operation of it that this rank offered last was ordered instead.
@@ -40,14 +44,25 @@ class PersistentRequest:
         signature: what was last agreed upon for it, if anything. While that has a number, the request is known to be
             valid in itself.
         may_be_offered: True if it is of those that ranks of one host offer to each other; None if that was not asked.
+        template: for a call with an automatic name: what it shares with all calls that differ only in that name's
+            number, and where everything that was found out is kept.
+        instance: that number.
     """
 
-    __slots__ = ("may_be_offered", "request", "signature")
+    __slots__ = ("instance", "may_be_offered", "request", "signature", "template")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.signature: Signature | None = None
         self.may_be_offered: bool | None = None
+        self.template: PersistentRequest | None = None
+        self.instance = 0
+
+    def numbered(self, instance: int) -> PersistentRequest:
+        """Return the request of one call with an automatic name, of which this is the template."""
+        numbered = PersistentRequest(replace(self.request, name=f"{self.request.name}.{instance}"))
+        numbered.template, numbered.instance = self, instance
+        return numbered
 
 
 class Submission:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ import pytest
 from hvdgloo._backends.shm.lane import Lane
 from hvdgloo._backends.shm.segment import LISTENING
 from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.process_sets import global_process_set
+from hvdgloo._collectives.spec import reduction
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.offering import Offers
@@ -47,7 +50,7 @@ def member_of(context: Context) -> Member:
     return context.engine._member
 
 
-def total(frontend: Frontend[Any], value: float, name: str = "x") -> list[float]:
+def total(frontend: Frontend[Any], value: float, name: str | None = "x") -> list[float]:
     result: list[float] = frontend.allreduce(np.full(3, value), op=ReduceOp.SUM, name=name).tolist()
     return result
 
@@ -60,6 +63,58 @@ def test_what_all_ranks_wait_for_needs_no_order(world: Callable[..., World]) -> 
         return member_of(context)._ordered, member_of(context).turn
 
     assert world().run(body) == [(1, 19)] * SIZE  # the first call agrees upon the number
+
+
+def test_calls_without_names_need_no_order(world: Callable[..., World]) -> None:
+    """And are shown under the automatic names that they have everywhere else."""
+
+    def body(context: Context) -> tuple[int, int, str]:
+        frontend = frontend_of(context)
+        for step in range(20):
+            assert total(frontend, float(step + context.rank), None) == [3 * step + 3] * 3
+            assert frontend.allreduce(np.full(2, 1.0), op=ReduceOp.SUM).tolist() == [3.0] * 2
+        handle = frontend.start(reduction(None, ReduceOp.SUM, 1.0, 1.0, global_process_set), [np.ones(3)], waits=True)
+        handle.wait()
+        return member_of(context)._ordered, member_of(context).turn, handle.name
+
+    assert world().run(body) == [(2, 39, "allreduce.noname.41")] * SIZE
+
+
+def test_calls_without_names_match_in_order_however_ranks_make_them(world: Callable[..., World]) -> None:
+    """Some wait and some do not, some calls are made by an offer and some by an order, and ranks join."""
+
+    def body(context: Context) -> int:
+        frontend, rng = frontend_of(context), random.Random(context.rank)
+        schedule = random.Random(7)
+        for round_ in range(4):
+            for step in range(30):
+                count = schedule.choice((1, 3, 5))
+                value = np.full(count, float(step + context.rank))
+                if schedule.random() < 0.2 and rng.random() < 0.5:
+                    result = frontend.synchronize(frontend.allreduce_async(value, op=ReduceOp.SUM))
+                else:
+                    result = frontend.allreduce(value, op=ReduceOp.SUM)
+                assert result.tolist() == [3 * step + 3] * count
+            if context.rank != round_:
+                assert total(frontend, 1.0, None)[0] in (2.0, 3.0)
+            frontend.join()
+        return member_of(context).turn
+
+    turns = world().run(body)
+    assert len(set(turns)) == 1
+    assert turns[0] > 10
+
+
+def test_ranks_whose_calls_without_names_disagree_get_the_error_and_go_on(world: Callable[..., World]) -> None:
+    def body(context: Context) -> None:
+        frontend = frontend_of(context)
+        for _ in range(3):
+            for count in (3, 4):
+                assert frontend.allreduce(np.ones(count), op=ReduceOp.SUM).tolist() == [3.0] * count
+            with pytest.raises(MismatchError, match=r"allreduce\.noname\.\d+: ranks disagree about its shape"):
+                frontend.allreduce(np.ones(3 + (context.rank == 2)), op=ReduceOp.SUM)
+
+    world().run(body)
 
 
 @pytest.mark.parametrize("pipes", [False, True])
@@ -224,21 +279,23 @@ def test_they_are_counted_like_others(world: Callable[..., World]) -> None:
     assert world().run(body) == [(10, 240)] * SIZE
 
 
-def test_a_rank_that_does_not_come_is_reported(world: Callable[..., World]) -> None:
+@pytest.mark.parametrize("name", ["x", None])
+def test_a_rank_that_does_not_come_is_reported(world: Callable[..., World], name: str | None) -> None:
+    shown = "allreduce.x" if name else "allreduce.noname.3"
     reported = threading.Event()
 
     def body(context: Context) -> None:
         frontend = frontend_of(context)
         for _ in range(2):
-            total(frontend, 1.0)
+            total(frontend, 1.0, name)
         if context.rank == 1:
             assert reported.wait(10)
         if context.rank == 2:
             while not (waiting := made.contexts[0].engine.overdue(0.0)[0]):
                 time.sleep(0.001)
             reported.set()
-            assert [(each.name, each.submitted, each.missing) for each in waiting] == [("allreduce.x", (0,), (1, 2))]
-        total(frontend, 1.0)
+            assert [(each.name, each.submitted, each.missing) for each in waiting] == [(shown, (0,), (1, 2))]
+        total(frontend, 1.0, name)
 
     made = world()
     made.run(body)

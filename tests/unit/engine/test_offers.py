@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
 from hvdgloo._engine.member import Member
@@ -136,35 +137,123 @@ def test_each_rank_waits_for_another_kind() -> None:
     ] * 2
 
 
-def test_rank_0_is_told_of_an_offer_before_a_join_of_the_same_rank() -> None:
-    member = Member(0, {0: (0, 1)}, 0)
-    member.accept(Execute((Response(X, signature=0),)))
-    member.accept(Execute((0,)))
+def submission_of(persistent: PersistentRequest) -> Submission:
     buffer = Buffer.of_array(np.zeros(4, np.float32))
-    persistent = PersistentRequest(X)
-    member.add(Submission(persistent, [buffer], [buffer]))
+    buffers = [buffer] if persistent.request.tensors else []
+    return Submission(persistent, buffers, buffers)
+
+
+def member_that_knows_x(size: int = 2) -> tuple[Member, PersistentRequest]:
+    member, persistent = Member(0, {0: tuple(range(size))}, 0), PersistentRequest(X)
+    member.add(submission_of(persistent))
     member.drain()
-    member.accept(Execute((Response(X, signature=1),)))
-    own = member.offer(Submission(persistent, [buffer], [buffer]))
+    member.accept(Execute((Response(X, signature=0),)))
+    return member, persistent
+
+
+@pytest.mark.parametrize("pending", ["an operation", "a join", "an offer"])
+def test_nothing_is_offered_while_anything_waits_for_other_ranks(pending: str) -> None:
+    """Rank 0 compares what ranks wait for, and takes a rank that waits for something to offer nothing else."""
+    member, persistent = member_that_knows_x()
+    other = PersistentRequest(JOIN if pending == "a join" else Request("allreduce.y", Collective.ALLREDUCE, (SPEC,)))
+    if pending == "an offer":
+        assert member.offer(submission_of(persistent)) is not None
+        own, persistent = member.own_offer, PersistentRequest(X)
+    else:
+        member.add(submission_of(other))
+        own = None
+    assert member.offer(submission_of(persistent)) is None
+    assert member.own_offer is own
+
+
+UNNAMED = Request("allreduce.noname", Collective.ALLREDUCE, (SPEC,))
+
+
+def ordered(template: PersistentRequest, instance: int, signature: int, member: Member) -> None:
+    """Have a call with an automatic name ordered."""
+    numbered = template.numbered(instance)
+    member.add(submission_of(numbered))
+    assert member.drain() == Submit((), (numbered.request,))
+    member.accept(Execute((Response(numbered.request, signature=signature),)))
+
+
+def offered(template: PersistentRequest, instance: int, member: Member) -> int:
+    """Have a call with an automatic name made by all ranks; return its word."""
+    own = member.offer(submission_of(template.numbered(instance)))
+    assert own is not None
+    assert own.operation.request.name == f"allreduce.noname.{instance}"
+    assert member.complete(own)
+    return own.word
+
+
+def test_calls_with_automatic_names_are_offered_once_one_of_their_kind_is_known() -> None:
+    member, template = Member(0, {0: (0, 1)}, 0), PersistentRequest(UNNAMED)
+    assert member.offer(submission_of(template.numbered(1))) is None
+    ordered(template, 1, 7, member)
+    assert offered(template, 2, member) == word_of(7, 2)
+    other = PersistentRequest(Request("allreduce.noname", Collective.ALLREDUCE, (TensorSpec(DType.FLOAT64, (4,)),)))
+    assert member.offer(submission_of(other.numbered(3))) is None
+    ordered(template, 4, 9, member)
+    again = PersistentRequest(UNNAMED)  # as another front-end makes it
+    assert [offered(template, 5, member), offered(again, 6, member)] == [word_of(9, 5), word_of(9, 6)]
+    member.accept(Execute((), forgotten=(7,)))
+    assert offered(template, 7, member) == word_of(9, 7)
+    member.accept(Execute((), forgotten=(9,)))
+    assert member.offer(submission_of(template.numbered(8))) is None
+
+
+def test_words_of_automatic_names_that_a_join_counts_anew_are_not_given_twice() -> None:
+    member, template, words = Member(0, {0: (0, 1)}, 0), PersistentRequest(UNNAMED), []
+    for number in (0, 1):
+        assert member.offer(submission_of(template.numbered(1))) is None
+        ordered(template, 1, number, member)
+        words += [offered(template, instance, member) for instance in (2, 3)]
+        member.add(submission_of(PersistentRequest(JOIN)))
+        member.drain()
+        member.accept(Execute((Response(JOIN, value=1),)))
+    assert len({*words}) == 4
+
+
+def test_an_offer_with_an_automatic_name_is_ordered_under_that_name() -> None:
+    job = Job()
+    first, second = (Request(f"allreduce.noname.{n}", Collective.ALLREDUCE, (SPEC,)) for n in (1, 2))
+    for rank in range(SIZE):
+        job.submit(rank, Submit((), (first,)))
+    assert job.ordered() == [first.name]
+    for rank in (0, 1):
+        job.coordinator.receive(rank, Offer(second, 1, word_of(1, 2), 0), 1.0)
+    assert [(each.name, each.missing) for each in job.coordinator.waiting(2.0, 0.0)] == [(second.name, (2,))]
+    job.submit(2, Submit((), (second,)))
+    assert job.ordered() == [second.name]
+
+
+def test_offers_of_one_operation_with_different_words_fail_if_ranks_disagree() -> None:
+    job = Job()
+    for rank in range(SIZE):
+        spec = TensorSpec(DType.FLOAT32, (4 + (rank == 1),))
+        request = Request("allreduce.noname.3", Collective.ALLREDUCE, (spec,))
+        job.coordinator.receive(rank, Offer(request, rank == 1, word_of(rank == 1, 3), 0), 1.0)
+    (text,) = job.ordered()
+    assert text == "allreduce.noname.3: ranks disagree about its shape: (4,) on ranks 0, 2; (5,) on rank 1"
+
+
+def test_rank_0_is_told_of_an_offer_before_a_join_of_the_same_rank() -> None:
+    member, persistent = member_that_knows_x()
+    own = member.offer(submission_of(persistent))
     assert own is not None
     assert member.take_offer() is None, "all ranks may still offer it at once"
     member.add(Submission(PersistentRequest(JOIN), [], []))
     assert member.drain() == Submit((), (JOIN,))
-    assert member.take_offer() == Offer(X, 1, word_of(1, 0), 0)
+    assert member.take_offer() == Offer(X, 0, word_of(0, 0), 0)
     assert member.take_offer() is None
 
 
 def test_an_operation_that_failed_by_an_order_is_not_offered_under_the_same_word() -> None:
-    member = Member(0, {0: (0, 1)}, 0)
-    buffer = Buffer.of_array(np.zeros(4, np.float32))
-    persistent = PersistentRequest(X)
-    member.add(Submission(persistent, [buffer], [buffer]))
-    member.drain()
-    member.accept(Execute((Response(X, signature=0),)))
+    member, persistent = member_that_knows_x()
     words = []
     for message in (Execute((Response(X, error="ranks disagree"),)), Execute((0,))):
         persistent.signature.was_declined = False  # type: ignore[union-attr]
-        own = member.offer(Submission(persistent, [buffer], [buffer]))
+        own = member.offer(submission_of(persistent))
         assert own is not None
         words.append(own.word)
         member.accept(message)
@@ -176,7 +265,7 @@ def test_words_of_different_operations_differ() -> None:
     assert len({*words}) == len(words)
     assert 0 not in words
     assert max(word_of((1 << 28) - 2, (1 << 36) - 1), 0) < 1 << 64
-    assert word_of((1 << 28) - 1, 0) == word_of(0, 1 << 36) == 0
+    assert word_of((1 << 28) - 1, 0) == word_of(0, 1 << 36) == word_of(-1, 3) == 0
 
 
 def test_only_small_allreduces_of_all_ranks_on_the_host_are_offered() -> None:

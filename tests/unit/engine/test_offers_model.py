@@ -40,16 +40,20 @@ class Round:
     """A stretch of every rank's program.
 
     Attributes:
-        operations: each one's name and the ranks that submit it without waiting.
+        operations: each one's name and the ranks that submit it without waiting. A name that is a digit stands for an
+            automatic one, and for the number of elements.
         together: its blocking calls are made by threads of their own, all at once.
         quitters: ranks that make only the first call and join.
-        rivals: ranks that then call a broadcast of the name by which the others call an allreduce; none for no call.
+        rivals: ranks that then call a broadcast of the name by which the others call an allreduce, or an allreduce of
+            another shape if these have automatic names; none for no call.
+        unnamed: the latter.
     """
 
     operations: tuple[tuple[str, frozenset[int]], ...]
     together: bool
     quitters: frozenset[int]
     rivals: frozenset[int]
+    unnamed: bool = False
 
 
 @dataclass
@@ -81,6 +85,7 @@ class Job:
         self.places: list[list[tuple[int, object]]] = [[(0, None)] * self.size for _ in range(PLACES)]
         self.known: dict[tuple[int, str], PersistentRequest] = {}
         self.calls: dict[Handle, object] = {}
+        self.counts = [0] * self.size  # of calls with automatic names
         self.own: list[dict[Handle, OwnOffer]] = [{} for _ in range(self.size)]
         self.offered = self.lost = False
 
@@ -106,10 +111,15 @@ class Job:
 
     def submission(self, rank: int, name: str, call: object) -> Submission:
         kind = Collective(name.partition(".")[0])
-        specs = (TensorSpec(DType.FLOAT32, (1,)),) if kind.has_tensors else ()
+        elements = int(name[-1]) if name[-2:-1] == "." else 1
+        specs = (TensorSpec(DType.FLOAT32, (elements,)),) if kind.has_tensors else ()
         root = 0 if kind.has_root else -1
-        persistent = self.known.setdefault((rank, name), PersistentRequest(Request(name, kind, specs, root=root)))
-        buffers = [Buffer.of_array(np.zeros(1, np.float32)) for _ in specs]
+        full_name = f"{kind.value}.noname" if name[-2:-1] == "." else name
+        persistent = self.known.setdefault((rank, name), PersistentRequest(Request(full_name, kind, specs, root=root)))
+        if full_name != name:
+            self.counts[rank] += 1
+            persistent = persistent.numbered(self.counts[rank])
+        buffers = [Buffer.of_array(np.zeros(elements, np.float32)) for _ in specs]
         operation = Submission(persistent, buffers, buffers)
         self.calls[operation.handle] = call
         return operation
@@ -149,7 +159,7 @@ class Job:
             threads: list[Iterator[None]] = []
             for place, (name, asynchronous) in enumerate(each.operations[:1] if quits else each.operations):
                 call = number, place
-                name = f"allreduce.{name}{place}"
+                name = f"allreduce.{name}" if name.isdigit() else f"allreduce.{name}{place}"
                 if rank in asynchronous:
                     handles.append(self.start(rank, name, call))
                     continue
@@ -164,11 +174,14 @@ class Job:
                     yield from self.end(rank, threads, handles)
                 handles.append(self.start(rank, "join", ("join", number)))
             yield from self.end(rank, threads, handles)
+            if each.quitters:
+                self.counts[rank] = 0
             assert self.lost or all(handle.error is None for handle in handles), [handle.error for handle in handles]
             if each.rivals and len(each.rivals) < self.size:
-                kind = "broadcast" if rank in each.rivals else "allreduce"
+                names = ("allreduce.1", "allreduce.2") if each.unnamed else ("allreduce.a0", "broadcast.a0")
                 failing: list[Handle] = []
-                yield from self.end(rank, [self.waited(rank, f"{kind}.a0", ("rival", number), failing)], failing)
+                name = names[rank in each.rivals]
+                yield from self.end(rank, [self.waited(rank, name, ("rival", number), failing)], failing)
                 assert self.lost or isinstance(failing[0].error, MismatchError), failing[0].error
 
     def end(self, rank: int, threads: list[Iterator[None]], handles: list[Handle]) -> Iterator[None]:
@@ -244,7 +257,7 @@ class Job:
                 assert operation.handle.resolve(value=-1 if request is None else 0)
 
 
-NAMES = st.sampled_from("ab")
+NAMES = st.sampled_from("ab12")
 RANKS = st.frozensets(st.integers(0, 3), max_size=2)
 ROUNDS = st.builds(
     Round,
@@ -252,6 +265,7 @@ ROUNDS = st.builds(
     st.booleans(),
     st.one_of(st.just(frozenset()), RANKS),
     st.one_of(st.just(frozenset()), RANKS),
+    st.booleans(),
 )
 
 
@@ -263,6 +277,7 @@ def possible(rounds: list[Round], size: int) -> list[Round]:
             each.together,
             frozenset(rank for rank in each.quitters if rank < size - 1),
             frozenset(rank for rank in each.rivals if rank < size),
+            each.unnamed,
         )
         for each in rounds
     ]
