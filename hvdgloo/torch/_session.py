@@ -64,6 +64,29 @@ class _Gradients(enum.Enum):
     ARRIVED = "reduced, and not used yet: an interrupted step goes on from here"
 
 
+class _Streams:
+    """The streams on which gradients of this step were computed."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[torch.device, gpu.Stream]] = {}
+
+    def note(self, parameter: Tensor) -> None:
+        """Note the present stream of a parameter's device, if that is a GPU."""
+        device = gpu.of(parameter)
+        if device is not None:
+            key = gpu.current_key(device)
+            if key not in self._known:
+                self._known[key] = device, gpu.current(device)
+
+    def gather(self) -> None:
+        """Have this stream wait for the others on which gradients were computed that are sent together."""
+        for device, stream in self._known.values():
+            gpu.wait_for(stream, device)
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
 @dataclass(eq=False)
 class _AdasumStep:
     """The changes that the step of this rank's optimizer has made, to be combined with the others'.
@@ -146,6 +169,7 @@ class Session:
         self.groups = groups_of(groups, trained, set(parameters.names))
         grouped = [[parameters.names[id(p)] for p in group] for group in self.groups]
         self._grouped = {name for group in grouped for name in group}
+        self._streams = _Streams()
         self.reducer = GradientReducer(
             frontend,
             op=None if self.adaptive else options.op,
@@ -154,10 +178,8 @@ class Session:
             passes=options.backward_passes_per_step,
             groups=grouped,
             process_set=options.process_set,
-            gathered=self._gathered,
+            gathered=self._streams.gather,
         )
-        # On which gradients of this step were computed.
-        self._streams: dict[Hashable, tuple[torch.device, gpu.Stream]] = {}
         exchanges = self._exchanges = ResumableExchanges()
         self._kinds = GradientKinds(frontend, parameters, options, exchanges)
         self._bucketing = Bucketing(frontend, self.reducer, parameters, options, exchanges)
@@ -270,11 +292,7 @@ class Session:
         if kind is None:
             kind = kind_of(parameter, self.options)
         if kind is Kind.DENSE:
-            device = gpu.of(parameter)
-            if device is not None:
-                key = gpu.current_key(device)
-                if key not in self._streams:
-                    self._streams[key] = device, gpu.current(device)
+            self._streams.note(parameter)
             gradient = parameter.grad if bucketing.buckets is None else None
             if gradient is None or gradient.is_sparse or not gradient.is_contiguous():
                 gradient = self._dense_gradient(name, parameter)
@@ -285,11 +303,6 @@ class Session:
             except GradientsInFlightError as error:
                 raise _naming_checkpoints(error, name) from None
         # Sparse ones are gathered when all passes have added to them.
-
-    def _gathered(self) -> None:
-        """Have this stream wait for the others on which gradients were computed that are sent together."""
-        for device, stream in self._streams.values():
-            gpu.wait_for(stream, device)
 
     def _dense_gradient(self, name: str, parameter: Tensor) -> Tensor:
         buckets = self._bucketing.buckets
