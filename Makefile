@@ -143,6 +143,7 @@ test-extended: $(READY)
 # memory only a sample, since what happens to a tensor there does not depend on the framework.
 test-tensorflow: $(READY_TF)
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest tests/tensorflow
+	HVDGLOO_TEST_FRONTENDS=jax $(VENV_TF)/bin/python -m pytest -n $(WORKERS) tests/jax
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest -n $(WORKERS) $(TESTS_TF) \
 	    -k "(tensorflow or keras) and (not (gloo or tree) or test_frontend_objects or test_frontend_adjoints)"
 

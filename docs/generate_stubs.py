@@ -27,6 +27,7 @@ MODULES = {
     "hvdgloo.tensorflow.mpi_ops": "tensorflow",
     "hvdgloo.tensorflow.keras": "tensorflow",
     "hvdgloo.keras": "keras",
+    "hvdgloo.jax": "jax",
     "hvdgloo.mxnet": "mxnet",
     "hvdgloo.mxnet.mpi_ops": "mxnet",
 }

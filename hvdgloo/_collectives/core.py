@@ -28,6 +28,7 @@ from hvdgloo._collectives.naming import names_of
 from hvdgloo._collectives.persistent import Pending, PersistentOperation
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
 from hvdgloo._collectives.spec import CollectiveSpec, broadcasting, crossing, reduction
+from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
@@ -309,6 +310,11 @@ class Core(Generic[T]):
         context = self._context()
         ranks = context.engine.members_of(operation.process_set, operation.collective.value)
         return len(ranks), ranks.index(context.engine.rank)
+
+    def own_rows(self, operation: CollectiveSpec, rows: int) -> int:
+        """Return how many of ``rows`` rows this process gets in a reducescatter."""
+        ranks, own = self.members(operation)
+        return divide_rows(rows, ranks)[own]
 
     def sharers(self, process_set: ProcessSet) -> tuple[int, ...]:
         """The set's ranks, if this process and at least one other are among them; else none.

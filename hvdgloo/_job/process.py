@@ -184,12 +184,28 @@ def shutdown(reason: str = "") -> None:
         reason: what to tell the other ranks, if this one ends with an error.
     """
     global _current
+    if _current is not None and not reason:
+        for wait in _before_shutdown:
+            wait(_current.config.operation_timeout)
     with _lock:
         if _current is not None:
             context, _current = _current, None
             if context.rank == 0:
                 warn_of_mpi(context.size)  # it may have been imported since init()
             context.close(reason)
+
+
+_before_shutdown: list[Callable[[float], None]] = []
+
+
+def before_shutdown(wait: Callable[[float], None]) -> None:
+    """Call a function before each ``shutdown()`` that no error has caused.
+
+    Args:
+        wait: waits until operations have ended that this process has started and does not wait for; takes the most
+            seconds that it may wait.
+    """
+    _before_shutdown.append(wait)
 
 
 def groups_begin(groups: Groups, rank: int, size: int) -> Counters | None:

@@ -130,6 +130,7 @@ KERAS_ELASTIC = {
 FRAMEWORK = {
     "hvdgloo.tensorflow": "tensorflow",
     "hvdgloo.keras": "keras",
+    "hvdgloo.jax": "jax",
     "hvdgloo.mxnet": "mxnet",
     "hvdgloo.torch": "torch",
     "hvdgloo.spark.keras": "pyspark",
@@ -154,6 +155,7 @@ EXPORTS = {
         "sparse_allreduce_async",
     },
     "hvdgloo.elastic": {"ObjectState", "State", "notification_manager", "run", "run_fn"},
+    "hvdgloo.jax": BASICS | VALUES | SYNCHRONOUS - {"broadcast_"},
     "hvdgloo.numpy.elastic": {"ObjectState", "State", "run"},
     "hvdgloo.mxnet.elastic": {"ObjectState", "State", "run"},
     "hvdgloo.torch.distributed": {"metrics", "register"},
@@ -268,7 +270,7 @@ def test_every_exported_name_is_there(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["hvdgloo.numpy", "hvdgloo.torch", "hvdgloo.tensorflow", "hvdgloo.keras", "hvdgloo.mxnet"]
+    "module", ["hvdgloo.numpy", "hvdgloo.torch", "hvdgloo.tensorflow", "hvdgloo.keras", "hvdgloo.jax", "hvdgloo.mxnet"]
 )
 def test_exported_functions_are_documented(module: str) -> None:
     _exported(module)

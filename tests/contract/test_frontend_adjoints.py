@@ -54,6 +54,11 @@ def gradients_of(
             tape.watch(tensors)
             outputs = frontend.apply(operation, tensors)
         results = tape.gradient(outputs, tensors, arriving)
+    elif framework.name == "jax":
+        import jax
+
+        _, pull = jax.vjp(lambda *arrays: frontend.apply(operation, arrays), *tensors)
+        results = pull(arriving)
     elif framework.name == "mxnet":
         from mxnet import autograd, util
 

@@ -17,8 +17,8 @@ from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._job.context import Context
 from hvdgloo.types import DType
 
-NAMES = ("numpy", "torch", "tensorflow", "mxnet")
-_OF_THEIR_OWN = ("tensorflow", "mxnet")
+NAMES = ("numpy", "torch", "tensorflow", "jax", "mxnet")
+_OF_THEIR_OWN = ("tensorflow", "jax", "mxnet")
 """Whose tests have an environment of their own."""
 
 
@@ -37,6 +37,7 @@ class Framework:
         tensor: values of any numpy type, in an element type, as a tensor.
         array: a tensor's values; bfloat16 as float32.
         writable: makes of a tensor what can be reduced in place.
+        writes: tensors can be written, so that there are collectives in place.
         has_views: a part of a tensor is the same memory.
         complex_of: a tensor's numbers as complex ones.
     """
@@ -48,6 +49,7 @@ class Framework:
     compression: Any
     frontend_class: type[Frontend[Any]] = Frontend
     writable: Callable[[Any], Any] = lambda tensor: tensor
+    writes: bool = True
     has_views: bool = True
     complex_of: Callable[[Any], Any] = lambda tensor: tensor.astype(complex)
 
@@ -115,6 +117,25 @@ def _tensorflow() -> Framework:
     )
 
 
+def _jax() -> Framework:
+    import jax
+    import jax.numpy as jnp
+
+    from hvdgloo.jax._adapter import JaxAdapter, dtype_of
+    from hvdgloo.jax._compression import Compression
+    from hvdgloo.jax._frontend import JaxFrontend
+
+    jax.config.update("jax_enable_x64", True)  # or there are no types of 8 bytes
+
+    def tensor(values: Any, dtype: DType) -> Any:
+        return jnp.asarray(np.asarray(values)).astype(dtype_of(dtype))
+
+    def array(tensor: Any) -> np.ndarray:
+        return np.asarray(tensor.astype(np.float32) if tensor.dtype.name == "bfloat16" else tensor)
+
+    return Framework("jax", JaxAdapter(), tensor, array, Compression, JaxFrontend, writes=False, has_views=False)
+
+
 def need(name: str) -> Any:
     """A framework's module; skips where it is not installed. MXNet uses names that its numpy warns of."""
     with warnings.catch_warnings():
@@ -159,4 +180,4 @@ def load(name: str) -> Framework:
         if name in os.environ.get("HVDGLOO_TEST_FRONTENDS", "").split(","):
             pytest.fail(text)
         pytest.skip(text)
-    return {"numpy": _numpy, "torch": _torch, "tensorflow": _tensorflow, "mxnet": _mxnet}[name]()
+    return {"numpy": _numpy, "torch": _torch, "tensorflow": _tensorflow, "jax": _jax, "mxnet": _mxnet}[name]()

@@ -1,0 +1,22 @@
+"""Ranks as threads that use JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvdgloo._job.context import Context
+from hvdgloo.jax._adapter import JaxAdapter
+from hvdgloo.jax._frontend import JaxFrontend
+from tests.support.world import World
+
+
+def frontend_of(context: Context) -> JaxFrontend:
+    """Return a rank's Frontend."""
+    return JaxFrontend(JaxAdapter(), lambda: context)
+
+
+def on_ranks(body: Callable[[JaxFrontend], Any], size: int = 2, backend: str = "inline", **settings: Any) -> list[Any]:
+    """Call a function with each rank's Frontend, and return the results in rank order."""
+    with World(size, backend, **settings) as world:
+        return world.run(lambda context: body(frontend_of(context)))
