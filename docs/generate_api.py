@@ -55,7 +55,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Training": (
         "DistributedOptimizer", "LocalSGD", "DiLoCo", "Compression", "SyncBatchNorm", "scale_learning_rate",
     ),
-    "Metrics and timeline": ("metrics", "start_timeline", "stop_timeline"),
+    "Metrics and timeline": ("metrics", "log", "start_timeline", "stop_timeline"),
     "What can be used": (
         "gloo_built", "gloo_enabled", "nccl_built", "cuda_built", "rocm_built", "mpi_built", "mpi_enabled",
         "mpi_threads_supported", "ccl_built", "ddl_built",

@@ -36,7 +36,7 @@ KERAS = (
 )  # fmt: skip
 CALLBACKS = (
     "BroadcastGlobalVariablesCallback", "MetricAverageCallback", "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback", "LocalSGDCallback", "BestModelCheckpoint",
+    "LearningRateWarmupCallback", "LocalSGDCallback", "LogCallback", "BestModelCheckpoint",
 )  # fmt: skip
 ELASTIC = ("run", "TensorFlowState", "TensorFlowKerasState")
 KERAS_ELASTIC = (

@@ -102,6 +102,7 @@ class Metrics:
         cpu_seconds: CPU time of this process, user and system.
         memory: resident bytes.
         planes: counters by data plane's name; "agreement" is for small tensors that travel with the negotiation.
+        logged: number by name, as this rank passed it to ``hvd.log`` last.
     """
 
     rank: int
@@ -128,10 +129,11 @@ class Metrics:
     cpu_seconds: float = 0.0
     memory: int = 0
     planes: Mapping[str, PlaneMetrics] = field(default_factory=dict)
+    logged: Mapping[str, float] = field(default_factory=dict)
 
     def __sub__(self, earlier: Metrics) -> Metrics:
         """Return the counts since ``earlier``; values that are not totals (``last_step``, ``since_outer_step``,
-        ``memory``, rank and size) stay as they are here."""
+        ``memory``, ``logged``, rank and size) stay as they are here."""
         if not isinstance(earlier, Metrics):
             return NotImplemented
         changes: dict[str, Any] = {
@@ -153,7 +155,7 @@ class Metrics:
         return replace(self, planes=planes, **changes)
 
 
-_NO_TOTALS = frozenset({"rank", "size", "last_step", "since_outer_step", "memory", "planes"})
+_NO_TOTALS = frozenset({"rank", "size", "last_step", "since_outer_step", "memory", "planes", "logged"})
 
 
 class ReduceOp(enum.IntEnum):

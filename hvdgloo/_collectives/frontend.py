@@ -14,12 +14,12 @@ Adding a collective: a member of ``types.Collective``, its methods here, their n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from hvdgloo._collectives import objects, process_sets
+from hvdgloo._collectives import logged, objects, process_sets
 from hvdgloo._collectives.adapter import TensorAdapter
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.core import Core, T
@@ -460,6 +460,58 @@ class Frontend(Core[T]):
             the rank that came last, the same on all ranks.
         """
         return self._join()
+
+    # The program's own numbers ---------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        values: Mapping[str, Any] | None = None,
+        /,
+        *,
+        average: bool = False,
+        step: int | None = None,
+        steps: int | None = None,
+        epoch: int | None = None,
+        epochs: int | None = None,
+        note: str | None = None,
+        **named: Any,
+    ) -> None:
+        """Show numbers of the program, and its progress, on the job's page, in its report, ``hvdgloo-run top`` and
+        ``/metrics``.
+
+        Rank 0's numbers are shown, so it does not matter whether the other ranks call this too, except for averages.
+        The numbers are sent with rank 0's next report, about once a second; between two of them, the last value counts.
+        A tensor on a GPU is waited for, as by ``item()``.
+
+        Args:
+            values: numbers by name, for names that cannot be written as ``named``.
+            average: log averages over all ranks, which must all call this with the same names: an allreduce.
+            step: number of the step that the values are about, from 0, in its epoch if there are epochs.
+            steps: number of steps in an epoch, or in the whole training if there are no epochs. Without ``step``, the
+                steps of the optimizer are counted.
+            epoch: number of the epoch, from 0; without ``step``, the epoch has ended.
+            epochs: number of epochs.
+            note: line for the job's events, and a mark on its charts, such as "saved a checkpoint".
+            **named: numbers by name: Python numbers, or tensors with one element.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) a value is not one number, or there are more than 64 names.
+            MismatchError: ranks that average have different names.
+        """
+        context = self._context()
+        operation = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.SUM)
+        logged.record(
+            context.engine.counters,
+            context.rank,
+            values,
+            named,
+            note,
+            (lambda array: self.start_array(operation, array, "hvd.log")()) if average else None,
+            step=step,
+            steps=steps,
+            epoch=epoch,
+            epochs=epochs,
+        )
 
     # Process sets -----------------------------------------------------------------------------------------------------
 

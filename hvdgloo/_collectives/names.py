@@ -66,9 +66,10 @@ ASYNCHRONOUS = (
     "poll",
     "synchronize",
 )
+REPORTS = ("log",)
 OBJECTS = ("broadcast_object", "allgather_object")
 
-BASE = (*REDUCTIONS, *BASICS, *PLACES, *PROCESS_SETS)
+BASE = (*REDUCTIONS, *BASICS, *PLACES, *PROCESS_SETS, *REPORTS)
 """Functions of every front-end, whatever its tensors."""
 
 EAGER = (*BASE, *COLLECTIVES, *IN_PLACE, *ASYNCHRONOUS)

@@ -212,4 +212,5 @@ def counted(counters: Counters | None, rank: int, size: int) -> Metrics:
         cpu_seconds=cpu_seconds(),
         memory=resident_bytes(),
         planes=planes,
+        logged=counters.logged,
     )

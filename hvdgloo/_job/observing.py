@@ -14,7 +14,8 @@ from hvdgloo._observe import samples
 from hvdgloo._observe.counters import Counters
 from hvdgloo._observe.outlets import AgentOutlet, Outlet, ServerOutlet
 from hvdgloo._observe.reporter import RankInEpoch, Reporter
-from hvdgloo.config import Config, settings
+from hvdgloo._observe.settings import shown
+from hvdgloo.config import Config
 
 if TYPE_CHECKING:
     from hvdgloo._engine.engine import Engine
@@ -24,9 +25,6 @@ _RANKS_PER_SECOND = 100
 """The approximate number of observations per second that a job without agents sends to a rendezvous server."""
 
 _ANSWER_SECONDS = 2.0
-
-_SHOWN = ("params", "library_options", "stall_check", "timeouts", "elastic", "timeline")
-"""The sections of a configuration file that are about how a job runs, and not about where."""
 
 
 def reporter_of(
@@ -87,7 +85,7 @@ class _Rank:
         }
         if in_use.hierarchical_threshold:
             now["hierarchical_threshold"] = in_use.hierarchical_threshold
-        return shown_settings(replace(self._config, **now))
+        return shown(replace(self._config, **now))
 
     def missing(self, least: float) -> tuple[Sequence[samples.Missing], Sequence[tuple[int, str]]]:
         overdue, stacks = self._engine.overdue(least)
@@ -99,15 +97,3 @@ class _Rank:
 
     def start_trace(self, path: str) -> bool:
         return self._engine.start_timeline(path, clock_offset=self._clock_offset, asked_for=True)
-
-
-def shown_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that a job runs with, named and scaled as in a file for ``--config-file``."""
-    shown: dict[str, Any] = {}
-    for field, setting in settings().items():
-        if setting.yaml and setting.yaml.partition(".")[0] in _SHOWN and not setting.secret:
-            value = getattr(config, field)
-            if setting.flag is not None and setting.flag.startswith("--no-"):
-                value = not value  # the file says what is on
-            shown[setting.yaml] = value / setting.scale if setting.scale != 1 else value
-    return shown

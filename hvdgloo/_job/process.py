@@ -257,6 +257,11 @@ _of_the_parent: list[GroupReporting] = []
 """A forked child's copy of what its parent reports with, which must not be closed."""
 
 
+def group_counters() -> Counters:
+    """Return the process's counters, with or without a Context."""
+    return _counters
+
+
 def group_metrics(rank: int, size: int) -> Metrics:
     """Return the process's counts so far, with or without a Context."""
     return counted(_counters, rank, size)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hvdgloo._observe.lateness import LatenessBook
+    from hvdgloo._observe.progress import Progress
 
 AGREEMENT = "agreement"
 """The plane of small tensors that travel with the negotiation."""
@@ -136,6 +137,8 @@ class Counters:
         notes: time (since 1970), kind and text of each ``samples.Note`` that is still to be sent.
         on_step: called with ``steps`` whenever a step has ended.
         timeline: trace that is being written; None if there is none.
+        logged: number by name, as the program logged it last; replaced, never changed.
+        progress: progress of the training, as far as the program tells it.
     """
 
     __slots__ = (
@@ -153,6 +156,7 @@ class Counters:
         "last_step",
         "lateness",
         "latest",
+        "logged",
         "negotiation",
         "notes",
         "on_step",
@@ -161,6 +165,7 @@ class Counters:
         "outer_every",
         "outer_seconds",
         "outer_steps",
+        "progress",
         "queue",
         "step_communicating",
         "step_seconds",
@@ -191,6 +196,8 @@ class Counters:
         self.notes: deque[tuple[float, str, str]] = deque(maxlen=_MOST_NOTES)
         self.on_step: Callable[[int], None] | None = None
         self.timeline: Trace | None = None
+        self.logged: Mapping[str, float] = {}
+        self.progress: Progress | None = None
         self._step_began = 0.0
         self._waiting_before = self._communicating_before = 0.0
 
@@ -293,6 +300,26 @@ class Counters:
         self.outer_bytes += nbytes
         self.outer_seconds += seconds
         self.outer_steps += count
+
+    def log(
+        self,
+        values: Mapping[str, float],
+        step: int | None = None,
+        steps: int | None = None,
+        epoch: int | None = None,
+        epochs: int | None = None,
+    ) -> None:
+        """Keep numbers that the program logs, and its progress; see ``progress.Progress.after``."""
+        if values:
+            self.logged = {**self.logged, **values}
+        if not (step is steps is epoch is epochs is None):
+            from hvdgloo._observe.progress import Progress  # which programs that log nothing do not need
+
+            before = Progress() if self.progress is None else self.progress
+            self.progress = before.after(step, steps, epoch, epochs, self.steps)
+        self.latest = time.monotonic()
+        if self.asleep:
+            self.wake()
 
     @property
     def operations(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from hvdgloo._observe import view
 from hvdgloo._observe.rates import Rates
@@ -10,9 +10,16 @@ from hvdgloo._observe.series import Recording
 
 _NAMES = ("steps_per_second", "step_seconds", "computing", "waiting", "communicating", "cpu", "memory")
 _BYTES = "bytes per second by "
+_LOGGED = "logged as "
 
 
-def point(rates: Rates, cpu: float | None, memory: float, planes: Iterable[tuple[str, float]]) -> dict[str, float]:
+def point(
+    rates: Rates,
+    cpu: float | None,
+    memory: float,
+    planes: Iterable[tuple[str, float]],
+    logged: Mapping[str, float | None] | None = None,
+) -> dict[str, float]:
     """Return a point of each curve; curves about steps get none while no step is made.
 
     Args:
@@ -20,6 +27,7 @@ def point(rates: Rates, cpu: float | None, memory: float, planes: Iterable[tuple
         cpu: cores in use; None if that is not known yet.
         memory: bytes.
         planes: (plane, bytes per second); items of the same plane are added up.
+        logged: numbers that the program logged, by name; None for one that is not finite, which makes a gap.
     """
     values = {"memory": memory}
     if cpu is not None:
@@ -36,16 +44,19 @@ def point(rates: Rates, cpu: float | None, memory: float, planes: Iterable[tuple
         values["steps_per_second"] = 0.0
     for plane, rate in planes:
         values[_BYTES + plane] = values.get(_BYTES + plane, 0.0) + rate
+    values |= {_LOGGED + name: value for name, value in (logged or {}).items() if value is not None}
     return values
 
 
 def series(recording: Recording[str], begin: int = 0) -> view.Series:
     """Return a recording of such points, from item ``begin`` on."""
     planes = [key.removeprefix(_BYTES) for key in recording if key.startswith(_BYTES)]
+    logged = [key.removeprefix(_LOGGED) for key in recording if key.startswith(_LOGGED)]
     return view.Series(
         at=recording.at(begin),
         width=recording.width,
         bytes_per_second={plane: recording.curve(_BYTES + plane, begin) for plane in planes},
+        logged={name: recording.curve(_LOGGED + name, begin) for name in logged},
         **{name: recording.curve(name, begin) for name in _NAMES},
     )
 

@@ -5,6 +5,7 @@ Its library is imported at the first such request: most jobs end without one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -144,6 +145,24 @@ def _of_job(snapshot: view.Snapshot) -> Iterator[Metric]:
     for index, state in enumerate(view.STATES):
         states.add_metric([state], snapshot.ranks.state.count(index))
     yield states
+    logged = _family("hvdgloo_logged_value", "Numbers that the program logs, by name", ["name"])
+    for name, logged_value in job.logged.items():
+        logged.add_metric([name], math.nan if logged_value is None else logged_value)
+    yield logged
+    progress = job.progress or view.Progress()
+    for name, help_text, known in (
+        ("hvdgloo_progress_ratio", "Share of the training that is done, as the program tells it", progress.share),
+        (
+            "hvdgloo_progress_remaining_seconds",
+            "Time until the training's end, at its speed so far",
+            progress.remaining,
+        ),
+        ("hvdgloo_progress_epoch", "Epoch of the training, from 0, as the program tells it", progress.epoch),
+    ):
+        family = _family(name, help_text, [])
+        if known is not None:
+            family.add_metric([], known)
+        yield family
 
 
 def _of_ranks(snapshot: view.Snapshot, samples: list[tuple[str, Sample]]) -> Iterator[Metric]:

@@ -13,17 +13,21 @@ from hvdgloo._observe import curves as drawn
 from hvdgloo._observe import stragglers, view
 from hvdgloo._observe.members import Host, Rank, Waits, columns
 from hvdgloo._observe.output import Output
+from hvdgloo._observe.progress import Pace, done
 from hvdgloo._observe.rates import HostWindow, Rates, Window
-from hvdgloo._observe.samples import HostSample, Lateness, Missing, Note, Observation, Sample
+from hvdgloo._observe.samples import HostSample, Lateness, Missing, Note, Observation, Progress, Sample
 from hvdgloo._observe.series import Recording, brief
-from hvdgloo._observe.words import duration, share, size
+from hvdgloo._observe.settings import changed, units
+from hvdgloo._observe.words import duration, progress, share, size
 
 _POINTS = 512
 _POINTS_OF_HEAT = 256
 _EVENTS = 500
 _LONGEST_TEXT = 2000
 _LONGEST_MORE = 16 * 1024
+_LONGEST_NAME = 100
 _PLANES = 64
+_LOGGED = 64  # names of numbers that the program logs
 _LEAVERS = 64  # hosts that left or were lost, and are still shown
 _MOST_RANKS = 65536  # in a job without ``placed``: a forged sample could claim any number
 _LEAST_ROUNDS = 50  # before a straggler makes an event: the first steps are unlike the others
@@ -52,7 +56,9 @@ class Model:
         self._events: deque[view.Event] = deque(maxlen=_EVENTS)
         self._number = 0
         self._stragglers_known: dict[int, float] = {}
-        self._series: Recording[str] = Recording(job.started, _POINTS)
+        self._pace = Pace()
+        self._progress: Progress | None = None
+        self._series: Recording[str] = Recording(job.started, _POINTS, curves=2 * _PLANES + _LOGGED)
         self._heat: Recording[int] = Recording(job.started, _POINTS_OF_HEAT, total=True, curves=_MOST_RANKS)
         self._hot: dict[int, float] = {}  # seconds by rank since the last tick
         self._changed = True
@@ -216,7 +222,7 @@ class Model:
             rank.rates = self._rates(rank, now)
         planes = self._planes()
         late = self._late(now)
-        self._sum_up()
+        self._sum_up(now)
         self._job.outer = self._outer(now)
         if not self._over:
             self._record(now, planes)
@@ -280,6 +286,7 @@ class Model:
         self._missing, self._missing_at = sample.missing, now
         if sample.settings is not None:
             self._settings = sample.settings
+        self._log(sample, now)
         if sample.lateness is not None:
             before: dict[int, float] = {}
             if self._lateness and self._lateness_of == sample.pid and self._lateness.rounds <= sample.lateness.rounds:
@@ -296,6 +303,24 @@ class Model:
                     self.event("stall", f"what {where} is doing: its Python stacks", rank, text, now)
         self._stacks = sample.stacks
 
+    def _log(self, sample: Sample, now: float) -> None:
+        """Take the numbers and the progress that the program logged on rank 0."""
+        job = self._job
+        logged = dict(job.logged)
+        for text, value in sample.logged:
+            name = text[:_LONGEST_NAME]
+            if name not in logged and len(logged) == _LOGGED:
+                continue
+            finite = math.isfinite(value)
+            if not finite and logged.get(name, 0.0) is not None:
+                what = "is not a number (NaN)" if math.isnan(value) else "is infinite"
+                at = sample.progress or view.Progress()
+                place = ", ".join(progress(at.step, None, at.epoch, None, None))
+                self.event("warning", f"{name} {what}{' in ' * bool(place)}{place}", -1, "", now)
+            logged[name] = value if finite else None
+        job.logged = logged
+        self._progress = sample.progress or self._progress
+
     def _told_stack(self, text: str) -> bool:
         """Return whether the last stall's report contains a stack, which is indented there."""
         more = next((event.more for event in reversed(self._events) if event.kind == "stall"), "")
@@ -305,7 +330,7 @@ class Model:
         known = self._ranks.get(note.rank)
         if self._placed and (known is None or known.host != host):
             return
-        kind = note.kind if note.kind in ("warning", "stall", "stall ended", "tuning", "trace") else "warning"
+        kind = note.kind if note.kind in ("warning", "stall", "stall ended", "tuning", "trace", "note") else "warning"
         text, _, more = note.text.partition("\n")
         about = note.rank
         if kind in ("stall", "stall ended"):  # rank 0 reports it, but other ranks cause it
@@ -390,7 +415,7 @@ class Model:
             return rank.window.whole()
         return rank.rates.ended() if rank.fate else rank.window.rates(now)
 
-    def _sum_up(self) -> None:
+    def _sum_up(self, now: float) -> None:
         job = self._job
         active = [rank for rank in self._ranks.values() if self._over or not rank.fate] or list(self._ranks.values())
         stepping = [rank.rates for rank in active if rank.rates.step_seconds > 0]
@@ -404,6 +429,17 @@ class Model:
         job.computing = brief(sum(rates.computing for rates in stepping) / total) if total else 0.0
         job.waiting = brief(sum(rates.waiting for rates in stepping) / total) if total else 0.0
         job.communicating = brief(sum(rates.communicating for rates in stepping) / total) if total else 0.0
+        if self._progress is not None:
+            part = done(self._progress)
+            remaining = None if self._over else self._pace.remaining(part, now)
+            job.progress = view.Progress(
+                self._progress.step,
+                self._progress.steps,
+                self._progress.epoch,
+                self._progress.epochs,
+                None if part is None else brief(part),
+                None if remaining is None else brief(remaining),
+            )
 
     def _outer(self, now: float) -> str:
         """Return a sentence about the ranks' outer steps; empty if they make none."""
@@ -439,7 +475,7 @@ class Model:
             cpu = sum(rank.rates.cpu for rank, _ in heard) if known else None
             memory = sum(sample.memory for _, sample in heard)
             uses = ((use.name, use.bytes_per_second) for use in planes) if known else ()
-            self._series.add(now, drawn.point(overall, cpu, memory, uses))
+            self._series.add(now, drawn.point(overall, cpu, memory, uses, self._job.logged))
 
     # How it is told.
 
@@ -450,15 +486,16 @@ class Model:
         names = {name: index for index, name in enumerate(self._hosts)}
         waits_for = Waits(self._missing, max(0.0, now - self._missing_at), self._ranks)
         rows = {number: rank.row(names, waits_for) for number, rank in sorted(self._ranks.items())}
-        changed = {number: row for number, row in rows.items() if self._rows.get(number) != row}
+        new_rows = {number: row for number, row in rows.items() if self._rows.get(number) != row}
         gone = sorted(set(self._rows) - set(rows))
         hosts = [host.show() for host in self._hosts.values()]
         waits = list(self._lateness.waits) if self._lateness else []
+        changed_settings = changed(self._settings)
         first_new = told.events[-1].number if told.events else 0
         update = view.Update(
             job=msgspec.structs.replace(job),
             hosts=hosts if hosts != told.hosts else None,
-            ranks=columns(changed) if changed else None,
+            ranks=columns(new_rows) if new_rows else None,
             gone=gone or None,
             planes=planes if planes != told.planes else None,
             stragglers=late if late != told.stragglers else None,
@@ -467,6 +504,8 @@ class Model:
             series=drawn.series(self._series, self._series.unread()),
             heat=drawn.heat(self._heat, self._heat.unread()),
             settings=self._settings if self._settings != told.settings else None,
+            changed=changed_settings if changed_settings != told.changed else None,
+            units=units() if self._settings and not told.units else None,
             output=self.output.number if self.output.number != told.output else None,
         )
         self._rows = rows
@@ -478,6 +517,8 @@ class Model:
             waits=waits,
             events=list(self._events),
             settings=self._settings,
+            changed=changed_settings,
+            units=units() if self._settings else {},
             output=self.output.number,
         )
         return update

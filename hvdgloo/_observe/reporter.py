@@ -183,7 +183,8 @@ def _gist(sample: samples.Sample) -> tuple[object, ...]:
     """Return the fields that change only if something happens."""
     missing = [(each.name, each.count) for each in sample.missing]
     steps, operations = sample.steps.count, sample.operations
-    return steps, operations, sample.doing, sample.pending, sample.planes, missing, sample.epoch, sample.rank
+    own = sample.logged, sample.progress
+    return steps, operations, sample.doing, sample.pending, sample.planes, missing, sample.epoch, sample.rank, own
 
 
 class Sampler:
@@ -229,6 +230,7 @@ class Sampler:
         traffic = [*counters.traffic.values()]
         missing, stacks = subject.missing(OVERDUE_SECONDS) if place.rank == 0 else ((), ())
         doing = "ended" if last else self._doing(now)
+        progress = counters.progress if place.rank == 0 else None
         current = subject.settings()
         settings = settings or current != self._settings or self._made % _SETTINGS_EVERY == 0
         self._settings = current
@@ -281,6 +283,8 @@ class Sampler:
                 counters.outer_every,
                 counters.outer_ended,
             ),
+            logged=[*counters.logged.items()] if place.rank == 0 else (),
+            progress=None if progress is None else progress.sample(counters.steps),
         )
 
     def _doing(self, now: float) -> str:

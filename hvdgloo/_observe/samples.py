@@ -171,6 +171,15 @@ class Plane(Message, frozen=True):
     why: str
 
 
+class Progress(Message, frozen=True):
+    """Progress of the training, as far as the program tells it; see ``progress.Progress``."""
+
+    step: Count | None = None
+    steps: Count | None = None
+    epoch: Count | None = None
+    epochs: Count | None = None
+
+
 class Sample(Message, frozen=True, tag=1):
     """One rank.
 
@@ -196,6 +205,8 @@ class Sample(Message, frozen=True, tag=1):
         lateness, missing: from rank 0 only.
         stacks: from rank 0 only: (rank, text) for each rank that a stall report is about.
         outer: see ``OuterSteps``.
+        logged: from rank 0 only: (name, value) of each number that the program logged last.
+        progress: from rank 0 only; None if the program does not tell it.
     """
 
     rank: Count
@@ -220,6 +231,8 @@ class Sample(Message, frozen=True, tag=1):
     missing: Sequence[Missing] = ()
     stacks: Sequence[tuple[int, str]] = ()
     outer: OuterSteps = OuterSteps()
+    logged: Sequence[tuple[str, float]] = ()
+    progress: Progress | None = None
 
 
 class Note(Message, frozen=True, tag=2):
@@ -228,7 +241,7 @@ class Note(Message, frozen=True, tag=2):
     Attributes:
         rank: rank that sends it.
         at: time, since 1970.
-        kind: "warning", "stall", "stall ended", "tuning" or "trace".
+        kind: "warning", "stall", "stall ended", "tuning", "trace" or "note" (the program's own).
         text: for people.
     """
 

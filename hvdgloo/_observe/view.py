@@ -21,6 +21,23 @@ STATES = ("starting", "computing", "waiting", "communicating", "idle", "stalled"
 """States of a rank; ``Ranks.state`` has their indices."""
 
 
+class Progress(msgspec.Struct, omit_defaults=False):
+    """Progress of the training, as far as the program tells it; None where it does not.
+
+    Attributes:
+        step, steps, epoch, epochs: numbers that the program logged; steps and epochs count from 0.
+        share: share of the training that is done.
+        remaining: seconds until the end at the speed so far; None if that is not known, or the job is over.
+    """
+
+    step: int | None = None
+    steps: int | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    share: float | None = None
+    remaining: float | None = None
+
+
 class Job(msgspec.Struct, omit_defaults=False):
     """The job as a whole. Values "at the moment", here and in ``Ranks``, are means over the whole job once it is over.
 
@@ -44,6 +61,8 @@ class Job(msgspec.Struct, omit_defaults=False):
         computing, waiting, communicating: shares of that duration.
         outer: sentence about the ranks' outer steps; empty if they make none.
         control: True if this reader may have steps traced.
+        progress: progress of the training; None if the program does not tell it.
+        logged: number by name, as the program logged it last; None for one that is not finite.
     """
 
     id: str = ""
@@ -67,6 +86,8 @@ class Job(msgspec.Struct, omit_defaults=False):
     communicating: float = 0.0
     outer: str = ""
     control: bool = False
+    progress: Progress | None = None
+    logged: dict[str, float | None] = {}
 
 
 class Gpu(samples.Gpu, frozen=True, array_like=False, forbid_unknown_fields=False):
@@ -177,8 +198,8 @@ class Event(msgspec.Struct):
     Attributes:
         number: number of the event, ascending from 1.
         at: time of the event.
-        kind: "state", "warning", "stall", "stall ended", "elastic", "host", "tuning", "trace", "failure" or
-            "straggler".
+        kind: "state", "warning", "stall", "stall ended", "elastic", "host", "tuning", "trace", "failure", "straggler"
+            or "note" (the program's own).
         rank: rank that it is about; -1 for none in particular.
         text: one line.
         more: further lines (Python stacks); empty if there are none.
@@ -205,6 +226,7 @@ class Series(msgspec.Struct):
             here the last three are seconds in each step.
         bytes_per_second: plane to its curve.
         cpu, memory: cores in use, resident bytes (of all ranks together, or of one).
+        logged: name to the curve of what the program logged; empty for a single rank.
     """
 
     at: list[float] = []
@@ -217,6 +239,7 @@ class Series(msgspec.Struct):
     bytes_per_second: dict[str, list[float | None]] = {}
     cpu: list[float | None] = []
     memory: list[float | None] = []
+    logged: dict[str, list[float | None]] = {}
 
 
 class Heat(msgspec.Struct):
@@ -241,6 +264,8 @@ class Snapshot(msgspec.Struct):
         events: the last 500.
         series, heat: curves over the job's life.
         settings: name to value, as in a file for ``--config-file``.
+        changed: names of the settings that differ from their defaults.
+        units: name of a setting to its unit; those without a unit are missing.
         output: number of the last line that a rank wrote, see ``OutputLine``.
     """
 
@@ -255,6 +280,8 @@ class Snapshot(msgspec.Struct):
     series: Series = msgspec.field(default_factory=Series)
     heat: Heat = msgspec.field(default_factory=Heat)
     settings: dict[str, Any] = {}
+    changed: list[str] = []
+    units: dict[str, str] = {}
     output: int = 0
 
 
@@ -263,7 +290,7 @@ class Update(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         job: always present.
-        hosts, planes, stragglers, waits, settings: as in ``Snapshot``.
+        hosts, planes, stragglers, waits, settings, changed, units: as in ``Snapshot``.
         ranks: ranks that changed or are new.
         gone: ranks that are no longer part of the job.
         events: new ones.
@@ -283,6 +310,8 @@ class Update(msgspec.Struct, omit_defaults=True):
     series: Series | None = None
     heat: Heat | None = None
     settings: dict[str, Any] | None = None
+    changed: list[str] | None = None
+    units: dict[str, str] | None = None
     output: int | None = None
 
 

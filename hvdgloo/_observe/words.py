@@ -14,6 +14,29 @@ def number(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def measured(value: float | None) -> str:
+    """Format a number of any scale that a program logs, with four significant digits: ``0.00001234``, ``1.234e-9``,
+    ``0.9876``, ``12,345.7``; None is not finite."""
+    if value is None:
+        return "not finite"
+    if value and not 1e-6 <= abs(value) < 1e15:
+        return f"{value:.3e}".replace("e-0", "e-").replace("e+0", "e+")
+    digits = 1 if abs(value) >= 1000 or not value else 3 - math.floor(math.log10(abs(value)))
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def progress(
+    step: int | None, steps: int | None, epoch: int | None, epochs: int | None, share_done: float | None
+) -> list[str]:
+    """Return the progress of a training in words, which count from 1: "24 %", "epoch 3 of 10", "step 7 of 500"."""
+    parts = [] if share_done is None else [f"{math.floor(100 * share_done)} %"]
+    for what, number_of, total in (("epoch", epoch, epochs), ("step", step, steps)):
+        if number_of is not None:
+            parts.append(f"{what} {number_of + 1:,}" + (f" of {total:,}" if total else ""))
+    return parts
+
+
 def size(count: float) -> str:
     """Format a number of bytes: ``12 B``, ``3.4 MB``."""
     units = ("B", "kB", "MB", "GB", "TB", "PB")

@@ -69,6 +69,7 @@ __all__ = [
     "load_model",
     "local_rank",
     "local_size",
+    "log",
     "metrics",
     "mpi_built",
     "mpi_enabled",
@@ -98,6 +99,7 @@ cross_size = FRONTEND.cross_size
 is_homogeneous = FRONTEND.is_homogeneous
 local_rank = FRONTEND.local_rank
 local_size = FRONTEND.local_size
+log = FRONTEND.log
 rank = FRONTEND.rank
 remove_process_set = FRONTEND.remove_process_set
 size = FRONTEND.size

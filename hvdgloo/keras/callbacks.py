@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdgloo._collectives.logged import Pause
 from hvdgloo._training.weights import broadcast_made, expect_broadcast
 from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.keras._functions import array_of, broadcast_weights
@@ -24,6 +25,7 @@ __all__ = [
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "LocalSGDCallback",
+    "LogCallback",
     "MetricAverageCallback",
 ]
 
@@ -213,6 +215,46 @@ class MetricAverageCallback(ForTfKeras, keras.callbacks.Callback):  # type: igno
         averages = FRONTEND.grouped_allreduce([values[name] for name in names], op=ReduceOp.AVERAGE, name=label)
         for name, average in zip(names, averages, strict=True):
             logs[name] = average if average.shape else float(average)
+
+
+class LogCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
+    """Shows the metrics and the progress of ``fit`` on the job's page, in its report, ``hvdgloo-run top`` and
+    ``/metrics``; see ``hvd.log``.
+
+    Batches' metrics, which Keras averages over the epoch so far, are logged at most once a second, and an epoch's when
+    it ends. Put this callback last in the list: it then logs what others, such as MetricAverageCallback, have added.
+
+    Args:
+        average: log averages over all ranks of an epoch's metrics. A batch's metrics are always rank 0's.
+    """
+
+    def __init__(self, average: bool = False) -> None:
+        super().__init__()
+        self._average = average
+        self._pause = Pause()
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        values = _scalars(logs) if self._pause.over() else None
+        params = self.params or {}
+        FRONTEND.log(
+            values, step=batch, steps=params.get("steps") or None, epoch=self._epoch, epochs=params.get("epochs")
+        )
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        FRONTEND.log(_scalars(logs), average=self._average, epoch=epoch, epochs=(self.params or {}).get("epochs"))
+
+
+def _scalars(logs: Any) -> dict[str, float]:
+    """Return the metrics that are single numbers."""
+    found = {name: array for name, value in (logs or {}).items() if (array := _numbers(value)) is not None}
+    return {name: float(array) for name, array in found.items() if array.shape == ()}
 
 
 class LearningRateScheduleCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]

@@ -93,6 +93,7 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "log",
     "metrics",
     "mpi_built",
     "mpi_enabled",
@@ -137,6 +138,7 @@ is_homogeneous = FRONTEND.is_homogeneous
 join = FRONTEND.join
 local_rank = FRONTEND.local_rank
 local_size = FRONTEND.local_size
+log = FRONTEND.log
 poll = FRONTEND.poll
 rank = FRONTEND.rank
 reducescatter_async = FRONTEND.reducescatter_async

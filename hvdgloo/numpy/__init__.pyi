@@ -75,6 +75,7 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "log",
     "metrics",
     "mpi_built",
     "mpi_enabled",
@@ -129,6 +130,7 @@ is_homogeneous = FRONTEND.is_homogeneous
 join = FRONTEND.join
 local_rank = FRONTEND.local_rank
 local_size = FRONTEND.local_size
+log = FRONTEND.log
 poll = FRONTEND.poll
 rank = FRONTEND.rank
 reducescatter = FRONTEND.reducescatter

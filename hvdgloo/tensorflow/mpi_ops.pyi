@@ -70,6 +70,7 @@ __all__ = [
     "local_rank_op",
     "local_size",
     "local_size_op",
+    "log",
     "metrics",
     "mpi_built",
     "mpi_enabled",
@@ -101,6 +102,7 @@ cross_size = FRONTEND.cross_size
 is_homogeneous = FRONTEND.is_homogeneous
 local_rank = FRONTEND.local_rank
 local_size = FRONTEND.local_size
+log = FRONTEND.log
 rank = FRONTEND.rank
 remove_process_set = FRONTEND.remove_process_set
 size = FRONTEND.size

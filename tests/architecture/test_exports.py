@@ -55,6 +55,7 @@ BASICS = {
     "is_initialized",
     "local_rank",
     "local_size",
+    "log",
     "metrics",
     "mpi_built",
     "mpi_enabled",
@@ -118,6 +119,7 @@ CALLBACKS = {
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "LocalSGDCallback",
+    "LogCallback",
     "MetricAverageCallback",
 }
 KERAS_ELASTIC = {
@@ -158,7 +160,7 @@ EXPORTS = {
     "hvdgloo.jax": BASICS | VALUES | SYNCHRONOUS - {"broadcast_"},
     "hvdgloo.numpy.elastic": {"ObjectState", "State", "run"},
     "hvdgloo.mxnet.elastic": {"ObjectState", "State", "run"},
-    "hvdgloo.torch.distributed": {"metrics", "register"},
+    "hvdgloo.torch.distributed": {"log", "metrics", "register"},
     "hvdgloo.torch.elastic": {"ElasticSampler", "TorchState", "run"},
     "hvdgloo.mxnet": EVERY_FRONTEND | {"DistributedOptimizer", "DistributedTrainer", "broadcast_parameters"},
     "hvdgloo.tensorflow": BASICS

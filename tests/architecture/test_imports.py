@@ -20,7 +20,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo._platform": set(),
     "hvdgloo.config": {"_platform"},
     "hvdgloo._net": {"_platform"},
-    "hvdgloo._observe": {"_net", "_platform"},
+    "hvdgloo._observe": {"_net", "_platform", "config"},
     # The server, and how it is reached.
     "hvdgloo.rendezvous": {"_net", "_platform", "config", "rendezvous._client", "rendezvous._server"},
     "hvdgloo.rendezvous._elastic": {"_net"},
@@ -53,7 +53,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo._backends": {"_net", "_platform", "config"},
     "hvdgloo._engine": {"_backends", "_net", "_observe", "_platform"},
     "hvdgloo._job": {"_backends", "_engine", "_net", "_observe", "_platform", "config", "rendezvous"},
-    "hvdgloo._collectives": {"_backends", "_engine", "_job", "_platform", "rendezvous"},
+    "hvdgloo._collectives": {"_backends", "_engine", "_job", "_observe", "_platform", "rendezvous"},
     "hvdgloo.elastic": {"_collectives", "_job", "_platform", "rendezvous"},
     "hvdgloo.common": {"_collectives", "_job", "_platform", "elastic"},
     "hvdgloo._training": {"_collectives", "_platform", "common"},
@@ -63,6 +63,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.torch": {"_backends", "_collectives", "_job", "_platform", "_training", "common", "config", "elastic"},
     "hvdgloo.torch.distributed": {
         "_backends",
+        "_collectives",
         "_job",
         "_net",
         "_observe",

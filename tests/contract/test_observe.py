@@ -20,9 +20,11 @@ from hvdgloo._job.observing import _Rank
 from hvdgloo._job.single_rank import open_single_rank
 from hvdgloo._observe.counters import Counters
 from hvdgloo.config import Config
+from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import Metrics, PlaneMetrics
 from tests.support import world as world_module
+from tests.support.frameworks import Framework
 from tests.support.rendezvous import until
 from tests.support.world import World
 
@@ -333,3 +335,51 @@ def test_the_optimizers_steps_are_counted_in_torch(ranks: Callable[..., World]) 
         for metrics in ranks(size).run(rank_body):
             assert metrics.steps == 4
             assert 0 < metrics.step_before_first <= metrics.step_seconds if size > 1 else metrics.step_seconds > 0
+
+
+def test_numbers_that_a_program_logs_are_each_ranks_own_or_averages(framework: Framework, world: MakeWorld) -> None:
+    made = world(3)
+
+    def rank_body(context: Context) -> tuple[dict[str, float], dict[str, float]]:
+        hvd = framework.frontend(context)
+        hvd.log(loss=framework.float64([context.rank])[0], step=1, steps=4)
+        hvd.log({"val/accuracy": 0.5}, epoch=0, epochs=2)
+        own = dict(context.metrics().logged)
+        hvd.log({"val/accuracy": context.rank}, loss=10.0 * context.rank, average=True)
+        return own, dict(context.metrics().logged)
+
+    for rank, (own, averaged) in enumerate(made.run(rank_body)):
+        assert own == {"loss": rank, "val/accuracy": 0.5}
+        assert averaged == {"loss": 10.0, "val/accuracy": 1.0}
+
+
+def test_ranks_that_average_different_names_get_an_error_and_go_on(ranks: Callable[..., World]) -> None:
+    def rank_body(context: Context) -> dict[str, float]:
+        hvd = frontend_of(context)
+        with pytest.raises(MismatchError, match="averages need the same names on all ranks"):
+            hvd.log({f"loss{context.rank}": 1.0}, average=True)
+        hvd.log(loss=context.rank, average=True)
+        return dict(context.metrics().logged)
+
+    assert ranks(2).run(rank_body) == [{"loss": 0.5}, {"loss": 0.5}]
+
+
+def test_logging_without_averages_needs_no_other_rank(ranks: Callable[..., World]) -> None:
+    def rank_body(context: Context) -> int:
+        if context.rank == 0:
+            frontend_of(context).log(loss=1.0, note="rank 0 alone")
+        return context.metrics().operations
+
+    assert ranks(2).run(rank_body) == [0, 0]
+
+
+def test_a_wrong_call_of_log_is_an_error_before_anything_is_sent(ranks: Callable[..., World]) -> None:
+    def rank_body(context: Context) -> int:
+        hvd = frontend_of(context)
+        for wrong in ({"loss": "low"}, {"loss": 1.0, "step": -1}, {"loss": 1.0, "note": ""}):
+            with pytest.raises(InvalidArgumentError):
+                hvd.log(**wrong, average=True)  # type: ignore[arg-type]
+        assert not context.metrics().logged
+        return context.metrics().operations
+
+    assert ranks(2).run(rank_body) == [0, 0]

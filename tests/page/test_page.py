@@ -15,7 +15,8 @@ from selenium.webdriver.common.keys import Keys
 from hvdgloo._observe import view
 from hvdgloo._observe.samples import OuterSteps, Plane, Sample, Steps
 from hvdgloo._observe.trace_control import BusyError, Trace
-from tests.page.support import NARROW, USUAL, WIDE, Chromium, Shown, axe, drag, stays, until, words
+from hvdgloo._observe.words import measured
+from tests.page.support import NARROW, SCREEN, USUAL, WIDE, Chromium, Shown, axe, drag, stays, until, words
 from tests.support.observed import EVIL, SimulatedJob
 
 Show = Callable[..., Shown]
@@ -123,6 +124,112 @@ def test_a_program_without_steps_shows_its_operations(show: Show, browser: Chrom
     assert browser.shown(".of-operations") == 1
     assert browser.text("#operations") == f"{job.observatory.snapshot().ranks.operations[0]:,}"
     assert browser.texts(".nothing")[:2] == ["no steps are counted"] * 2
+
+
+def test_numbers_that_the_program_logs_have_curves_and_its_progress_a_bar(show: Show, browser: Chromium) -> None:
+    shown = show(minute(slow=None, logs=True))
+    job = shown.job.observatory.snapshot().job
+    assert job.progress is not None
+    assert browser.texts("#logged-values dt") == ["loss", "val_accuracy"]
+    assert browser.texts("#logged-values dd") == [measured(job.logged["loss"]), measured(job.logged["val_accuracy"])]
+    assert browser.texts("#logged-plots figcaption b") == ["loss", "val_accuracy"]
+    assert browser.shown("#logged-plots canvas") == 2
+    assert words([browser.text("#progress-share")]) == f"{int(100 * (job.progress.share or 0))} %"
+    said = words([browser.text("#progress-label")])
+    assert re.fullmatch(r"epoch \d of 10, step \d+ of 100, about (\d+ min )?\d+ s left", said), said
+    width = browser.run(
+        "const e = document.querySelector('#progress-bar'); return e.clientWidth / e.parentElement.clientWidth"
+    )
+    assert width == pytest.approx(job.progress.share, abs=0.02)
+    assert browser.run("return document.querySelector('#logged-values wbr') !== null")  # a name breaks at underscores
+
+
+def test_a_program_that_logs_nothing_shows_no_place_for_it(show: Show, browser: Chromium) -> None:
+    show(minute())
+    assert browser.shown("#logged") == browser.shown("#progress") == 0
+
+
+def test_a_number_that_is_not_finite_is_said_and_is_a_gap_in_its_curve(show: Show, browser: Chromium) -> None:
+    job = minute(slow=None, logs=True)
+    shown = show(job)
+    last = job.observatory.samples()[0][1]
+    job.observatory.observe("h1", msgspec.structs.replace(last, logged=[("loss", float("nan"))]))
+    job.observatory.tick()
+    browser.wait_for("#logged-values dd", "not finite")
+    browser.wait_for("#event-list", "loss is not a number (NaN) in epoch")
+    assert shown.job.observatory.snapshot().series.logged["loss"][-1] is not None  # the mean of what is known
+
+
+def test_events_are_marked_on_the_charts_and_read_under_the_pointer(show: Show, browser: Chromium) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    job = minute(slow=None, logs=True)
+    job.observatory.event("note", "saved a checkpoint", 0)
+    job.advance(60)
+    show(job)
+    assert browser.shown("#marks") == 1
+    for chart in ("#plots figure:nth-child(2)", "#logged-plots figure:first-child"):
+        over = browser.find(f"{chart} .u-over")
+        browser.run("arguments[0].scrollIntoView({block: 'center'})", over)
+        ActionChains(browser.driver).move_to_element_with_offset(over, 0, 0).perform()  # the middle is then
+        until(lambda chart=chart: "saved a checkpoint" in browser.text(f"{chart} .time"), "the event is read")
+        ActionChains(browser.driver).move_to_element_with_offset(over, 60, 0).perform()
+        until(lambda chart=chart: browser.text(f"{chart} .time").startswith("20"), "the time is read elsewhere")
+
+
+def test_settings_that_were_changed_come_first_with_units_and_without_nulls(show: Show, browser: Chromium) -> None:
+    job = minute()
+    settings = {"params.fusion_threshold_mb": 32.0, "params.cycle_time_ms": 5.0, "timeline.filename": None}
+    settings |= {"params.deterministic": True, "params.inline_threshold": 1024}
+    last = job.observatory.samples()[0][1]
+    job.observatory.observe("h1", msgspec.structs.replace(last, settings=settings))
+    job.observatory.tick()
+    show(job)
+    assert browser.texts("#changed-settings dt") == ["params.cycle_time_ms", "params.deterministic"]
+    assert words(browser.texts("#changed-settings dd")) == "5 ms on"
+    assert browser.texts("#settings dt") == ["params.fusion_threshold_mb", "params.inline_threshold"]
+    assert words(browser.texts("#settings dd")) == "32 MiB 1,024 bytes"
+    assert "null" not in browser.text("#details")
+
+
+def test_printing_draws_what_was_never_in_sight_in_the_light_theme(show: Show, browser: Chromium) -> None:
+    browser.theme("dark")
+    shown = show(minute(), height=SCREEN)
+    shown.job.observatory.event("note", "out of sight")
+    shown.advance()
+    browser.run("window.dispatchEvent(new Event('beforeprint'))")
+    assert "out of sight" in browser.text("#event-list")
+    assert browser.run("return document.documentElement.style.colorScheme") == "light"
+    browser.command("Emulation.setEmulatedMedia", media="print")
+    cut = "const e = document.querySelector('#lines'); return e.scrollHeight - e.clientHeight"
+    assert browser.run(cut) <= 1
+    exact = "return getComputedStyle(document.querySelector('#split > span')).printColorAdjust"
+    assert browser.run(exact) == "exact"
+    browser.command("Emulation.setEmulatedMedia", media="")
+    browser.run("window.dispatchEvent(new Event('afterprint'))")
+    assert browser.run("return document.documentElement.style.colorScheme") == "light dark"
+
+
+def test_lines_of_ranks_that_were_stopped_with_a_failure_are_not_red(show: Show, browser: Chromium) -> None:
+    job = minute()
+    for rank in (1, 2):
+        job.observatory.output(rank, 2, f"an error of rank {rank}\n".encode())
+    shown = show(job)
+    browser.wait_for("#lines", "an error of rank 2")
+    assert browser.texts("#lines .stopped") == []
+    job.observatory.worker(1, "failed", "exited with status 1")
+    job.observatory.ended(1, "rank 1 on host h1 exited with status 1", causes=[1])
+    browser.wait_for("#state", "Failed, exit code 1")
+    colour = (
+        "const line = document.querySelector(`#lines .error[data-rank='${arguments[0]}'] .text`);"
+        "return getComputedStyle(line, '::before').color"
+    )
+    until(lambda: browser.run(colour, 2) != browser.run(colour, 1), "only one is red")
+    assert (
+        browser.run("return document.querySelector(\"#lines .error[data-rank='1']\").classList.contains('stopped')")
+        is False
+    )
+    assert shown.job.observatory.snapshot().job.state == "failed"
 
 
 def test_planes_are_shown_with_their_reasons(show: Show, browser: Chromium) -> None:
@@ -274,9 +381,9 @@ def test_updates_make_of_a_snapshot_what_a_later_snapshot_is(browser: Chromium) 
     static = Path(__file__).parents[2] / "hvdgloo/_observe/page/static/store.js"
     browser.run(f"{static.read_text()}; Object.assign(window, {{STATES, store: new Store()}});")
     read = (
-        "const {job, hosts, planes, stragglers, waits, events, series, heat, settings, output} = store;"
-        "return JSON.stringify({job, hosts, planes, stragglers, waits, events, series, heat, settings, output,"
-        " ranks: store.ranks.map((row) => ({...row, state: STATES.indexOf(row.state)}))})"
+        "const {job, hosts, planes, stragglers, waits, events, series, heat, settings, changed, units, output} = store;"
+        "return JSON.stringify({job, hosts, planes, stragglers, waits, events, series, heat, settings, changed, units,"
+        " output, ranks: store.ranks.map((row) => ({...row, state: STATES.indexOf(row.state)}))})"
     )
     with job.observatory.subscribe() as changes:
         for _ in range(5):
@@ -320,6 +427,8 @@ FORMATTED = {
         7500: "2 h 5 min",
         187200: "2 d 4 h",
     },
+    "measured": {0: "0", 0.98765: "0.9877", 12345.678: "12,345.7", 1.2346e-5: "0.00001235", 1.2346e-9: "1.235e-9"},
+    "cores": {0.0863: "9 % of a core", 1: "1 core", 1.534: "1.53 cores"},
     "share": {0.923: "92 %", 1: "100 %"},
 }
 

@@ -147,6 +147,28 @@ def test_report_is_written_after_a_failure_and_the_summary_says_where(launcher: 
     assert "I am 0" in [line["text"] for line in recording["lines"]]
 
 
+LOGS = """
+import numpy as np
+import hvdgloo.numpy as hvd
+hvd.init()
+for step in range(4):
+    hvd.log(loss=step + 10.0 * hvd.rank(), step=step, steps=4, epoch=0, epochs=2, note="half" if step == 2 else None)
+hvd.log({"mean/loss": hvd.rank()}, average=True)
+hvd.barrier()
+"""
+
+
+def test_report_has_the_numbers_the_progress_and_the_notes_that_the_program_logs(launcher: Launcher) -> None:
+    flags = ("-np", "2", "--report", "job.html")
+    done = launcher.run(*flags, warm.python(*warm.NUMPY), launcher.script(LOGS), timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    snapshot = json.loads((launcher.folder / "job.json").read_text())["snapshot"]
+    assert snapshot["job"]["logged"] == {"loss": 3.0, "mean/loss": 0.5}
+    progress = {"step": 3, "steps": 4, "epoch": 0, "epochs": 2, "share": 0.5, "remaining": None}
+    assert snapshot["job"]["progress"] == progress
+    assert [event["text"] for event in snapshot["events"] if event["kind"] == "note"] == ["half"]
+
+
 ODD = os.fsdecode(b"\xff")
 """Not UTF-8."""
 

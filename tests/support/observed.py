@@ -9,11 +9,13 @@ stalls, lost ranks and hostile names.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
@@ -28,6 +30,7 @@ from hvdgloo._observe.samples import (
     Missing,
     Note,
     Plane,
+    Progress,
     Sample,
     Steps,
 )
@@ -61,6 +64,7 @@ class SimulatedJob:
         step: seconds that a step takes without it.
         evil: hosts, tensors and output lines have names out of ``EVIL``.
         gpus: whether hosts have one for each rank.
+        logs: whether the program logs a loss, an accuracy and its progress, in epochs of 100 steps.
         started: when the job was, in seconds since 1970.
         seed: of the noise.
     """
@@ -76,6 +80,7 @@ class SimulatedJob:
         step: float = 0.1,
         evil: bool = False,
         gpus: bool = False,
+        logs: bool = False,
         started: float = 1_700_000_000.0,
         seed: int = 0,
     ) -> None:
@@ -89,6 +94,7 @@ class SimulatedJob:
         self.lag = lag if slow is not None else 0.0
         self.step = step
         self.gpus = gpus
+        self.logs = logs
         self.hosts = [EVIL[n % len(EVIL)] + str(n) if evil else f"h{n + 1}" for n in range(hosts)]
         self.tensors = list(EVIL) if evil else ["fc.weight", "fc.bias", "conv.weight"]
         self.evil = evil
@@ -282,7 +288,14 @@ class SimulatedJob:
             lateness=self._lateness(),
             missing=(Missing(hung[1], self._elapsed - hung[2], (hung[0],), 1),) if hung else (),
             stacks=tuple(self._stacks),
+            **self._logged(steps),
         )
+
+    def _logged(self, steps: int) -> dict[str, Any]:
+        if not self.logs or not steps:
+            return {}
+        logged = (("loss", 3 * math.exp(-steps / 400)), ("val_accuracy", 1 - 0.9 * math.exp(-steps / 600)))
+        return {"logged": logged, "progress": Progress((steps - 1) % 100, 100, (steps - 1) // 100, 10)}
 
     def _lateness(self) -> Lateness:
         recent: dict[int, list[float]] = {}

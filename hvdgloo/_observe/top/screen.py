@@ -10,8 +10,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from hvdgloo._observe.view import STATES, Host, Ranks, Snapshot
-from hvdgloo._observe.words import duration, number, share, size
+from hvdgloo._observe.view import STATES, Host, Job, Ranks, Snapshot
+from hvdgloo._observe.words import duration, measured, number, progress, share, size
 from hvdgloo._platform.spelling import in_one_line
 
 _STYLES = {
@@ -38,7 +38,7 @@ _COLUMNS: tuple[tuple[str, int, int, Callable[[Ranks, int], str]], ...] = (
     ("waiting", 7, 0, lambda ranks, n: share(ranks.waiting[n])),
     ("operations", 10, 0, lambda ranks, n: f"{ranks.operations[n]:,}"),
     ("bytes/s", 7, 100, lambda ranks, n: size(ranks.bytes_per_second[n])),
-    ("cores", 5, 110, lambda ranks, n: number(ranks.cpu[n])),
+    ("CPU", 5, 110, lambda ranks, n: share(ranks.cpu[n])),  # of one core, as the system's own top shows it
     ("memory", 7, 110, lambda ranks, n: size(ranks.memory[n])),
 )
 """Heading, width, least width of the terminal for this column, and its text for a rank."""
@@ -133,9 +133,20 @@ def _job(snapshot: Snapshot) -> list[RenderableType]:
         )
     if job.outer:
         lines.append(Text(job.outer, no_wrap=True, overflow="ellipsis"))
+    lines += _logged(job)
     if job.message:
         lines.append(Text(in_one_line(job.message), _STYLES["failed"] if job.state == "failed" else ""))
     return lines
+
+
+def _logged(job: Job) -> list[RenderableType]:
+    """Build a line with the training's progress and one with the numbers that the program logs."""
+    told = job.progress
+    facts = [] if told is None else progress(told.step, told.steps, told.epoch, told.epochs, told.share)
+    if told is not None and told.remaining is not None:
+        facts.append(f"about {duration(round(told.remaining))} left")
+    numbers = [f"{in_one_line(name)} {measured(value)}" for name, value in job.logged.items()]
+    return [Text("  ".join(line), no_wrap=True, overflow="ellipsis") for line in (facts, numbers) if line]
 
 
 def _planes(snapshot: Snapshot) -> list[RenderableType]:

@@ -8,6 +8,7 @@ from hvdgloo.keras.callbacks import (
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     LocalSGDCallback,
+    LogCallback,
     MetricAverageCallback,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "LocalSGDCallback",
+    "LogCallback",
     "MetricAverageCallback",
 ]

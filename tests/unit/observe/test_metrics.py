@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -13,7 +15,21 @@ from hvdgloo._observe.samples import Sample
 from tests.support.observed import MIB, SimulatedJob
 from tests.support.pages import ROOT
 
-LABELS = {"rank", "host", "plane", "process_set", "part", "cause", "state", "gpu", "model", "job_id", "version", "le"}
+LABELS = {
+    "rank",
+    "host",
+    "plane",
+    "process_set",
+    "part",
+    "cause",
+    "state",
+    "gpu",
+    "model",
+    "job_id",
+    "version",
+    "le",
+    "name",
+}
 
 
 def values(observatory: Observatory) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -32,7 +48,7 @@ def value(observatory: Observatory, name: str, **labels: str) -> float:
 
 @pytest.fixture(scope="module")
 def job() -> SimulatedJob:
-    job = SimulatedJob(4, 2, gpus=True)
+    job = SimulatedJob(4, 2, gpus=True, logs=True)
     job.advance(30)
     return job
 
@@ -167,3 +183,24 @@ def test_every_metric_is_documented(job: SimulatedJob) -> None:
     names = {family.name + {"counter": "_total", "info": "_info"}.get(family.type, "") for family in families}
     assert len(names) > 30
     assert names == set(re.findall(r"`(hvdgloo_\w+)`", page))
+
+
+def logged_loss(observatory: Observatory) -> float:
+    return values(observatory)["hvdgloo_logged_value", frozenset({("name", "loss")})]
+
+
+def test_numbers_and_progress_of_the_program_are_metrics() -> None:
+    job = SimulatedJob(2, 1, slow=None, logs=True)
+    assert not any(name.startswith(("hvdgloo_logged", "hvdgloo_progress")) for name, _ in values(job.observatory))
+    job.advance(30)
+    shown = job.observatory.snapshot().job
+    assert shown.progress is not None
+    assert logged_loss(job.observatory) == shown.logged["loss"]
+    assert value(job.observatory, "hvdgloo_progress_ratio") == shown.progress.share
+    assert value(job.observatory, "hvdgloo_progress_remaining_seconds") == shown.progress.remaining
+    assert value(job.observatory, "hvdgloo_progress_epoch") == shown.progress.epoch
+    nothing = job.observatory.samples()[0][1]
+    job.observatory.observe("h1", msgspec.structs.replace(nothing, logged=[("loss", math.nan)]))
+    job.observatory.tick()
+    assert math.isnan(logged_loss(job.observatory))
+    assert problems(metrics.text(job.observatory)[0].decode()) == []

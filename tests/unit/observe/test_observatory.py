@@ -15,7 +15,18 @@ import pytest
 from hvdgloo._observe import observatory as observatory_module
 from hvdgloo._observe import view
 from hvdgloo._observe.observatory import Observatory, Subscription
-from hvdgloo._observe.samples import CODEC, Flow, HostSample, Missing, Note, OuterSteps, Plane, Sample, Steps
+from hvdgloo._observe.samples import (
+    CODEC,
+    Flow,
+    HostSample,
+    Missing,
+    Note,
+    OuterSteps,
+    Plane,
+    Progress,
+    Sample,
+    Steps,
+)
 from tests.support.observed import EVIL, MIB, SimulatedJob
 
 DEADLINE = 30.0
@@ -69,7 +80,7 @@ class Reader:
 
     def _apply(self, data: dict[str, Any]) -> None:
         seen = self.seen
-        for name in ("job", "hosts", "planes", "stragglers", "waits", "settings", "output"):
+        for name in ("job", "hosts", "planes", "stragglers", "waits", "settings", "changed", "units", "output"):
             if data.get(name) is not None:
                 seen[name] = data[name]
         seen["events"] = (seen["events"] + (data.get("events") or []))[-500:]
@@ -91,12 +102,11 @@ class Reader:
         for name in new:
             if isinstance(new[name], list):
                 old[name] = old[name][:keep] + new[name]
-        planes = {**old["bytes_per_second"], **new["bytes_per_second"]}
-        old["bytes_per_second"] = {
-            plane: old["bytes_per_second"].get(plane, [None] * keep)[:keep]
-            + new["bytes_per_second"].get(plane, [None] * len(new["at"]))
-            for plane in planes
-        }
+        for kind in ("bytes_per_second", "logged"):
+            old[kind] = {
+                name: old[kind].get(name, [None] * keep)[:keep] + new[kind].get(name, [None] * len(new["at"]))
+                for name in {**old[kind], **new[kind]}
+            }
 
     def _heat(self, old: dict[str, Any], new: dict[str, Any]) -> None:
         if old["width"] != new["width"]:
@@ -116,6 +126,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "usual": {"ranks": 4, "hosts": 2},
     "evil": {"ranks": 6, "hosts": 3, "evil": True, "gpus": True},
     "no rank slow": {"ranks": 3, "hosts": 1, "slow": None},
+    "logs": {"ranks": 2, "slow": None, "logs": True},
 }
 
 
@@ -898,3 +909,91 @@ def test_any_text_from_outside_can_be_read_as_json_by_every_reader() -> None:
     assert seen["settings"] == {spelled: [spelled, {"path": spelled}]}
     assert {event["text"] for event in seen["events"]} > {spelled, f"rank 0 ({spelled}) {spelled}"}
     assert [line.text for line in observatory.lines()] == ["\N{REPLACEMENT CHARACTER}"]
+
+
+def test_numbers_that_the_program_logs_are_shown_with_their_curves() -> None:
+    clock = Clock()
+    observatory = watched(clock)
+    for step in range(6):
+        clock.now += 1
+        logged = [("loss", 1.0 / (step + 1)), ("accuracy", 0.5)]
+        observatory.observe("h1", sample(0, 2, steps=Steps(count=step), logged=logged))
+        observatory.observe("h1", sample(1, 2, logged=[("loss", 77.0)]))  # a rank 1 that claims to be shown
+        observatory.tick()
+    snapshot = observatory.snapshot()
+    assert snapshot.job.logged == {"loss": pytest.approx(1 / 6), "accuracy": 0.5}
+    assert snapshot.series.logged["loss"][1:] == [1.0, 0.5, 0.3333, 0.25, 0.2, 0.1667]
+    assert snapshot.series.logged["accuracy"][1:] == [0.5] * 6
+    assert observatory.series(0).logged == {}
+
+
+def test_a_loss_that_is_not_a_number_makes_one_event_and_a_gap() -> None:
+    clock = Clock()
+    observatory = watched(clock)
+    for value in (1.0, math.nan, math.nan, math.inf, 2.0, math.inf):
+        clock.now += 1
+        observatory.observe("h1", sample(size=1, logged=[("loss", value)], progress=Progress(step=6, epoch=1)))
+        observatory.tick()
+    snapshot = observatory.snapshot()
+    texts = [event.text for event in snapshot.events if event.kind == "warning"]
+    assert texts == [
+        "loss is not a number (NaN) in epoch 2, step 7",
+        "loss is infinite in epoch 2, step 7",
+    ]
+    assert snapshot.job.logged == {"loss": None}
+    assert snapshot.series.logged["loss"][1:] == [1.0, None, None, None, 2.0, None]
+    json.loads(view.encode(snapshot))
+
+
+def test_the_progress_of_a_training_and_what_remains_are_told_until_the_job_is_over() -> None:
+    clock = Clock()
+    observatory = watched(clock)
+    for step in range(31):
+        clock.now += 2
+        observatory.observe("h1", sample(size=1, steps=Steps(count=step), progress=Progress(step, 100, 0, 2)))
+        observatory.tick()
+    told = observatory.snapshot().job.progress
+    assert told is not None
+    assert (told.step, told.steps, told.epoch, told.epochs) == (30, 100, 0, 2)
+    assert told.share == 0.155
+    assert told.remaining == pytest.approx(2 * (200 - 31))
+    observatory.observe("h1", sample(size=1, steps=Steps(count=31)))  # a report without it says nothing about it
+    observatory.tick()
+    assert observatory.snapshot().job.progress == told
+    observatory.ended(1, "out of memory")
+    over = observatory.snapshot().job.progress
+    assert over is not None
+    assert (over.share, over.remaining) == (0.155, None)
+
+
+def test_a_program_that_logs_ever_new_names_does_not_fill_the_memory() -> None:
+    clock = Clock()
+    observatory = watched(clock)
+    for number in range(0, 500, 10):
+        clock.now += 1
+        logged = [(f"{n}" * 200, 1.0) for n in range(number, number + 10)]
+        observatory.observe("h1", sample(size=1, logged=logged))
+        observatory.tick()
+    snapshot = observatory.snapshot()
+    assert len(snapshot.job.logged) == len(snapshot.series.logged) == 64
+    assert max(map(len, snapshot.job.logged)) == 100
+
+
+def test_a_note_of_the_program_is_an_event() -> None:
+    observatory = watched()
+    observatory.observe("h1", sample(size=1))
+    observatory.observe("h1", Note(0, 1000.0, "note", "saved a checkpoint"))
+    observatory.tick()
+    assert [(one.kind, one.rank, one.text) for one in observatory.snapshot().events] == [
+        ("note", 0, "saved a checkpoint")
+    ]
+
+
+def test_settings_that_differ_from_their_defaults_are_named_with_the_units_of_all() -> None:
+    observatory = watched()
+    settings = {"params.fusion_threshold_mb": 32.0, "params.cycle_time_ms": 5.0, "params.wire": "int8"}
+    observatory.observe("h1", sample(size=1, settings=settings))
+    observatory.tick()
+    snapshot = observatory.snapshot()
+    assert snapshot.changed == ["params.cycle_time_ms", "params.wire"]
+    assert [snapshot.units.get(name) for name in settings] == ["MiB", "ms", None]

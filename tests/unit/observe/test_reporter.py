@@ -146,6 +146,32 @@ def test_what_is_counted_is_handed_on(agent: Agent, begun: Callable[..., Reporte
     assert abs(sample.at - time.time()) < DEADLINE
 
 
+def test_what_the_program_logs_is_reported_by_rank_0_alone() -> None:
+    counters = Counters()
+    counters.log({"loss": 2.0}, step=3, steps=10)
+    counters.log({"loss": 1.0, "accuracy": 0.5})
+    sample = Sampler(counters, Rank(0)).sample(1.0, settings=False)
+    assert [*sample.logged] == [("loss", 1.0), ("accuracy", 0.5)]
+    assert sample.progress == samples.Progress(step=3, steps=10)
+    decoded = samples.CODEC.decode(samples.CODEC.encode(sample))
+    assert isinstance(decoded, samples.Sample)
+    assert (decoded.logged, decoded.progress) == (sample.logged, sample.progress)
+    other = Sampler(counters, Rank(1)).sample(1.0, settings=False)
+    assert (other.logged, other.progress) == ((), None)
+
+
+def test_a_number_that_is_logged_while_nothing_else_happens_is_reported(
+    agent: Agent, begun: Callable[..., Reporter]
+) -> None:
+    counters = Counters()
+    begun(counters, agent.path)
+    assert isinstance(agent.receive(), samples.Sample)
+    counters.log({"loss": 1.0})
+    while not (sample := agent.receive()).logged:  # type: ignore[union-attr]
+        assert isinstance(sample, samples.Sample)
+    assert [*sample.logged] == [("loss", 1.0)]  # type: ignore[union-attr]
+
+
 def test_settings_are_said_at_first_and_when_they_have_changed() -> None:
     counters, rank = Counters(), Rank(0)
     sampler = Sampler(counters, rank)

@@ -28,6 +28,9 @@ const SPANS = [
 
 /** The span of time that all charts show: the last so many seconds, or a span selected by dragging. */
 class TimeView {
+  /** Events that charts mark. */
+  marks = [];
+
   constructor(onChange) {
     this._span = Infinity;
     this._zoom = null;
@@ -98,6 +101,41 @@ function timeLabels(plot, splits, _axis, _space, increment) {
 /** Synchronisation of the plots' cursors; selections go through the view. */
 const POINTING = new Set(["mousemove", "mouseleave"]);
 
+/** Kinds of events that charts mark. */
+const MARKED = new Set(["failure", "stall", "warning", "elastic", "host", "tuning", "trace", "note"]);
+const MOST_MARKS = 100;
+/** Distance in pixels from which a mark is read. */
+const NEAR_MARK = 6;
+
+/** Return the marks that all charts have: the latest events of these kinds. */
+const marksOf = (events) => events.filter(({ kind }) => MARKED.has(kind)).slice(-MOST_MARKS);
+
+/** Draw a dashed line for each event. */
+function drawMarks(plot, marks) {
+  const { ctx, bbox } = plot;
+  const [min, max] = [plot.scales.x.min, plot.scales.x.max];
+  ctx.save();
+  ctx.lineWidth = uPlot.pxRatio;
+  ctx.setLineDash([4 * uPlot.pxRatio, 3 * uPlot.pxRatio]);
+  for (const { at, kind } of marks) {
+    if (at < min || at > max) continue;
+    const x = Math.round(plot.valToPos(at, "x", true)) + 0.5;
+    ctx.strokeStyle = colour.of(GRAVE.has(kind) ? "bad" : "muted");
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+
+/** Return the event whose mark is under the cursor. */
+function markAt(plot, marks) {
+  const left = plot.cursor.left ?? -1;
+  if (left < 0) return undefined;
+  return marks.findLast(({ at }) => Math.abs(plot.valToPos(at, "x") - left) <= NEAR_MARK);
+}
+
 /** Options of all plots, including the heat map. */
 function plotOptions(view, element, { left = 56 } = {}) {
   const axis = {
@@ -127,6 +165,7 @@ function plotOptions(view, element, { left = 56 } = {}) {
       },
     },
     hooks: {
+      draw: [(plot) => drawMarks(plot, view.marks)],
       setSelect: [
         (plot) => {
           const { left: from, width } = plot.select;
@@ -195,6 +234,7 @@ const CHARTS = [
   {
     title: "Processor cores",
     text: format.number,
+    said: format.cores,
     curves: (series) => [{ name: "in use", values: series.cpu, colour: "purple", filled: true }],
   },
   {
@@ -214,6 +254,13 @@ function stack(curves) {
   });
 }
 
+/** The range of values that need not begin at 0, with some room around them. */
+function freeRange(_plot, min, max) {
+  if (min === null || max === null) return [0, 1];
+  const room = (max - min || Math.abs(max) || 1) * 0.08;
+  return [min >= 0 ? Math.max(0, min - room) : min - room, max + room];
+}
+
 /** Return the number of known values. */
 const known = (values) => values.filter((value) => value !== null).length;
 
@@ -224,13 +271,15 @@ class Chart {
     this._plot = null;
     this._shape = "";
     this._time = dom.make("span", { class: "time" });
+    const title = dom.make("b");
+    dom.setName(title, kind.title);
     this._legend = dom.make("ul", { class: "legend" });
     this._area = dom.make("div", { class: "plot", tabindex: "0", role: "img" });
     this._nothing = dom.make("p", { class: "nothing" });
     this.figure = dom.make(
       "figure",
       {},
-      dom.make("figcaption", {}, dom.make("b", { text: kind.title }), this._time),
+      dom.make("figcaption", {}, title, this._time),
       this._legend,
       this._area,
       this._nothing,
@@ -281,7 +330,8 @@ class Chart {
   _make(drawn, data) {
     this.destroy();
     const options = plotOptions(this._view, this._area);
-    options.scales.y = { range: (_plot, _min, max) => [0, max > 0 ? max * 1.08 : 1] };
+    const range = this._kind.free ? freeRange : (_plot, _min, max) => [0, max > 0 ? max * 1.08 : 1];
+    options.scales.y = { range };
     options.axes[1].values = (_plot, splits) => splits.map((value) => (this._nothing.hidden ? this._kind.text(value) : ""));
     options.series = [
       {},
@@ -305,7 +355,10 @@ class Chart {
   /** The values under the cursor, or the latest. */
   _setLegend() {
     const place = this._plot?.cursor.idx ?? null;
-    dom.setText(this._time, place === null ? "" : format.moment(this._at[place]));
+    const mark = this._plot && markAt(this._plot, this._view.marks);
+    dom.setClass(this._time, mark ? "time mark" : "time");
+    if (mark) dom.setText(this._time, `${format.clock(mark.at)} ${mark.text}`);
+    else dom.setText(this._time, place === null ? "" : format.moment(this._at[place]));
     this._curves.forEach((curve, i) => {
       const item = this._legend.children[i]?.lastElementChild;
       if (item) dom.setText(item, this._value(curve, place ?? this._lastOf(curve)));
@@ -320,7 +373,7 @@ class Chart {
 
   _value({ values }, place) {
     const value = values[place];
-    return value === null || value === undefined ? UNKNOWN : this._kind.text(value);
+    return value === null || value === undefined ? UNKNOWN : (this._kind.said ?? this._kind.text)(value);
   }
 
   _say(place) {
@@ -352,6 +405,7 @@ class Charts {
     const short = !RUNNING.has(job.state) && known(series.memory) < LEAST_POINTS;
     dom.byId("too-short").hidden = !short;
     dom.byId("plots").hidden = dom.byId("spans").hidden = short;
+    dom.byId("marks").hidden = short || !this._view.marks.length;
     if (short) dom.setText(dom.byId("too-short"), tooShort(job));
     else for (const chart of this._charts) chart.render(series, job);
   }

@@ -52,9 +52,19 @@ class Details {
     this._hosts.setRows(hosts.map((host) => [host.name, host.state, ...(host.cores ? measured(host) : unmeasured)]));
   }
 
-  renderSettings({ settings, job }) {
-    const write = (value) => (typeof value === "string" ? value : JSON.stringify(value));
-    dom.describe(dom.byId("settings"), Object.entries(settings).map(([name, value]) => [name, write(value)]));
+  renderSettings({ settings, changed, units, job }) {
+    const write = (name, value) => {
+      if (typeof value === "boolean") return value ? "on" : "off";
+      const text = typeof value === "number" ? format.measured(value) : typeof value === "string" ? value : JSON.stringify(value);
+      return units[name] ? `${text}\u00a0${units[name]}` : text;
+    };
+    const own = new Set(changed);
+    const described = (names) => names.map((name) => [name, write(name, settings[name])]);
+    const names = Object.keys(settings).filter((name) => settings[name] !== null);
+    dom.describe(dom.byId("changed-settings"), described(names.filter((name) => own.has(name))));
+    dom.describe(dom.byId("settings"), described(names.filter((name) => !own.has(name))));
+    dom.byId("changed-title").hidden = dom.byId("changed-settings").hidden = !changed.length;
+    dom.byId("default-title").hidden = !names.length || changed.length === names.length;
     dom.describe(dom.byId("versions"), Object.entries(job.versions));
   }
 }

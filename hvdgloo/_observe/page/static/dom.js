@@ -21,6 +21,12 @@ const dom = (() => {
     if (node.textContent !== text) node.textContent = text;
   }
 
+  /** Set a name that may break after its underscores, dots and slashes. */
+  function setName(node, name) {
+    if (node.textContent === name) return;
+    node.replaceChildren(...name.split(/(?<=[_./])(?=[^_./])/).flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])));
+  }
+
   function setAttribute(node, name, value) {
     if (node.getAttribute(name) !== value) node.setAttribute(name, value);
   }
@@ -34,7 +40,11 @@ const dom = (() => {
     const terms = pairs.map(([term]) => term).join("\n");
     if (list.dataset.terms !== terms) {
       list.dataset.terms = terms;
-      list.replaceChildren(...pairs.map(([term]) => make("div", {}, make("dt", { text: term }), make("dd"))));
+      list.replaceChildren(...pairs.map(([term]) => {
+        const name = make("dt");
+        setName(name, term);
+        return make("div", {}, name, make("dd"));
+      }));
     }
     pairs.forEach(([, description], i) => setText(list.children[i].lastElementChild, description));
   }
@@ -44,5 +54,5 @@ const dom = (() => {
     setText(byId("announcement"), text);
   }
 
-  return { make, byId, setText, setAttribute, setClass, describe, announce };
+  return { make, byId, setText, setName, setAttribute, setClass, describe, announce };
 })();

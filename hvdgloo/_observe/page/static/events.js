@@ -2,7 +2,7 @@
 
 /* Events, newest first. */
 
-const EVENT_KINDS = ["failure", "stall", "stall ended", "straggler", "warning", "elastic", "host", "tuning", "trace", "state"];
+const EVENT_KINDS = ["failure", "stall", "stall ended", "straggler", "warning", "elastic", "host", "tuning", "trace", "note", "state"];
 const GRAVE = new Set(["failure", "stall", "warning"]);
 
 class Events {

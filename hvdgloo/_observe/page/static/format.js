@@ -15,6 +15,20 @@ const format = (() => {
     return value.toLocaleString("en", { maximumFractionDigits: Math.min(digits, 4) });
   }
 
+  /** A number of any scale that a program logs, with four significant digits; null is not finite. */
+  function measured(value) {
+    if (value === null) return "not finite";
+    const size = Math.abs(value);
+    if (value && (size < 1e-6 || size >= 1e15)) return value.toExponential(3);
+    const digits = size >= 1000 || !value ? 1 : 3 - Math.floor(Math.log10(size));
+    return value.toLocaleString("en", { maximumFractionDigits: digits });
+  }
+
+  /** Processor time per second: "9 % of a core", "1.53 cores". */
+  function cores(value) {
+    return value < 0.995 ? share(value) + " of a core" : plural(Number(number(value)), "core");
+  }
+
   function count(value) {
     if (value < 1e7) return value.toLocaleString("en");
     return value < 1e10 ? number(value / 1e6) + SPACE + "million" : number(value / 1e9) + SPACE + "billion";
@@ -66,5 +80,5 @@ const format = (() => {
 
   const plural = (value, noun) => `${count(value)}${SPACE}${noun}${value === 1 ? "" : "s"}`;
 
-  return { number, count, bytes, seconds, share, clock, moment, plural };
+  return { number, measured, cores, count, bytes, seconds, share, clock, moment, plural };
 })();

@@ -139,7 +139,7 @@ class HeatMap {
     options.series = [{}, { show: true, paths: () => null, points: { show: false } }];
     options.cursor.points = { show: false };
     options.hooks.setCursor = [(plot) => this._read(plot)];
-    options.hooks.draw = [(plot) => this._draw(plot)];
+    options.hooks.draw.unshift((plot) => this._draw(plot));
     this._plot = new uPlot(options, [this._heat.at, this._heat.at.map(() => 0)], this._area);
   }
 

@@ -27,6 +27,7 @@ class Output {
     this._waiting = 0;
     /** The rank whose last line is shown at first, instead of the latest one. */
     this._culprit = null;
+    this._stopped = new Set();
     this._top = 0;
     let typing = 0;
     this._search.addEventListener("input", () => {
@@ -50,9 +51,13 @@ class Output {
     new ResizeObserver(() => this._follow.checked && this._scrollDown()).observe(this._rows);
   }
 
-  /** Say how many lines there are; new ones are fetched. At first, a `culprit`'s last line is shown. */
-  render(number, culprit = null) {
+  /** Say how many lines there are; new ones are fetched. At first, a `culprit`'s last line is shown. Errors of ranks that were `stopped` are not at fault. */
+  render(number, culprit = null, stopped = []) {
     this._culprit = culprit;
+    if (stopped.length !== this._stopped.size) {
+      this._stopped = new Set(stopped);
+      for (const row of this._rows.children) row.classList.toggle("stopped", this._stopped.has(Number(row.dataset.rank)));
+    }
     if (number < this._known) this._newest = 0;
     this._known = number;
     if (!this._waiting) this._inTurn(() => this._fetchNew());
@@ -126,6 +131,7 @@ class Output {
       dom.make("time", { text: format.clock(line.at), title: format.moment(line.at) }),
       dom.make("span", { class: "source", text: String(line.rank), title: line.stream === 2 ? "stderr" : "stdout" }),
     );
+    if (this._stopped.has(line.rank)) row.classList.add("stopped");
     row.dataset.number = line.number;
     row.dataset.rank = line.rank;
     row.append(this._marked(line.text.replace(CONTROLS, "").replace(DIRECTIONS, "\ufffd")));

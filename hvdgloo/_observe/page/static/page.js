@@ -10,6 +10,7 @@ class Page {
     this._scheduled = false;
     this._chosen = null;
     this._table = false;
+    this._theme = "";
     this._filter = new RankFilter(() => this._touch("ranks"));
     this._view = new TimeView(() => this._touch("view"));
     const choose = (rank) => this.choose(rank);
@@ -18,6 +19,7 @@ class Page {
     this._rankTable = new RankTable(this._filter, choose);
     this._card = new RankCard({ onClose: () => this.choose(null), onOutput: () => this._showOutput() });
     this._charts = new Charts(this._view);
+    this._logged = new Logged(this._view);
     this._stragglers = new Stragglers(this._view, choose);
     this._events = new Events(choose);
     this._output = new Output(server.lines, isReport ? { atOnce: MOST_LINES } : {});
@@ -58,6 +60,7 @@ class Page {
 
   /** Follow the system's theme, or use a given one: "light", "dark" or "". */
   setTheme(theme) {
+    this._theme = theme;
     document.documentElement.style.colorScheme = theme || "light dark";
     dom.setText(dom.byId("theme"), `Theme: ${theme || "system"}`);
     this._recolour();
@@ -92,14 +95,15 @@ class Page {
     const views = [
       ["summary", ["job", "hosts", "ranks", "planes", "stragglers", "events"], (store) => this._summary.render(store)],
       ["ranks", ["ranks", "hosts"], (store) => this._drawRanks(store)],
-      ["charts", ["series", "view"], (store, changed) => this._drawCharts(store, changed)],
-      ["stragglers", ["stragglers", "waits", "heat", "view"], (store, changed) => this._drawStragglers(store, changed)],
+      ["logged", ["job", "series", "view", "events"], (store, changed) => this._drawLogged(store, changed)],
+      ["charts", ["series", "view", "events"], (store, changed) => this._drawCharts(store, changed)],
+      ["stragglers", ["stragglers", "waits", "heat", "view", "events"], (store, changed) => this._drawStragglers(store, changed)],
       ["events", ["events"], ({ events }) => this._events.render(events)],
-      ["output", ["output"], ({ output, job }) => this._output.render(output, isReport ? culprit(job) : null)],
+      ["output", ["output", "job", "ranks"], (store) => this._output.render(store.output, isReport ? culprit(store.job) : null, stopped(store))],
       ["planes", ["planes", "job"], (store) => this._details.renderPlanes(store)],
       ["trace", ["events", "job"], (store) => this._traces.render(store)],
       ["hosts", ["hosts"], (store) => this._details.renderHosts(store)],
-      ["details", ["settings", "job"], (store) => this._details.renderSettings(store)],
+      ["details", ["settings", "changed", "units", "job"], (store) => this._details.renderSettings(store)],
     ];
     return new Map(views.map(([id, parts, draw]) => [id, { parts, draw, seen: true, pending: new Set() }]));
   }
@@ -107,6 +111,7 @@ class Page {
   /** Draw the sections that are in sight; the others wait until they are. */
   _draw(changed) {
     this._view.set(this._store.job.started, this._store.job.now);
+    if (changed.has("events")) this._view.marks = marksOf(this._store.events);
     for (const view of this._views.values()) {
       for (const part of view.parts) if (changed.has(part)) view.pending.add(part);
       if (!view.pending.size || !view.seen) continue;
@@ -122,11 +127,18 @@ class Page {
       this._touch("seen");
     });
     // A hidden section is not in sight, but decides itself whether it is shown.
-    for (const id of this._views.keys()) if (id !== "trace") observer.observe(dom.byId(id));
-    window.addEventListener("beforeprint", () => {
-      for (const view of this._views.values()) view.seen = true;
-      this._draw(new Set());
-    });
+    for (const id of this._views.keys()) if (id !== "trace" && id !== "logged") observer.observe(dom.byId(id));
+    window.addEventListener("beforeprint", () => this._drawForPaper());
+    window.addEventListener("afterprint", () => this.setTheme(this._theme));
+  }
+
+  /** Draw everything at once, dark on light. */
+  _drawForPaper() {
+    const theme = this._theme;
+    this.setTheme("light");
+    this._theme = theme;
+    for (const view of this._views.values()) view.seen = true;
+    this._draw(new Set(["view"]));
   }
 
   _drawRanks(store) {
@@ -140,6 +152,11 @@ class Page {
     const series = this._chosen === null ? store.series : (this._ownSeries ?? EMPTY_SERIES);
     if (changed.has("series")) this._charts.render(series, store.job);
     else this._charts.redraw();
+  }
+
+  _drawLogged(store, changed) {
+    if (changed.has("job") || changed.has("series")) this._logged.render(store);
+    else this._logged.redraw();
   }
 
   _drawStragglers(store, changed) {
@@ -202,6 +219,9 @@ function culprit(job) {
   return found ? Number(found[1]) : null;
 }
 
+/** The ranks that ended only because the job failed. */
+const stopped = ({ job, ranks }) => (job.state === "failed" ? ranks.filter(({ state }) => state === "ended").map(({ rank }) => rank) : []);
+
 const EMPTY_SERIES = {
   at: [],
   width: 1,
@@ -213,6 +233,7 @@ const EMPTY_SERIES = {
   bytes_per_second: {},
   cpu: [],
   memory: [],
+  logged: {},
 };
 
 const STATUS_TEXTS = {

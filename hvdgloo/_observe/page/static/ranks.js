@@ -264,7 +264,7 @@ class RankCard {
       ["before its first operation", format.seconds(row.before_first)],
       ["operations", format.count(row.operations)],
       ["data", `${format.bytes(row.bytes)}, ${format.bytes(row.bytes_per_second)}/s now`],
-      ["processor", format.plural(Number(row.cpu.toFixed(2)), "core")],
+      ["processor", format.cores(row.cpu)],
       ["memory", format.bytes(row.memory)],
       ...this._gpu(host?.gpus.find(({ index }) => index === row.gpu)),
       ["process", `${row.pid}, local rank ${row.local_rank}`],

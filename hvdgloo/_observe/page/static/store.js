@@ -6,11 +6,14 @@
 const STATES = ["starting", "computing", "waiting", "communicating", "idle", "stalled", "lost", "ended", "failed"];
 
 /** Parts that an update replaces, if it has them. */
-const REPLACED = ["job", "hosts", "planes", "stragglers", "waits", "settings", "output"];
+const REPLACED = ["job", "hosts", "planes", "stragglers", "waits", "settings", "changed", "units", "output"];
 const PARTS_OF_STORE = [...REPLACED, "ranks", "events", "series", "heat"];
 const MOST_EVENTS = 500;
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const CURVES = ["steps_per_second", "step_seconds", "computing", "waiting", "communicating", "cpu", "memory"];
+
+/** Curves that differ from job to job, by name. */
+const NAMED_CURVES = ["bytes_per_second", "logged"];
 
 /** Put the points of `update` into `series`: both are sorted by `at`, and what is new is at the end. */
 function mergeSeries(series, update) {
@@ -18,14 +21,14 @@ function mergeSeries(series, update) {
     Object.assign(series, update);
     return;
   }
-  for (const plane of Object.keys(update.bytes_per_second)) {
-    series.bytes_per_second[plane] ??= series.at.map(() => null);
+  for (const kind of NAMED_CURVES) {
+    for (const name of Object.keys(update[kind])) series[kind][name] ??= series.at.map(() => null);
   }
   update.at.forEach((at, i) => {
     const place = placeOf(series.at, at);
     for (const name of CURVES) series[name][place] = update[name][i];
-    for (const plane of Object.keys(series.bytes_per_second)) {
-      series.bytes_per_second[plane][place] = update.bytes_per_second[plane]?.[i] ?? null;
+    for (const kind of NAMED_CURVES) {
+      for (const [name, curve] of Object.entries(series[kind])) curve[place] = update[kind][name]?.[i] ?? null;
     }
   });
 }

@@ -87,9 +87,27 @@ class Summary {
       dom.setText(dom.byId("split-legend").children[i].querySelector("b"), job.step_seconds ? format.share(job[name]) : UNKNOWN);
     });
     this.tick(store);
+    this._renderProgress(job);
     this._renderPlanes(store);
     dom.setText(dom.byId("outer-steps"), job.outer && job.outer[0].toUpperCase() + job.outer.slice(1) + ".");
     this._renderVerdict(store);
+  }
+
+  /** The training's progress, where the program tells it. */
+  _renderProgress({ progress }) {
+    dom.byId("progress").hidden = !progress;
+    if (!progress) return;
+    const { step, steps, epoch, epochs, share, remaining } = progress;
+    const counted = (what, value, all) =>
+      value === null ? [] : [`${what}${"\u00a0"}${format.count(value + 1)}` + (all ? ` of ${format.count(all)}` : "")];
+    const places = [...counted("epoch", epoch, epochs), ...counted("step", step, steps)];
+    const parts = [...places, ...(remaining === null ? [] : [`about ${format.seconds(Math.round(remaining))} left`])];
+    // Without its end, the place is the figure.
+    const known = share !== null;
+    dom.setText(dom.byId("progress-share"), known ? format.share(Math.floor(100 * share) / 100) : capital(parts.shift() ?? "started"));
+    dom.setText(dom.byId("progress-label"), parts.join(", "));
+    dom.byId("progress-bar").parentElement.hidden = !known;
+    dom.byId("progress-bar").style.width = `${100 * (share ?? 0)}%`;
   }
 
   /** What changes without news. */

@@ -38,7 +38,7 @@ const RANK_COLUMNS = [
   { title: "waiting", value: (row) => row.waiting, text: (row) => format.share(row.waiting) },
   { title: "communicating", value: (row) => row.communicating, text: (row) => format.share(row.communicating) },
   { title: "data", value: (row) => row.bytes_per_second, text: (row) => format.bytes(row.bytes_per_second) + "/s" },
-  { title: "cores", value: (row) => row.cpu, text: (row) => format.number(row.cpu) },
+  { title: "processor", value: (row) => row.cpu, text: (row) => format.cores(row.cpu) },
   { title: "memory", value: (row) => row.memory, text: (row) => format.bytes(row.memory) },
   { title: "what", value: (row) => row.detail, text: (row) => row.detail },
 ];

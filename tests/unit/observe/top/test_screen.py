@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hvdgloo._observe.top.screen import ENDLESS, Screen, order
 from hvdgloo._observe.view import Snapshot
-from hvdgloo._observe.words import duration, number, share, size
+from hvdgloo._observe.words import duration, measured, number, share, size
 from tests.support.observed import SimulatedJob
 
 
@@ -59,6 +59,23 @@ def test_the_job_in_one_look() -> None:
     assert "gloo (cpu): hosts h1 and h2" in text
     assert re.search(r"^h2 +■■  stolen 12 %", text, re.MULTILINE)
     assert re.search(r"Rank 3 \(h2\) was last in \d+ % of the last", text)
+
+
+def test_progress_and_numbers_that_the_program_logs_have_lines_of_their_own() -> None:
+    lines = shown(simulated(ranks=4, slow=None, logs=True).observatory.snapshot())
+    assert re.fullmatch(r"\d+ %  epoch \d of 10  step \d+ of 100  about .* left", lines[3])
+    assert re.fullmatch(r"loss [\d.]+  val_accuracy 0\.\d{1,4}", lines[4])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"), (0.98765, "0.9877"), (12345.678, "12,345.7"), (123456, "123,456"), (1.2346e-5, "0.00001235"),
+        (1.2346e-9, "1.235e-9"), (-2.5, "-2.5"), (1e20, "1.000e+20"), (None, "not finite"),
+    ],
+)  # fmt: skip
+def test_numbers_of_any_scale_are_written_for_people(value: float | None, text: str) -> None:
+    assert measured(value) == text
 
 
 def test_a_straggler_is_named_once() -> None:
