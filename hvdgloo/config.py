@@ -568,10 +568,10 @@ class Config:
         env="HVDGLOO_WIRE",
         flag="--wire",
         yaml="params.wire",
-        parse=_one_of("full", "bf16", "int8", "int4"),
+        parse=_one_of("full", "bf16", "int8", "int4", "int4-feedback"),
         help="the form in which gradients cross from host to host: full is as they are; bf16, int8 and int4 send a "
-        "half, a quarter and a seventh of the bytes, which changes results a little (docs/slow-networks.md). Rank 0's "
-        "value applies to all",
+        "half, a quarter and a seventh of the bytes, which changes results a little (docs/slow-networks.md). With "
+        "int4-feedback, what int4 leaves out of a gradient is added to the next one. Rank 0's value applies to all",
     )
     wire_threshold: int = _setting(
         256 * 1024,

@@ -178,6 +178,8 @@ class WireFormat(enum.Enum):
     BF16 = "bf16"
     INT8 = "int8"
     INT4 = "int4"
+    INT4_FEEDBACK = "int4-feedback"
+    """The same codes; what they leave out of a gradient is added to the next one."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -192,6 +194,7 @@ ENCODABLE: Mapping[WireFormat, frozenset[DType]] = {
     WireFormat.BF16: frozenset({DType.FLOAT32}),
     WireFormat.INT8: _QUANTISED,
     WireFormat.INT4: _QUANTISED,
+    WireFormat.INT4_FEEDBACK: _QUANTISED,
 }
 """The types whose values each form makes smaller; others cross as they are, and so does float64, whose users want its
 precision."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
+from hvdgloo._backends.codec import Values
 from hvdgloo._net.cancelling import LONGEST_TURN, TURN
 from hvdgloo.errors import BackendError, ConnectError, RendezvousTimeoutError
 from hvdgloo.types import Buffer, ReduceOp, WireFormat
@@ -304,12 +305,14 @@ class Encoding(Protocol):
         rank."""
         ...
 
-    def allreduce_encoded(self, buffer: Buffer, form: WireFormat) -> Work:
+    def allreduce_encoded(self, buffer: Buffer, form: WireFormat, residual: Values | None = None) -> Work:
         """Add up the buffers of all ranks, in place; all get the same bits.
 
         Args:
             buffer: float32, float16 or bfloat16.
             form: any but FULL.
+            residual: of the buffer's size; for error feedback. Whatever this rank encodes is added to it first, and
+                what the codes leave out remains there. A rank encodes no value of a buffer more than once.
         """
         ...
 

@@ -215,7 +215,7 @@ class BFloat16:
                 piece[:] = wide
 
 
-BLOCKS = {WireFormat.INT8: (256, 8), WireFormat.INT4: (64, 4)}
+BLOCKS = {WireFormat.INT8: (256, 8), WireFormat.INT4: (64, 4), WireFormat.INT4_FEEDBACK: (64, 4)}
 """Values in a block, and bits of a code."""
 
 

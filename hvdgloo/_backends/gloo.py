@@ -47,7 +47,7 @@ from hvdgloo._backends.base import (
     peek,
 )
 from hvdgloo._backends.butterfly import Butterfly, Bytes
-from hvdgloo._backends.codec import Codec
+from hvdgloo._backends.codec import Codec, Values
 from hvdgloo._backends.codec_torch import codec_of
 from hvdgloo._backends.cube import Cube
 from hvdgloo._backends.narrow import Narrow
@@ -510,7 +510,7 @@ class GlooBackend(ProcessGroupBackend):
             buffer, Buffer.of_array(received, buffer.dtype), [buffer.nbytes] * self._size, finish=finish
         )
 
-    def allreduce_encoded(self, buffer: Buffer, form: WireFormat) -> Work:
+    def allreduce_encoded(self, buffer: Buffer, form: WireFormat, residual: Values | None = None) -> Work:
         """See ``Encoding``. A thread exchanges messages and encodes a piece while others are on the wire; the group's
         own operations may be under way at the same time."""
         what = f"allreduce of {buffer.nbytes} bytes as {form}"
@@ -525,7 +525,7 @@ class GlooBackend(ProcessGroupBackend):
         if codec is None:
             codec = self._codecs[form] = codec_of(form)
         narrow = self._narrow
-        return self._progress.begin(what, lambda: narrow.allreduce(buffer, codec), buffer)
+        return self._progress.begin(what, lambda: narrow.allreduce(buffer, codec, residual), buffer)
 
     @property
     def rounding(self) -> tuple[float, float]:

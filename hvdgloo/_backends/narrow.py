@@ -24,6 +24,7 @@ from hvdgloo._backends import kernels
 from hvdgloo._backends.butterfly import Butterfly, Wire
 from hvdgloo._backends.codec import Bytes, Codec, Values
 from hvdgloo._backends.cube import Cube
+from hvdgloo._backends.feedback import Compensating
 from hvdgloo.types import Buffer
 
 PIECE = 1 << 17
@@ -57,15 +58,22 @@ class Narrow:
         self.sent = 0
         self.rounding = 0.0, 0.0
 
-    def allreduce(self, buffer: Buffer, codec: Codec) -> None:
-        """Add up the buffers of all ranks in place, floats of two or four bytes. Returns when that has ended."""
+    def allreduce(self, buffer: Buffer, plain: Codec, residual: Values | None = None) -> None:
+        """Add up the buffers of all ranks in place, floats of two or four bytes. Returns when that has ended.
+
+        Args:
+            residual: see ``Encoding.allreduce_encoded``.
+        """
+        codec = plain
         narrow = kernels.is_half(buffer.dtype)
         for begin in range(0, buffer.count, CHUNK):
             size = min(CHUNK, buffer.count - begin) * buffer.dtype.itemsize
             part = buffer.part(begin * buffer.dtype.itemsize, size).array()
             values = kernels.widen(part, buffer.dtype) if narrow else part
             self._rooms.clear()
-            self._sample(values[: codec.block], codec)
+            self._sample(values[: codec.block], plain)
+            if residual is not None:
+                codec = Compensating(plain, values, residual[begin : begin + values.size])
             if self._cube is None:
                 self._exchange(values, codec)
             else:

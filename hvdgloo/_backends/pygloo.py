@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from hvdgloo._backends import kernels, pygloo_helper
 from hvdgloo._backends.base import CANCELLED, RendezvousStore, Work, first_line, get_all, gloo_unconnected
+from hvdgloo._backends.codec import Values
 from hvdgloo._backends.pygloo_helper import Command, Op, Order, Tell, Type, Verb
 from hvdgloo._backends.shm import limits, system
 from hvdgloo._backends.shm.segment import array_at
@@ -310,7 +311,7 @@ class PyglooBackend:
         """See ``Encoding``: nothing is encoded."""
         return 0.0, 0.0
 
-    def allreduce_encoded(self, buffer: Buffer, form: WireFormat) -> Work:
+    def allreduce_encoded(self, buffer: Buffer, form: WireFormat, residual: Values | None = None) -> Work:
         """Refuse: see ``Encoding``.
 
         Raises:

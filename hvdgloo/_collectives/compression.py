@@ -84,6 +84,12 @@ class Int4Compressor(NoneCompressor):
     wire = WireFormat.INT4
 
 
+class Int4FeedbackCompressor(NoneCompressor):
+    """As ``Int4Compressor``. Reducers of gradients add what was left out of a gradient to the next one."""
+
+    wire = WireFormat.INT4_FEEDBACK
+
+
 class Casts(Protocol[T]):
     """The part of an adapter that casting compressors need."""
 
@@ -147,6 +153,7 @@ class Compression:
     fp16 = FP16Compressor
     int8 = Int8Compressor
     int4 = Int4Compressor
+    int4_feedback = Int4FeedbackCompressor
 
     def __init_subclass__(cls, *, adapter: Casts[Any] | None = None) -> None:
         """Derive a front-end's own compressors from those that need its adapter, also from those that only it has."""

@@ -31,6 +31,7 @@ from hvdgloo._collectives.spec import CollectiveSpec, broadcasting, crossing, re
 from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.messages import Request
+from hvdgloo._engine.residual import Residual
 from hvdgloo._job.context import Context
 from hvdgloo._platform import interrupts
 from hvdgloo.errors import InvalidArgumentError, NotInitializedError
@@ -76,10 +77,18 @@ class Core(Generic[T]):
         return _frontend_of, (self._module,)
 
     def persistent(
-        self, spec: CollectiveSpec, name: str | None, *, in_place: bool = False, grouped: bool = False
+        self,
+        spec: CollectiveSpec,
+        name: str | None,
+        *,
+        in_place: bool = False,
+        grouped: bool = False,
+        residual: Residual | None = None,
     ) -> PersistentOperation[T]:
         """Register a collective that is going to be started again and again; see ``PersistentOperation``."""
-        return PersistentOperation(self.adapter, self._context, spec, name, in_place=in_place, grouped=grouped)
+        return PersistentOperation(
+            self.adapter, self._context, spec, name, in_place=in_place, grouped=grouped, residual=residual
+        )
 
     def start(
         self,

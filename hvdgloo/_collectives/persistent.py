@@ -19,6 +19,7 @@ from hvdgloo._collectives.naming import names_of, template_of
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.handle import Handle
+from hvdgloo._engine.residual import Residual
 from hvdgloo._engine.submission import PersistentRequest
 from hvdgloo._job.context import Context
 from hvdgloo.types import Buffer, Collective, DType, TensorSpec
@@ -78,9 +79,21 @@ class PersistentOperation(Generic[T]):
         name: without the operation's prefix; None for an automatic one at each start.
         in_place: write the results into the tensors, which otherwise are never written.
         grouped: the name is a group's.
+        residual: for error feedback, if values are encoded.
     """
 
-    __slots__ = ("_adapter", "_context", "_export", "_late", "_registered", "in_place", "name", "prefix", "spec")
+    __slots__ = (
+        "_adapter",
+        "_context",
+        "_export",
+        "_late",
+        "_registered",
+        "_residual",
+        "in_place",
+        "name",
+        "prefix",
+        "spec",
+    )
 
     def __init__(
         self,
@@ -91,8 +104,10 @@ class PersistentOperation(Generic[T]):
         *,
         in_place: bool,
         grouped: bool,
+        residual: Residual | None = None,
     ) -> None:
         self.spec = spec
+        self._residual = residual
         self.name = name
         self.prefix = spec.collective.prefix(grouped=grouped)
         self.in_place = in_place
@@ -163,7 +178,7 @@ class PersistentOperation(Generic[T]):
         specs = tuple([buffer.spec for buffer in inputs])
         full_name = template_of(self.prefix) if self.name is None else f"{self.prefix}.{self.name}"
         persistent = PersistentRequest(
-            self.spec.request(full_name, specs, wire_threshold=context.engine.wire_threshold)
+            self.spec.request(full_name, specs, wire_threshold=context.engine.wire_threshold), self._residual
         )
         self._registered = context, persistent
         return persistent

@@ -141,6 +141,8 @@ class Response(codec.Message, frozen=True, dict=True):
             common += f" {int(r.op)} {r.prescale!r} {r.postscale!r}"
             if r.wire is WireFormat.FULL:
                 return tuple(f"{common} {spec.device} {spec.dtype}" for spec in r.tensors)
+            if r.wire is WireFormat.INT4_FEEDBACK:
+                common += f" {r.name}"  # so that its buffers are the same in every step
             return tuple(f"{common} {spec.device} {spec.dtype} {r.form(spec.dtype)}" for spec in r.tensors)
         return tuple(f"{common} {spec.device}" for spec in r.tensors)
 

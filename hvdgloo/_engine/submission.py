@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.messages import Request, Response
+from hvdgloo._engine.residual import Residual
 from hvdgloo.errors import BackendError
 from hvdgloo.types import Buffer, TensorSpec
 
@@ -47,12 +48,14 @@ class PersistentRequest:
         template: for a call with an automatic name: what it shares with all calls that differ only in that name's
             number, and where everything that was found out is kept.
         instance: that number.
+        residual: what encoding has left out of its tensors, if that is kept.
     """
 
-    __slots__ = ("instance", "may_be_offered", "request", "signature", "template")
+    __slots__ = ("instance", "may_be_offered", "request", "residual", "signature", "template")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, residual: Residual | None = None) -> None:
         self.request = request
+        self.residual = residual
         self.signature: Signature | None = None
         self.may_be_offered: bool | None = None
         self.template: PersistentRequest | None = None

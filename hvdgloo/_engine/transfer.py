@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdgloo._backends.base import Done, Plane, Scattered, Work
-from hvdgloo._backends.codec import encoded_size
+from hvdgloo._backends.codec import Values, encoded_size
 from hvdgloo._engine.adasum import adaptive_sum
 from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.fusion import Bucket
@@ -158,6 +158,19 @@ class Transfer:
         traffic.form, traffic.rounding = form.value, encoding.rounding
         return encoded_size(form, nbytes // dtype.itemsize)
 
+    def residual(self, buffer: Buffer) -> Values | None:
+        """Return what encoding has left out of the bucket so far, if that is kept; see ``Residual.beside``.
+
+        Args:
+            buffer: with the bucket's tensors; what was left out in other buckets is added to it.
+        """
+        first, size = self.bucket.parts[0], buffer.dtype.itemsize
+        response, submission = self.batch[first.operation]
+        residual = submission.persistent.residual
+        if residual is None or response.request.form(buffer.dtype) is not WireFormat.INT4_FEEDBACK:
+            return None
+        return residual.beside(buffer, [(part.tensor, part.nbytes // size) for part in self.bucket.parts])
+
     def stage(self, nbytes: int, like: TensorSpec) -> Buffer:
         """Take room for packed tensors in the plane's memory."""
         return self.group.stage(self.plane, nbytes, like, self.block_bytes)
@@ -218,11 +231,14 @@ def _allreduce(transfer: Transfer) -> None:
             counts = [part.nbytes // buffer.dtype.itemsize for part in bucket.parts]
             transfer.work = Phases(adaptive_sum(plane.backend, buffer, counts, group.rank, len(group.ranks)))
         else:
-            transfer.work = _reduce(plane, buffer, request)
+            transfer.work = _reduce(plane, buffer, request, transfer.residual(buffer))
 
 
-def _reduce(plane: Plane, buffer: Buffer, request: Request) -> Work:
+def _reduce(plane: Plane, buffer: Buffer, request: Request, residual: Values | None = None) -> Work:
     """Reduce a buffer, encoded where it crosses to other hosts if that was agreed upon.
+
+    Args:
+        residual: see ``Encoding.allreduce_encoded``.
 
     Raises:
         BackendError: the plane crosses to other hosts and cannot encode.
@@ -234,7 +250,7 @@ def _reduce(plane: Plane, buffer: Buffer, request: Request) -> Work:
         raise BackendError(f"{request.name} cannot cross between hosts as {form}: {plane.encodes_not}")
     if plane.encoding is None:
         return plane.backend.allreduce(buffer, request.combining)  # nothing crosses
-    return plane.encoding.allreduce_encoded(buffer, form)
+    return plane.encoding.allreduce_encoded(buffer, form, residual)
 
 
 def _scattered_allreduce(transfer: Transfer, backend: Scattered) -> None:

@@ -236,6 +236,11 @@ class Outer(Generic[T]):
     def _reducer(self, compression: Compressor[T]) -> GradientReducer[T]:
         return GradientReducer(self._frontend, compression=compression, process_set=self.options.process_set)
 
+    @property
+    def changes(self) -> GradientReducer[T]:
+        """The reducer of the trained variables' changes."""
+        return self._changes
+
     # Inner steps
 
     def begin(self) -> None:

@@ -17,14 +17,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from hvdgloo._collectives.compression import Compressor, NoneCompressor, Steps, wire_of
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.persistent import Pending, PersistentOperation
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
+from hvdgloo._collectives.residuals import Residuals
 from hvdgloo._collectives.spec import CollectiveSpec, resolve_op
 from hvdgloo._platform import interrupts
 from hvdgloo.errors import GradientsInFlightError, InvalidArgumentError
-from hvdgloo.types import Collective, ReduceOp
+from hvdgloo.types import Collective, ReduceOp, WireFormat
 
 T = TypeVar("T")
 
@@ -35,7 +39,8 @@ class _Reduction(Generic[T]):
     Attributes:
         label: the operation's label in messages: the first gradient's, and how many others there are.
         names: the gradients' names, in the order in which every rank lists them.
-        whole: the tensor that is sent instead of them, if they are parts of one.
+        whole: the tensor that is sent instead of them, if they are parts of one; ...
+        spans: ... and their places in it.
         grouped: True if the operation reduces a group of tensors.
         held: gradients of the group that are ready while others are not.
         gradients: what is under way, ...
@@ -43,11 +48,30 @@ class _Reduction(Generic[T]):
         pending: the started operation.
     """
 
-    __slots__ = ("contexts", "gradients", "grouped", "held", "label", "names", "operation", "pending", "sent", "whole")
+    __slots__ = (
+        "contexts",
+        "gradients",
+        "grouped",
+        "held",
+        "label",
+        "names",
+        "operation",
+        "pending",
+        "sent",
+        "spans",
+        "whole",
+    )
 
-    def __init__(self, names: tuple[str, ...], whole: T | None = None, *, grouped: bool = False) -> None:
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        whole: T | None = None,
+        *,
+        spans: Sequence[tuple[int, int]] = (),
+        grouped: bool = False,
+    ) -> None:
         self.names = names
-        self.whole = whole
+        self.whole, self.spans = whole, spans
         self.grouped = grouped
         self.call(names[0])
         self.held: dict[str, T] = {}
@@ -138,6 +162,7 @@ class GradientReducer(Generic[T]):
         self._open: set[str] = set()
         self._started: list[_Reduction[T]] = []
         self._reduced: dict[str, T] = {}  # what has arrived of it
+        self._residuals = Residuals()
 
     def ready(self, name: str, gradient: T, *, final: bool = False) -> None:
         """Record that a backward pass has computed (or accumulated) a gradient. Returns at once.
@@ -193,17 +218,20 @@ class GradientReducer(Generic[T]):
 
     def set_groups(self, groups: Iterable[Sequence[str]]) -> None:
         """Send other names together from now on. ``open`` must be empty, and nothing merged."""
+        self._residuals.file()
         self._groups = _groups(groups)
         self._reductions = dict(self._groups)
 
-    def merge(self, names: Sequence[str], whole: T) -> None:
+    def merge(self, names: Sequence[str], whole: T, spans: Sequence[tuple[int, int]] = ()) -> None:
         """Send ``whole``, in whose memory these gradients lie, instead of them from now on, when all of them are ready.
 
         Args:
             names: in no group, and not under way.
             whole: one tensor that contains them.
+            spans: the gradients' places in it.
         """
-        reduction = self._made(_Reduction(tuple(names), whole))
+        self._residuals.file()
+        reduction = self._made(_Reduction(tuple(names), whole, spans=spans))
         self._reductions.update(dict.fromkeys(reduction.names, reduction))
 
     def part(self, last: Iterable[tuple[str, T]] = ()) -> list[Pending[T]]:
@@ -223,6 +251,7 @@ class GradientReducer(Generic[T]):
                 self._frontend.persistent(self._operation, self._reductions[name].label, in_place=True).start([tensor])
                 for name, tensor in last
             ]
+            self._residuals.file()
             self._reductions = dict(self._groups)
             return pending
         finally:
@@ -279,6 +308,7 @@ class GradientReducer(Generic[T]):
         finally:
             interrupts.release(held)
         if failure is not None:
+            self._residuals.clear()
             raise failure
         return reduced
 
@@ -332,10 +362,41 @@ class GradientReducer(Generic[T]):
         for reduction in self._reductions.values():
             reduction.held = {}
 
+    def left_out(self) -> dict[str, npt.NDArray[np.float32]]:
+        """Return what encoding with error feedback has left out of each gradient so far, on all ranks together.
+
+        Collective, and nothing may be under way.
+        """
+        frontend, mine = self._frontend, self._residuals.all()
+        if not frontend.is_shared(self._process_set):
+            return mine
+        counts: dict[str, int] = {}
+        for each in frontend.allgather_object(
+            {name: v.size for name, v in mine.items()}, process_set=self._process_set
+        ):
+            counts = {**each, **counts}
+        total = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.SUM, process_set=process_set_id(self._process_set))
+        pending = {}
+        for name, count in sorted(counts.items()):
+            own = mine.get(name)
+            if own is None or own.size != count:  # on a rank that has joined later
+                own = np.zeros(count, np.float32)
+            pending[name] = frontend.start_array(total, own, f"left_out.{name}")
+        return {name: wait() for name, wait in pending.items()}
+
+    def set_left_out(self, values: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Have all ranks together add to the next gradients what ``left_out`` has returned."""
+        share = np.float32(1 / max(1, len(self._frontend.sharers(self._process_set))))
+        self._residuals.clear()
+        self._residuals.filed.update(
+            {name: array.astype(np.float32).reshape(-1) * share for name, array in values.items()}
+        )
+
     def _begin_in(self, context: object) -> None:
         """Start over in another job, in which the process set has another number."""
         number = process_set_id(self._process_set)  # first of all: an error is to come again
         self.reset()
+        self._residuals.file()
         wire = self._frontend.context.engine.wire if self._wire is None else self._wire
         self._operation = self._operation._replace(process_set=number, wire=wire)
         for reduction in self._reductions.values():
@@ -391,8 +452,13 @@ class GradientReducer(Generic[T]):
             in_place = in_place or all(s is not g for s, g in zip(sent, gradients, strict=True))
         operation = reduction.operation
         if operation is None or operation.in_place is not in_place:
+            keeps = self._operation.wire is WireFormat.INT4_FEEDBACK
             operation = reduction.operation = self._frontend.persistent(
-                self._operation, reduction.label, in_place=in_place, grouped=reduction.grouped
+                self._operation,
+                reduction.label,
+                in_place=in_place,
+                grouped=reduction.grouped,
+                residual=self._residuals.operation(reduction.names, reduction.spans) if keeps else None,
             )
         reduction.pending = operation.start(gradients if sent is None else sent)
         reduction.gradients, reduction.sent = gradients, sent

@@ -76,7 +76,7 @@ def allreduce(
         average, op = None, ReduceOp.AVERAGE if average else ReduceOp.SUM
     half: Any = Compression.fp16
     chosen: Compressor[Any] = NumpyCompression.fp16 if compression is half else NumpyCompression.none
-    if wire_of(compression) in (WireFormat.INT8, WireFormat.INT4):
+    if wire_of(compression) not in (None, WireFormat.FULL):
         chosen = compression
     return FRONTEND.allreduce(array_of(value), average, name, chosen, op, prescale_factor, postscale_factor)
 

@@ -67,6 +67,11 @@ class GradientBucket:
         """The bucket's GPU."""
         return gpu.of(self.whole)
 
+    def spans(self, parameters: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+        """Return the first element of each part and its number of elements."""
+        size = self.whole.dtype.itemsize
+        return [(offset // size, parameters[name].numel()) for name, offset in self.offsets.items()]
+
     def part(self, name: str, parameter: Tensor) -> Tensor:
         """Make a new tensor over the place of a parameter's gradient."""
         dtype, count = self.whole.dtype, parameter.numel()
@@ -307,7 +312,7 @@ class Bucketing:
             if agreed:
                 self.buckets = Buckets(self._frontend, process_set, tracked, agreed)
                 for bucket in self.buckets.all:
-                    self._reducer.merge(list(bucket.offsets), bucket.whole)
+                    self._reducer.merge(list(bucket.offsets), bucket.whole, bucket.spans(tracked))
             self.order = None
 
         label_of_all = f"{label(names[0])}.buckets"

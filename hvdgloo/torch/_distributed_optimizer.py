@@ -15,7 +15,7 @@ import copy
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -217,6 +217,25 @@ class DistributedTorchOptimizer(torch.optim.Optimizer):
         """
         self._hvd.reducer.set_passes(passes)
         self._hvd.options = replace(self._hvd.options, backward_passes_per_step=passes)
+
+    @own
+    def residual_state_dict(self) -> dict[str, Tensor]:
+        """Return what ``Compression.int4_feedback`` has left out of gradients so far, for a checkpoint.
+
+        Collective: call it on all ranks; all get the same, by the names of parameters, in one dimension each.
+
+        Raises:
+            GradientsInFlightError: (an AssertionError) gradients are being reduced.
+        """
+        self._hvd.require_rest("residual_state_dict()")
+        return {name: torch.from_numpy(values) for name, values in self._hvd.compensated.left_out().items()}
+
+    @own
+    def load_residual_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Add what ``residual_state_dict`` has returned to the next gradients; on all ranks, of which there may be
+        another number."""
+        self._hvd.require_rest("load_residual_state_dict()")
+        self._hvd.compensated.set_left_out({name: values.cpu().numpy() for name, values in state_dict.items()})
 
     @own
     def _allreduce_grad_async(self, p: Tensor) -> tuple[None, None]:

@@ -20,6 +20,7 @@ from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._job.context import Context
 from hvdgloo._training.outer import Outer, OuterOptions
+from hvdgloo._training.reducer import GradientReducer
 from hvdgloo.errors import InvalidArgumentError, OptimizerCallError
 from hvdgloo.torch._distributed_optimizer import DistributedTorchOptimizer, distributed, own
 from hvdgloo.torch._parameters import ReductionOptions, parameters_of
@@ -163,6 +164,10 @@ class LocalSession(Session):
         self.outer = Outer(frontend, variables, options, inner=inner, remedy=_REMEDY)
         self._counted = False  # the next step() has been counted when a GradScaler read its gradients
         self._warned = False
+
+    @property
+    def compensated(self) -> GradientReducer[Tensor]:
+        return self.outer.changes
 
     def _enter(self, context: Context) -> None:
         if self._host is not None and self._host._context is not context:

@@ -194,6 +194,11 @@ class Session:
             # No rank joins later: names are as in a job where optimizers are used in the order in which they were made.
             self._agree_on_names()
 
+    @property
+    def compensated(self) -> GradientReducer[Tensor]:
+        """The reducer of what crosses between hosts, which keeps what encoding leaves out."""
+        return self.reducer
+
     # The job
 
     @property

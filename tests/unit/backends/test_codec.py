@@ -14,7 +14,7 @@ from hvdgloo._backends import codec
 from hvdgloo._backends.codec import LEAST, Bytes, Codec, Values
 from hvdgloo.types import WireFormat
 
-FORMS = [form for form in WireFormat if form is not WireFormat.FULL]
+FORMS = [WireFormat.BF16, WireFormat.INT8, WireFormat.INT4]
 QUANTISED = [WireFormat.INT8, WireFormat.INT4]
 LIBRARIES: list[Callable[[WireFormat], Codec]] = [codec.codec_of]
 try:

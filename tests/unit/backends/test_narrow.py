@@ -22,7 +22,7 @@ from hvdgloo.types import Buffer, DType, ReduceOp, WireFormat
 from tests.support.lines import Lines
 from tests.support.selection import extended
 
-FORMS = [form for form in WireFormat if form is not WireFormat.FULL]
+FORMS = [WireFormat.BF16, WireFormat.INT8, WireFormat.INT4]
 ERRORS = {WireFormat.BF16: 0.006, WireFormat.INT8: 0.016, WireFormat.INT4: 0.26}
 """The greatest error of a sum of random values, relative to it."""
 
@@ -57,13 +57,20 @@ class Flat:
     def _count(self, rank: int, nbytes: int) -> None:
         self.sent[rank] += nbytes
 
-    def sum(self, arrays: list[Any], form: WireFormat, dtype: DType = DType.FLOAT32) -> list[Any]:
+    def sum(
+        self,
+        arrays: list[Any],
+        form: WireFormat,
+        dtype: DType = DType.FLOAT32,
+        residuals: list[Values] | None = None,
+    ) -> list[Any]:
         """Return each rank's sum."""
         results = [array.copy() for array in arrays]
+        kept = residuals or [None] * self.size
         with ThreadPoolExecutor(self.size) as pool:
             for ended in [
-                pool.submit(rank.allreduce, Buffer.of_array(result, dtype), codec_of(form))
-                for rank, result in zip(self.ranks, results, strict=True)
+                pool.submit(rank.allreduce, Buffer.of_array(result, dtype), codec_of(form), residual)
+                for rank, result, residual in zip(self.ranks, results, kept, strict=True)
             ]:
                 ended.result(timeout=20)
         assert self._lines.are_empty
@@ -156,9 +163,9 @@ class _EncodedLocal:
     def rounding(self) -> tuple[float, float]:
         return self._exchange.rounding
 
-    def allreduce_encoded(self, buffer: Buffer, form: WireFormat) -> Work:
+    def allreduce_encoded(self, buffer: Buffer, form: WireFormat, residual: Values | None = None) -> Work:
         codec = codec_of(form)
-        return self._progress.begin("sum", lambda: self._exchange.allreduce(buffer, codec), buffer)
+        return self._progress.begin("sum", lambda: self._exchange.allreduce(buffer, codec, residual), buffer)
 
     def close(self) -> None:
         self._progress.close()
@@ -235,6 +242,28 @@ def test_between_hosts_all_ranks_get_the_same_bits_in_every_run(
     assert isinstance(hosts.backends[0], Encoding)
     assert {result.tobytes() for result in results} == {results[0].tobytes()}
     assert 0 < error(results[0], exact) < ERRORS[form]
+
+
+@pytest.mark.parametrize("thresholds", [ALWAYS, NEVER], ids=["in slices", "whole"])
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_between_hosts_ranks_keep_what_is_missing_from_all_sums(sizes: tuple[int, ...], thresholds: Thresholds) -> None:
+    hosts, count, rounds = Hosts(sizes, thresholds), 10_000, 5
+    arrays = vectors(hosts.size, count)
+    residuals = [np.zeros(count, np.float32) for _ in arrays]
+    totals = [np.zeros(count) for _ in arrays]
+
+    def body(rank: int, backend: HierarchicalBackend) -> None:
+        for _ in range(rounds):
+            mine = arrays[rank].copy()
+            wait(backend.allreduce_encoded(Buffer.of_array(mine), WireFormat.INT4_FEEDBACK, residuals[rank]))
+            totals[rank] += mine
+
+    hosts.run(body)
+    hosts.close()
+    assert {total.tobytes() for total in totals} == {totals[0].tobytes()}
+    missing = rounds * np.sum(arrays, 0, np.float64) - totals[0]
+    np.testing.assert_allclose(np.sum(residuals, 0, np.float64), missing, atol=1e-3)
+    assert 0.01 < np.abs(missing).max() < 5
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1, 2), (1, 1)], ids=str)
