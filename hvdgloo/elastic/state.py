@@ -47,6 +47,7 @@ class Progress:
         newest: in a sync, the serial that it gives all members.
         root: in a sync, the rank whose state is the newest.
         unchanged: in a sync, all members have that state already, so that nothing needs to travel.
+        is_newest: in a sync, this worker's own state is as new as the root's.
     """
 
     serial: int = -1
@@ -55,6 +56,7 @@ class Progress:
     newest: int | None = None
     root: int = 0
     unchanged: bool = False
+    is_newest: bool = False
 
     def saved(self) -> None:
         """Count a save that has ended."""
@@ -64,11 +66,12 @@ class Progress:
     def syncing(self, newest: int, root: int, unchanged: bool) -> Iterator[None]:
         """Surround a sync, in which all members of an epoch get one member's state, and in the end the same serial."""
         self.newest, self.root, self.unchanged = newest, root, unchanged
+        self.is_newest = self.is_shared and self.serial == newest
         try:
             yield
             self.serial, self.is_shared = newest + 1, True
         finally:
-            self.newest, self.root, self.unchanged = None, 0, False
+            self.newest, self.root, self.unchanged, self.is_newest = None, 0, False, False
 
 
 class State:

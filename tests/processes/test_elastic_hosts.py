@@ -297,3 +297,71 @@ test $(($(wc -l < {asked}) % 2)) = 0 || echo h2:1
     assert [over.pid for over in job.members(1, 2, "over")] == first
     assert job.end() == 0
     assert "removed" not in job.error
+
+
+LOCAL = """
+import os, subprocess, torch
+import hvdgloo.torch as hvd
+
+hvd.init()
+H, COUNT = 4, 1 << 20
+model = torch.nn.Module()
+model.weight = torch.nn.Parameter(torch.zeros(COUNT))
+optimizer = hvd.DiLoCo(torch.optim.SGD(model.parameters(), lr=1.0), model, H, outer_lr=0.5, outer_momentum=0.5)
+victim = os.environ["HVDGLOO_WORKER"].startswith("h3/")
+receive = optimizer._hvd.outer._receive
+
+def under_way(exchange):
+    open("under way", "w").close()
+    return receive(exchange)
+
+@hvd.elastic.run
+def train(state):
+    places = hvd.rank(), hvd.size(), hvd.local_rank(), state.batch, os.getpid(), os.environ["HVDGLOO_WORKER"]
+    print("epoch", *places, flush=True)
+    while True:
+        if victim and state.batch == 2 * H - 1:  # the next outer step takes half a minute
+            limit = "tc qdisc add dev eth0 root tbf rate 1mbit burst 32kb latency 100ms"
+            subprocess.run(limit.split(), check=True)
+            optimizer._hvd.outer._receive = under_way
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+        state.batch += 1
+        state.commit()
+        if state.batch % H == 0 and hvd.allreduce(torch.tensor([float(os.path.exists("over"))]), op=hvd.Max):
+            return
+
+state = hvd.elastic.TorchState(model, optimizer, batch=0)
+train(state)
+anchor = moment = 0.0
+for _ in range(state.batch // H):
+    moment = 0.5 * moment + H
+    anchor -= 0.5 * (H + 0.5 * moment)
+torch.testing.assert_close(model.weight, torch.full((COUNT,), anchor))
+assert len(set(hvd.allgather_object(model.weight.detach().numpy().tobytes()))) == 1
+assert optimizer.outer_state_dict()["steps"] == state.batch // H
+"""
+"""Ranks meet in every fourth step. A host's link becomes slow just before the second meeting."""
+
+
+@pytest.mark.timeout(150)  # mostly a tenth of it
+def test_a_host_that_loses_its_power_in_an_outer_step_costs_that_round(
+    make_bed: Callable[..., Bed], tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    bed = make_bed(["h1", "h2", "h3"])
+    limited = "tc qdisc add dev lo root tbf rate 1gbit burst 1mb latency 1ms"
+    if bed["h3"].run(limited.split()).returncode:
+        pytest.skip("the kernel cannot limit a link's rate (sch_tbf)")
+    with job_on(bed, tmp_path / "job") as job:
+        flags = ["--heartbeat-timeout", "3", "-H", "h1:1,h2:1,h3:1"]
+        job.start("-np", "3", "--min-np", "1", *flags, script=False, program=LOCAL)
+        first = job.on(1, "h1", "h2", "h3")
+        wait_for((job.folder / "under way").exists, DEADLINE, "the outer step to begin")
+        bed["h3"].power_off()
+        assert job.on(1, "h1", "h2") == first[:2]
+        assert [member.step for member in job.members(1, 2)] == [4, 4]
+        job.finish()
+        assert job.end() == 0, job.error
+        assert "host h3 is left out" in job.error, job.error

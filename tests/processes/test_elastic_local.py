@@ -40,6 +40,8 @@ starts = []
 @hvd.elastic.run
 def train(state):
     starts.append((state.batch, hvd.size()))
+    if state.batch == 0:
+        optimizer.state[model.noise]["own"] = torch.tensor([os.getpid()])  # such as a moment
     enough = False
     while not enough:
         if hvd.size() == 3 and hvd.rank() == victim and state.batch == fatal:
@@ -73,7 +75,7 @@ steps = 2 * (state.batch // H) + 1 if streaming else state.batch // H
 assert (outer["iterations"], outer["steps"]) == (state.batch, steps), (outer, state.batch)
 assert streaming or model.noise.item() == 0, model.noise
 assert len(set(hvd.allgather_object(model.weight.detach().numpy().tobytes()))) == 1
-print(json.dumps(starts))
+print(json.dumps([*starts, optimizer.state[model.noise]["own"].item() == os.getpid()]))
 """
 
 
@@ -107,6 +109,8 @@ def test_a_lost_worker_costs_no_more_than_the_round_and_newcomers_have_the_momen
     survivors = [end for end in ended if end is not killed]
     assert [end.returncode for end in survivors] == [0, 0, 0], ended
     for end in survivors[:2]:
-        first, again, _ = json.loads(end.stdout)
+        first, again, _, has_own_moments = json.loads(end.stdout)
+        assert has_own_moments
         assert first == [0, 3]
         assert again in [[batch, 2] for batch in lost], ended
+    assert not json.loads(survivors[2].stdout)[-1]  # a newcomer has another worker's

@@ -10,6 +10,7 @@ import pytest
 from hvdgloo._backends.select import gloo_provider
 from tests.support import warm
 from tests.support.hosts import Bed
+from tests.support.pages import ROOT
 from tests.support.selection import extended
 
 pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo")
@@ -139,3 +140,21 @@ def test_encoded_gradients_take_fewer_bytes_on_the_wire(bed: Bed, tmp_path: Path
         shares = [float(share) for found_name, share, _ in found if found_name == name]
         assert all(most / 1.5 < share < most for share in shares), (name, shares)
     assert {same for _, _, same in found} == {"True"}
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(150)  # mostly a tenth of it
+@pytest.mark.skipif(gloo_provider("auto") != "torch", reason="torch's Gloo encodes, and the example needs torch")
+def test_the_example_with_rare_meetings_runs_as_its_page_says(bed: Bed) -> None:
+    pytest.importorskip("sklearn")
+    page = (ROOT / "docs/slow-networks.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^hvdgloo-run (.*) python (examples/torch_digits_local_sgd\.py .*)$", page, re.MULTILINE)
+    flags, program = (text.split() for text in command)
+    done = bed["h1"].run([*warm.launcher(), *flags, warm.python(), *program], cwd=ROOT, timeout=140)
+    assert done.returncode == 0, done.stderr
+    accuracy, outer = re.findall(r"accuracy: ([\d.]+)%, after 320 steps and (\d+) outer steps of 4 ranks", done.stdout)[
+        0
+    ]
+    assert float(accuracy) >= 95.0
+    assert int(outer) == 320 // 8
+    assert "all ranks hold identical parameters" in done.stdout

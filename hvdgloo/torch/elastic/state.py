@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeGuard
 
 import torch
@@ -233,6 +234,19 @@ class LocalOptimizerStateHandler(OptimizerStateHandler):
         return outer
 
 
+@contextmanager
+def _own_moments(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let an optimizer keep what it knows about its parameters, such as moments, whatever it receives meanwhile."""
+    own = {
+        parameter: {key: value.clone() for key, value in values.items() if isinstance(value, Tensor)}
+        for parameter, values in optimizer.state.items()
+    }
+    yield
+    for parameter, values in own.items():
+        for key, value in values.items():
+            optimizer.state[parameter][key].copy_(value)
+
+
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an optimizer's state dict holds the tensors that it works with, and nothing changes loaded ones."""
     plain, torchs = plain_class(optimizer), torch.optim.Optimizer
@@ -435,7 +449,9 @@ class TorchState(ObjectState):
             elif self._progress.unchanged:
                 handler.keep()
             else:
-                handler.receive(self._progress.root)
+                keeps = self._progress.is_newest and isinstance(handler, LocalOptimizerStateHandler)
+                with _own_moments(handler.value) if keeps else nullcontext():
+                    handler.receive(self._progress.root)
         super().sync()
 
     def _digest(self) -> str:
