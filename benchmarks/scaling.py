@@ -7,11 +7,11 @@
 
 ``scaling_model.py`` beside this file says how a step is put together. **Measured** on this machine are the pieces
 (``scaling_pieces.py``): what an agreement costs per message that a node handles, over real sockets between processes;
-what a step of Gloo's ring, an exchange of halving and doubling and a step within a host cost, and each byte; what
-starting costs the launcher per host and the rendezvous server per worker. **Assumed**, and to be replaced by figures of
-one's own: the networks' speed on one GPU, when their gradients become ready, the fabric's latency and the share of its
-bandwidth that is payload, the speed of memory, and how much the slowest of many ranks deviates. Everything else is
-**predicted**.
+what a step of Gloo's ring, an exchange of halving and doubling and a step within a host cost, and each byte; what each
+byte costs to encode and to decode for ``--wire``; what starting costs the launcher per host and the rendezvous server
+per worker. **Assumed**, and to be replaced by figures of one's own: the networks' speed on one GPU, when their
+gradients become ready, the fabric's latency and the share of its bandwidth that is payload, the speed of memory, and
+how much the slowest of many ranks deviates. Everything else is **predicted**.
 
 Beside the predictions stands what has been **published** of Horovod: 90 % for Inception V3 and ResNet-101 and 68 % for
 VGG-16 on 512 GPUs (128 servers with 4 P100 each, 25 Gbit/s, RoCE; Sergeev and Del Balso, 2018).
@@ -56,12 +56,14 @@ sys.path.insert(0, str(ROOT))  # for the tests' bed
 PAYLOAD = 0.94
 RANKS = (1, 8, 32, 128, 512, 1024)
 GBITS = (1, 10, 25, 100)
+WIRES = ("full", "bf16", "int8", "int4")
+SLOW_NETWORKS, SLOW_GBITS, SLOW_HOSTS = ("ResNet-50", "VGG-16"), (1, 10), (4, 8, 16, 32, 64)
 
 
 def measure() -> Costs:
     """All pieces, on this machine, in half a minute."""
     costs, _, _ = scaling_pieces.measure(scaling_pieces.Here(), scaling_pieces.ALONE)
-    return replace(costs, agent=_launcher(64), worker=_server(128))
+    return replace(costs, agent=_launcher(64), worker=_server(128), codec=scaling_pieces.codec())
 
 
 def _launcher(agents: int) -> float:
@@ -105,6 +107,24 @@ def predictions(costs: Costs, given: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def by_wire(costs: Costs, given: argparse.Namespace) -> dict[str, Any]:
+    """Return what is predicted for slow networks: efficiencies by network, bandwidth, value of ``--wire`` and number
+    of hosts."""
+
+    def share(name: str, gbit: float, wire: str, hosts: int) -> float:
+        rate = PAYLOAD * gbit * 1e9 / 8
+        cluster = Cluster(hosts * given.slots, given.slots, rate, given.latency, given.jitter, given.memory, form=wire)
+        return round(efficiency(NETWORKS[name], cluster, costs), 4)
+
+    return {
+        name: {
+            gbit: {wire: {hosts: share(name, gbit, wire, hosts) for hosts in SLOW_HOSTS} for wire in WIRES}
+            for gbit in SLOW_GBITS
+        }
+        for name in SLOW_NETWORKS
+    }
+
+
 def show_measured(costs: Costs) -> None:
     print("measured here, of a rank's processor time unless it says otherwise:")
     print(
@@ -119,9 +139,11 @@ def show_measured(costs: Costs) -> None:
         f"  a byte sent and one received {costs.ring_byte * 1e9:.2f} ns in a ring, {costs.byte * 1e9:.2f} ns in an "
         "exchange"
     )
+    for wire, (encode, decode) in costs.codec.items():
+        print(f"  {wire}: a byte of float32 encoded {encode * 1e9:.2f} ns, decoded {decode * 1e9:.2f} ns")
 
 
-def show(costs: Costs, given: argparse.Namespace, found: dict[str, Any]) -> None:
+def show(costs: Costs, given: argparse.Namespace, found: dict[str, Any], wires: dict[str, Any]) -> None:
     show_measured(costs)
     print(f"  an agent {costs.agent * 1e3:.2f} ms of the launcher, a worker {costs.worker * 1e3:.2f} ms of the server")
     print("assumed:")
@@ -139,6 +161,13 @@ def show(costs: Costs, given: argparse.Namespace, found: dict[str, Any]) -> None
             print(f"  {name:12s} {gbit:4d} Gbit/s   {line}")
         if NETWORKS[name].published is not None:
             print(f"  {name:12s}   25 Gbit/s   512: {NETWORKS[name].published:.0%} (published, of Horovod)")
+    if wires:
+        print(f"predicted: efficiency with --wire, on hosts with {given.slots} GPUs")
+    for name, by_gbit in wires.items():
+        for gbit, forms in by_gbit.items():
+            for wire, cells in forms.items():
+                line = "   ".join(f"{hosts} hosts: {share:.0%}" for hosts, share in cells.items())
+                print(f"  {name:12s} {gbit:4d} Gbit/s   {wire:4s}   {line}")
     times = start(Cluster(1024, given.slots, 1.0), costs)
     listed = ", ".join(f"{who} {seconds:.1f} s" for who, seconds in times.items())
     print(f"predicted, processor time of a start of 1,024 ranks: {listed}")
@@ -311,7 +340,8 @@ def predict(given: argparse.Namespace) -> dict[str, Any]:
     known = earlier(given, "measured")
     costs = Costs(**known) if known else measure()
     found = predictions(costs, given)
-    show(costs, given, found)
+    wires = by_wire(costs, given) if costs.codec else {}
+    show(costs, given, found, wires)
     return {
         "measured": asdict(costs),
         "assumed": {
@@ -322,6 +352,7 @@ def predict(given: argparse.Namespace) -> dict[str, Any]:
             "networks": {name: asdict(replace(network, published=None)) for name, network in NETWORKS.items()},
         },
         "predicted": found,
+        "predicted by wire": wires,
         "published": {name: network.published for name, network in NETWORKS.items() if network.published},
     }
 

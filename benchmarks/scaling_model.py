@@ -7,7 +7,7 @@ Ranks that share processors do the same things at the same moments. What costs e
 takes R/C seconds on C of them, and what a rank only waits for, it waits for besides: that is all that ``stretch`` does,
 and where every rank has a processor of its own it does nothing. Between hosts, bytes are on the wire while others are
 worked on, within an exchange; the next exchange begins when its sums are there. Gloo's ring does both for the whole
-tensor at once.
+tensor at once. With ``--wire``, fewer bytes are on the wire, and what encoding and decoding cost is work as well.
 
 Pure: nothing is measured here.
 """
@@ -15,20 +15,22 @@ Pure: nothing is measured here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hvdgloo._backends.base import FEW_RANKS
 from hvdgloo._backends.butterfly import SMALL
+from hvdgloo._backends.codec import encoded_size
 from hvdgloo._backends.cube import Cube
 from hvdgloo._backends.gloo import AT_ONCE_BYTES
 from hvdgloo.config import Config
+from hvdgloo.types import WireFormat
 
 BUCKET = 25e6
 BATCH = 64
 FAN_IN, TREE_FROM_RANKS = Config().control_fanin, Config().control_tree_ranks
 TREE_FROM_HOSTS = 3
-IN_SLICES_FROM = Config().hierarchical_threshold
+IN_SLICES_FROM, ENCODED_FROM = Config().hierarchical_threshold, Config().wire_threshold
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Costs:
         meeting: one of the steps among the ranks of a host.
         agent: an agent, for the launcher.
         worker: a worker, for the rendezvous server.
+        codec: by the value of ``--wire``, each byte of float32 values that is encoded, and each that is decoded.
     """
 
     agreement: float
@@ -85,6 +88,7 @@ class Costs:
     meeting: float = 0.0
     agent: float = 0.0
     worker: float = 0.0
+    codec: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -135,6 +139,7 @@ class Cluster:
         memory: bytes a second that one host's ranks reduce or copy together.
         processors: of all ranks together; infinite if each has at least one.
         burst: bytes that a host's link lets pass at once, after as long a pause as they would have taken.
+        form: in which gradients cross between hosts: the value of ``--wire``.
     """
 
     ranks: int
@@ -145,6 +150,7 @@ class Cluster:
     memory: float = 8e9
     processors: float = math.inf
     burst: float = 0.0
+    form: str = "full"
 
     @property
     def hosts(self) -> int:
@@ -201,6 +207,8 @@ def across(cluster: Cluster, costs: Costs, nbytes: float, wire: Wire | None = No
     stretch, hosts = cluster.stretch(working), cluster.hosts
     wire = wire or cluster.idle_wire()
     cube = Cube(0, hosts)
+    if cluster.form != "full" and nbytes >= ENCODED_FROM:
+        return _encoded(cluster, costs, each, at_once, wire)
     if hosts <= FEW_RANKS and each * hosts <= AT_ONCE_BYTES:
         return cluster.latency + wire.send((hosts - 1) * each * at_once) + stretch * (hosts - 1) * costs.peer
     if hosts <= FEW_RANKS or each > cube.most_bytes:
@@ -214,6 +222,41 @@ def across(cluster: Cluster, costs: Costs, nbytes: float, wire: Wire | None = No
         wire.rest(alone)
         took += alone + wire.beside(stretch * sent * costs.byte, sent * at_once)
     return took
+
+
+def share(form: str) -> float:
+    """Return the size of encoded values, as a share of their size in float32."""
+    return 1.0 if form == "full" else encoded_size(WireFormat(form), 1 << 20) / (4 << 20)
+
+
+def _encoded(cluster: Cluster, costs: Costs, each: float, at_once: int, wire: Wire) -> float:
+    """Return the seconds of an allreduce between hosts whose values are encoded.
+
+    Args:
+        each: bytes of a rank's slice.
+        at_once: ranks of a host that do so at the same time.
+    """
+    encode, decode = costs.codec[cluster.form]
+    hosts, stretch, size = cluster.hosts, cluster.stretch(at_once * cluster.hosts), share(cluster.form)
+
+    def pass_on(sent: float, work: float) -> float:
+        """Return the seconds of some bytes, before they are encoded, and of the work that is done meanwhile."""
+        alone = cluster.latency + stretch * costs.exchange
+        wire.rest(alone)
+        return alone + wire.beside(stretch * (work + sent * size * costs.byte), sent * size * at_once)
+
+    if hosts <= FEW_RANKS:
+        # Slices to their owners, who add them up, and sums to all others; owners decode their own sums as well.
+        others = (hosts - 1) / hosts * each
+        own = each / hosts
+        return pass_on(others, others * (encode + decode)) + pass_on(others, own * (encode + decode) + others * decode)
+    cube = Cube(0, hosts)
+    every = list(exchanges(cube, each))
+    halving, doubling = every[: len(every) // 2], every[len(every) // 2 :]
+    took = sum([pass_on(sent, sent * (encode + decode)) for sent in halving])
+    took += stretch * each / cube.corners * encode
+    took += sum([pass_on(sent, 0.0) for sent in doubling])
+    return took + stretch * each * decode
 
 
 def exchanges(cube: Cube, nbytes: float) -> Iterable[float]:

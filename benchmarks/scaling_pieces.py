@@ -36,6 +36,8 @@ SMALL, LARGE = 1 << 12, 1 << 22
 """Bytes of a tensor of which only the steps cost, and of one of which the bytes do."""
 
 AGREEMENTS, SMALL_ROUNDS, LARGE_ROUNDS, PARTS = 200, 200, 15, 5
+CODEC_PIECES = 64
+"""Pieces that are encoded one after the other: more than fit into a processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,39 @@ def hosts() -> dict[str, float]:
     if size <= FEW_RANKS:
         ways["at_once"] = lambda buffer: _finish(backend.allreduce(buffer, ReduceOp.SUM))
     return _ways(ways)
+
+
+def codec() -> dict[str, tuple[float, float]]:
+    """Measure in this process what encoding costs: by the value of ``--wire``, seconds of a byte that is encoded, and
+    of one that is decoded."""
+    import numpy as np
+    import torch
+
+    from hvdgloo._backends.codec_torch import codec_of
+    from hvdgloo._backends.narrow import PIECE
+    from hvdgloo.types import WireFormat
+
+    torch.set_num_threads(1)
+    values = np.random.default_rng(1).standard_normal(CODEC_PIECES * PIECE, np.float32)
+    pieces = np.split(values, CODEC_PIECES)
+    found = {}
+    for wire in WireFormat:
+        if wire is WireFormat.FULL:
+            continue
+        one = codec_of(wire)
+        encoded = [np.zeros(one.nbytes(PIECE), np.uint8) for _ in pieces]
+        encoding, decoding = [], []
+        for _ in range(PARTS):
+            begun = time.process_time()
+            for piece, data in zip(pieces, encoded, strict=True):
+                one.encode(piece, data)
+            half = time.process_time()
+            for piece, data in zip(pieces, encoded, strict=True):
+                one.decode(data, piece)
+            encoding.append((half - begun) / values.nbytes)
+            decoding.append((time.process_time() - half) / values.nbytes)
+        found[wire.value] = min(encoding), min(decoding)
+    return found
 
 
 def memory() -> dict[str, float]:

@@ -171,6 +171,32 @@ def test_a_link_that_is_never_idle_saves_nothing_up(model: ModuleType) -> None:
     assert model.queue([(0.0, 1e6), (0.95, 1e6)], cluster, nothing) == pytest.approx(0.95 + 1 - 0.05)
 
 
+@pytest.mark.parametrize(("form", "share"), [("full", 1), ("bf16", 1 / 2), ("int8", 260 / 1024), ("int4", 36 / 256)])
+@pytest.mark.parametrize("hosts", [2, 4, 8, 64])
+def test_encoded_values_take_fewer_bytes_on_a_wire(model: ModuleType, form: str, share: float, hosts: int) -> None:
+    free = replace(costs_of(model), codec={form: (0.0, 0.0)})
+    cluster = model.Cluster(hosts, 1, 1e6, latency=0, form=form)
+    assert model.across(cluster, free, 25e6) == pytest.approx(2 * (hosts - 1) / hosts * 25 * share)
+    small = model.ENCODED_FROM - 4
+    assert model.across(cluster, free, small) == model.across(replace(cluster, form="full"), free, small)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "encoded", "decoded"),
+    [
+        pytest.param(2, 1, 1.5, id="each value once, and back; the own sum as well"),
+        pytest.param(4, 1, 1.75, id="a few hosts"),
+        pytest.param(8, 7 / 8 + 1 / 8, 7 / 8 + 1, id="pairs of hosts, and every sum at the end"),
+        pytest.param(9, 1 + 7 / 8 + 1 / 8, 1 + 7 / 8 + 1, id="and the host that speaks for two"),
+    ],
+)
+def test_what_is_encoded_and_decoded_is_work(model: ModuleType, hosts: int, encoded: float, decoded: float) -> None:
+    cluster = model.Cluster(hosts, 1, math.inf, latency=0, form="int8")
+    for codec, times in (((1e-9, 0.0), encoded), ((0.0, 1e-9), decoded)):
+        costs = replace(costs_of(model), codec={"int8": codec})
+        assert model.across(cluster, costs, 25e6) == pytest.approx(times * 25e-3)
+
+
 def test_the_tree_grows_by_its_levels(model: ModuleType) -> None:
     """A star's agreement grows with its ranks, a tree's with its levels: 16 children each, of hosts with one rank."""
     costs = costs_of(model, agreement=1e-3, message=1e-4)
@@ -204,11 +230,12 @@ def test_every_number_says_where_it_comes_from(
     tmp_path: Path,
 ) -> None:
     costs = costs_of(model, agreement=1e-4, exchange=2e-4, byte=3e-10, agent=2e-3, worker=1e-3)
+    costs = replace(costs, codec=dict.fromkeys(("bf16", "int8", "int4"), (3e-10, 2e-10)))
     monkeypatch.setattr(program, "measure", lambda: costs)
     monkeypatch.setattr(sys, "argv", ["scaling.py", "--json", str(tmp_path / "found.json")])
     program.main()
     found = json.loads((tmp_path / "found.json").read_text())
-    assert set(found) == {"measured", "assumed", "predicted", "published"}
+    assert set(found) == {"measured", "assumed", "predicted", "predicted by wire", "published"}
     assert found["published"] == {"ResNet-101": 0.9, "Inception V3": 0.9, "VGG-16": 0.68}
     assert set(found["predicted"]) == set(model.NETWORKS)
     for by_rate in found["predicted"].values():
@@ -216,7 +243,13 @@ def test_every_number_says_where_it_comes_from(
         for cells in by_rate.values():
             assert list(cells) == [str(ranks) for ranks in program.RANKS]
     kinds = [line.split()[0].rstrip(":,") for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
-    assert kinds == ["measured", "assumed", "predicted", "predicted"]
+    assert kinds == ["measured", "assumed", "predicted", "predicted", "predicted"]
+    for by_rate in found["predicted by wire"].values():
+        for forms in by_rate.values():
+            assert list(forms) == ["full", "bf16", "int8", "int4"]
+            assert all(list(cells) == ["4", "8", "16", "32", "64"] for cells in forms.values())
+    slow = found["predicted by wire"]["VGG-16"]["1"]
+    assert slow["int4"]["8"] > slow["int8"]["8"] > slow["bf16"]["8"] > slow["full"]["8"], "bytes are what counts"
 
 
 @pytest.mark.parametrize(("rate", "found"), [("100mbit", 1e8), ("2.5gbit", 2.5e9), ("64kbit", 64e3)])
