@@ -509,6 +509,12 @@ def _add_tune_flags(add: setting_flags.AddArgument) -> None:
     add("--save", metavar="FILE", help="write the settings that were found to a file for --config-file")
     add("--plot", metavar="FILE", help="write a picture (SVG) of what was measured")
     add("--seconds", type=positive, metavar="N", help=f"measure for about N seconds (default: {TUNE_SECONDS})")
+    add(
+        "--allow-lossy",
+        action="store_true",
+        default=None,
+        help="--save may set --wire to bf16 or int8 if that is faster, although it changes results a little",
+    )
 
 
 def _add_information_flags(add: setting_flags.AddArgument) -> None:

@@ -14,7 +14,7 @@ from hvdgloo.errors import ConfigError, JobFailedError
 from hvdgloo.runner.cli import setting_flags
 from hvdgloo.runner.job.spec import LaunchSpec
 
-FLAGS = ("save", "plot", "seconds")
+FLAGS = ("save", "plot", "seconds", "allow_lossy")
 """Flags that mean nothing for a job, by their ``dest``."""
 
 
@@ -26,7 +26,7 @@ def check(given: argparse.Namespace) -> None:
     """
     for name in FLAGS:
         if getattr(given, name) is not None:
-            raise ConfigError(f"--{name} is for hvdgloo-run tune")
+            raise ConfigError(f"--{name.replace('_', '-')} is for hvdgloo-run tune")
 
 
 def check_log(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
@@ -68,7 +68,14 @@ def run(
         _write(path, "", append=True)
 
     try:
-        found = campaign.run(spec, program=program, seconds=given.seconds or default_seconds, stderr=stderr, say=say)
+        found = campaign.run(
+            spec,
+            program=program,
+            seconds=given.seconds or default_seconds,
+            stderr=stderr,
+            say=say,
+            allow_lossy=bool(given.allow_lossy),
+        )
     except KeyboardInterrupt:  # between two jobs
         raise JobFailedError("stopped by SIGINT", exit_code=128 + signal.SIGINT) from None
     if given.save is not None:

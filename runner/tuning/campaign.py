@@ -33,6 +33,9 @@ _SHORTEST = 2.0
 OTHER_PLANE = 1.05
 """Factor by which another data plane must be faster: it is measured in another job, at another time."""
 
+LOSSY = ("bf16", "int8")
+"""Values of ``--wire`` that can be chosen. int4 loses so much that each model must be tried with it."""
+
 _LARGE_SEGMENT = 16 << 20
 
 _ALONE = "tune: a job of one process sends nothing, so there is nothing to tune; give it more with -np or -H"
@@ -73,6 +76,8 @@ class Campaign:
         again: the plane that was measured once more; None if none was fast enough.
         chosen: the plane to use; None for the job's own.
         settings: by field of Config, the settings that differ from the defaults.
+        lossy: the value of ``--wire`` that is clearly the fastest, and changes results; empty if none is. It is among
+            the settings only if that was allowed.
     """
 
     workload: str
@@ -81,6 +86,7 @@ class Campaign:
     again: Again | None
     chosen: Variant | None
     settings: Mapping[str, int | float | str]
+    lossy: str = ""
 
 
 def check_size(spec: LaunchSpec) -> None:
@@ -95,7 +101,13 @@ def check_size(spec: LaunchSpec) -> None:
 
 
 def run(
-    spec: LaunchSpec, *, program: Sequence[str], seconds: float, stderr: TextIO, say: Callable[[str], None]
+    spec: LaunchSpec,
+    *,
+    program: Sequence[str],
+    seconds: float,
+    stderr: TextIO,
+    say: Callable[[str], None],
+    allow_lossy: bool = False,
 ) -> Campaign:
     """Measure on the hosts of a job.
 
@@ -106,6 +118,7 @@ def run(
         seconds: approximate duration of all measurements.
         stderr: receives the workers' output.
         say: shows the progress.
+        allow_lossy: settings may change the results of training, for speed.
 
     Raises:
         ConfigError: the program is not a Python program, or there is only one rank.
@@ -162,7 +175,10 @@ def run(
         chosen = _faster(own, [(chosen, other)])
     if chosen is not None:
         settings = {**settings, **chosen.settings}
-    return Campaign(shown, main, tuple(others), again, chosen, settings)
+    lossy = _lossy(spec, main)
+    if lossy and allow_lossy:
+        settings = {**settings, "wire": lossy}
+    return Campaign(shown, main, tuple(others), again, chosen, settings, lossy)
 
 
 def _python_program(command: Sequence[str]) -> tuple[list[str], bool]:
@@ -199,6 +215,15 @@ def _faster(seconds: float, others: Sequence[tuple[Variant, Measured]]) -> Varia
     if fastest is None or fastest[1].found[0].start_seconds * OTHER_PLANE > seconds:
         return None
     return fastest[0]
+
+
+def _lossy(spec: LaunchSpec, main: Measured) -> str:
+    """Return the fastest value of ``--wire``, if it is clearly faster than full precision, and the user has not set
+    one; else nothing."""
+    if not main.wires or Config.from_env(spec.environ).wire != Config().wire:
+        return ""
+    fastest = min(LOSSY, key=lambda wire: main.wires[wire])
+    return fastest if main.wires[fastest] * OTHER_PLANE <= main.wires["full"] else ""
 
 
 def _settings(spec: LaunchSpec, found: Sequence[Found]) -> dict[str, int | float | str]:

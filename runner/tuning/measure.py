@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from types import TracebackType
@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._engine.engine import Engine
 from hvdgloo._engine.messages import Request
 from hvdgloo._engine.settings import Choice
 from hvdgloo._engine.tuning import Axis, search
 from hvdgloo._job import process
 from hvdgloo.runner.tuning.workload import Workload, of_steps
-from hvdgloo.types import Collective
+from hvdgloo.types import Collective, ReduceOp, WireFormat
 
 BUCKETS = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
 FUSION = tuple(mib << 20 for mib in (1, 4, 16, 32, 64))
@@ -39,6 +40,7 @@ SWEEP = tuple(1 << exponent for exponent in range(10, 27, 2))
 _SWEEP_SECONDS = 0.25  # for each size
 _MOST_STEPS, _SHORTEST = 10, 1e-4
 _PAIRS, _LOOKS = 6, 2
+_CROSSING, _TURNS = 0.15, (3, 9)  # share of the time for --wire; the fewest and the most turns of its values
 _RECORDED, _WARM_UP = 6, 2  # steps of a program
 
 
@@ -87,6 +89,8 @@ class Measured:
         ranks, hosts: their numbers.
         sweep: seconds of an allreduce by its size in bytes.
         found: the results for each workload.
+        wires: with ``searching``, seconds of a step of the first workload with its best settings, by the value of
+            ``--wire``; empty if gradients cannot be encoded, or do not leave the host.
     """
 
     plane: str
@@ -94,6 +98,7 @@ class Measured:
     hosts: int
     sweep: dict[int, float]
     found: tuple[Found, ...]
+    wires: Mapping[str, float] = field(default_factory=dict)
 
 
 def measure(workloads: Sequence[Workload], seconds: float, bucket: int, *, searching: bool) -> Measured | None:
@@ -108,12 +113,14 @@ def measure(workloads: Sequence[Workload], seconds: float, bucket: int, *, searc
 
     hvd.init()
     try:
-        deadline = time.monotonic() + seconds
         context = process.current()
-        backend = context.engine._groups[0].host.backend
+        plane = context.engine._groups[0].host
+        crosses = searching and hvd.cross_size() > 1 and plane.encoding is not None and not plane.encodes_not
+        crosses = hvd.broadcast_object(crosses, name="tune.crosses")  # not every local rank exists on other hosts
+        deadline = time.monotonic() + seconds * (1 - _CROSSING if crosses else 1)
         sweep = _sweep(hvd, 0.2 * seconds)
         start = Setup(bucket, *astuple(context.engine.start_settings))
-        found = []
+        found, wires = [], {}
         for number, workload in enumerate(workloads):
             bench = _Bench(hvd, context.engine, workload, f"tune.{number}")
             left = max(0.0, deadline - time.monotonic()) / (len(workloads) - number)
@@ -126,9 +133,11 @@ def measure(workloads: Sequence[Workload], seconds: float, bucket: int, *, searc
             before = middle[start]
             part = bench.sent.nbytes / workload.nbytes
             found.append(Found(bench.sent, part, start, before, best, before / gain, tuple(middle.items())))
+            if crosses and number == 0:
+                wires = bench.cross(best, _CROSSING * seconds)
         if hvd.rank() != 0:
             return None
-        return Measured(backend.name, hvd.size(), hvd.cross_size(), sweep, tuple(found))
+        return Measured(plane.backend.name, hvd.size(), hvd.cross_size(), sweep, tuple(found), wires)
     finally:
         hvd.shutdown()
 
@@ -163,6 +172,10 @@ def _samples(axes: Sequence[Axis]) -> int:
     return sum(3 * len(values) for _, values in axes) + 2 * _PAIRS * _LOOKS
 
 
+_OPERATIONS: dict[WireFormat | None, CollectiveSpec] = {None: CollectiveSpec(Collective.ALLREDUCE)}
+_OPERATIONS |= {wire: CollectiveSpec(Collective.ALLREDUCE, ReduceOp.AVERAGE, wire=wire) for wire in WireFormat}
+
+
 class _Bench:
     """Steps of a workload. All ranks call the same methods; rank 0 decides.
 
@@ -172,6 +185,7 @@ class _Bench:
 
     def __init__(self, hvd: Any, engine: Engine, workload: Workload, label: str) -> None:
         self._hvd, self._engine, self._workload = hvd, engine, workload
+        self._frontend = hvd.FRONTEND
         self._memory = np.zeros(workload.nbytes // 4 + len(workload.sizes), np.float32)
         self._labels: defaultdict[tuple[int, ...], str] = defaultdict(lambda: f"{label}.{len(self._labels)}")
         self._steps = 3
@@ -231,6 +245,33 @@ class _Bench:
         self.times.setdefault(setup, []).append(seconds)
         return seconds
 
+    def cross(self, setup: Setup, seconds: float) -> dict[str, float]:
+        """Return the time of a step by the form in which gradients cross between hosts, for about ``seconds``. Forms
+        take turns, and the medians of their ratios count."""
+        # Zeros are encoded in another way than gradients. Averages of the same values on all ranks remain what they
+        # are.
+        self._memory[:] = np.random.default_rng(1).standard_normal(self._memory.size, np.float32)
+        if self._hvd.rank() == 0:
+            self._engine.tune(setup.choice)
+        self._hvd.barrier()
+        end = time.monotonic() + seconds
+        turns: list[list[float]] = []
+        while True:
+            turn = []
+            for wire in WireFormat:
+                if not turns:
+                    self._step(setup, wire)  # memory is allocated
+                turn.append(self._step(setup, wire))
+            turns.append(turn)
+            more = len(turns) < _TURNS[0] or (len(turns) < _TURNS[1] and time.monotonic() < end)
+            if not self._agreed(more, "more"):
+                break
+        middle = statistics.median([turn[0] for turn in turns])
+        return {
+            wire.value: middle * statistics.median([turn[place] / turn[0] for turn in turns])
+            for place, wire in enumerate(WireFormat)
+        }
+
     def _agreed(self, value: Any, what: str) -> Any:
         return self._hvd.broadcast_object(value, name=f"tune.{what}")
 
@@ -247,7 +288,12 @@ class _Bench:
             axes.append(("cycle_time", CYCLES))
         return axes
 
-    def _step(self, setup: Setup) -> float:
+    def _step(self, setup: Setup, wire: WireFormat | None = None) -> float:
+        """Return the seconds of a step.
+
+        Args:
+            wire: average, in this form between hosts; None adds up, as all other measurements do.
+        """
         sent = self._workload.sent(setup.gradient_bucket)
         label = self._labels[tuple(nbytes for nbytes, _ in sent)]
         handles, end = [], 0
@@ -257,11 +303,10 @@ class _Bench:
             ahead = begun + self._workload.delays[last] - time.perf_counter()
             if ahead > _SHORTEST:
                 time.sleep(ahead)
-            handles.append(
-                self._hvd.allreduce_async_(self._memory[begin:end], op=self._hvd.Sum, name=f"{label}.{number}")
-            )
+            name = f"{label}.{number}" if wire is None else f"{label}.{wire.value}.{number}"
+            handles.append(self._frontend.start(_OPERATIONS[wire], [self._memory[begin:end]], name, in_place=True))
         for handle in handles:
-            self._hvd.synchronize(handle)
+            handle.result()
         return time.perf_counter() - begun
 
 

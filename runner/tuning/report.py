@@ -37,6 +37,7 @@ def as_text(campaign: Campaign) -> str:
         _sweep_table(campaign),
         *(_found(found) for found in main.found),
         *(_other(campaign, variant.name, measured) for variant, measured in campaign.others),
+        *_wires(campaign),
         _conclusion(campaign),
     ]
     return "\n\n".join(blocks) + "\n"
@@ -71,6 +72,7 @@ def as_json(campaign: Campaign) -> str:
                  "allreduce_seconds": measured.sweep, "found": [_found_values(found) for found in measured.found]}
                 for name, measured in _planes(campaign)
             ],
+            "wires": dict(campaign.main.wires),
             "again": None if campaign.again is None else _again_values(campaign.again),
         },
         indent=2,
@@ -153,6 +155,23 @@ def _other(campaign: Campaign, name: str, measured: Measured) -> str:
     )
     text += f"; once more: {_compared(again.seconds, again.own_seconds)}"
     return f"{text} than the job's own planes ({_time(again.own_seconds)}): {taken}"
+
+
+def _wires(campaign: Campaign) -> list[str]:
+    """Return a table of the values of ``--wire``, and what to do about the fastest; nothing if none was measured."""
+    wires, lossy = campaign.main.wires, campaign.lossy
+    if not wires:
+        return []
+    full = wires["full"]
+    rows = [
+        [f"  {wire}", _time(seconds) if wire == "full" else _compared(seconds, full)] for wire, seconds in wires.items()
+    ]
+    lines = ["--wire, the form in which gradients cross between hosts; all but full change results a little:"]
+    width = max(len(wire) for wire, _ in rows)
+    lines += [f"{wire:<{width}}  {text}" for wire, text in rows]
+    if lossy and "wire" not in campaign.settings:
+        lines.append(f"  {lossy} is clearly faster; with --allow-lossy it is among the settings to use")
+    return ["\n".join(lines)]
 
 
 def _compared(seconds: float, own: float) -> str:

@@ -174,6 +174,7 @@ GRAPH: dict[str, set[str]] = {
     },
     "hvdgloo.runner.tuning": {
         "_platform",
+        "_collectives",
         "_engine",
         "_job",
         "config",

@@ -50,6 +50,9 @@ def test_a_program_on_several_hosts_is_tuned_to_its_gradients(bed: Bed, tmp_path
     assert {each["hierarchical_threshold"] for each in tried["tried"]} >= {32 << 10, 512 << 10}
     assert {each["fusion_threshold"] for each in tried["tried"]} >= {1 << 20, 64 << 20}
     assert not tried["in_buckets"]
+    assert list(found["wires"]) == ["full", "bf16", "int8", "int4"]
+    assert all(seconds > 0 for seconds in found["wires"].values())
+    assert "params.wire" not in found["settings"]
     assert (tmp_path / "tuned.yaml").read_text().startswith("# Measured by hvdgloo-run tune")
     assert (tmp_path / "tuned.svg").read_text().startswith("<svg")
 

@@ -249,6 +249,35 @@ class TestCampaign:
         assert done.others == ()
 
     @pytest.mark.parametrize(
+        ("seconds", "given", "lossy"),
+        [
+            ({"full": 1.0, "bf16": 0.7, "int8": 0.5, "int4": 0.3}, "", "int8"),
+            ({"full": 1.0, "bf16": 0.7, "int8": 0.8, "int4": 0.9}, "", "bf16"),
+            ({"full": 1.0, "bf16": 0.98, "int8": 1.4, "int4": 0.3}, "", ""),
+            ({"full": 1.0, "bf16": 0.7, "int8": 0.5, "int4": 0.3}, "bf16", ""),
+            ({}, "", ""),
+        ],
+        ids=["int8", "bf16", "none is clearly faster", "the user has chosen", "nothing crosses"],
+    )
+    def test_what_changes_results_is_set_only_if_that_is_allowed(
+        self, seconds: dict[str, float], given: str, lossy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        main = replace(measured("hierarchical", found(True, START, 1.0, 1.0)), wires=seconds)
+        spec = replace(SPEC, environ={"HVDGLOO_WIRE": given} if given else {})
+        monkeypatch.setattr(campaign, "_function", Hosts(main, lambda settings: 1.0))
+        for allowed in (False, True):
+            done = campaign.run(
+                spec, program=(), seconds=60, stderr=io.StringIO(), say=lambda text: None, allow_lossy=allowed
+            )
+            assert done.lossy == lossy
+            assert done.settings == ({"wire": lossy} if allowed and lossy else {})
+            assert (f"  wire: {lossy}" in report.as_yaml(done).splitlines()) == bool(allowed and lossy)
+            advice = f"  {lossy} is clearly faster; with --allow-lossy it is among the settings to use"
+            assert (advice in report.as_text(done).splitlines()) == (bool(lossy) and not allowed)
+            assert json.loads(report.as_json(done))["wires"] == seconds
+        assert ("  int4  300.00 ms, 233 % faster" in report.as_text(done).splitlines()) == (seconds.get("int4") == 0.3)
+
+    @pytest.mark.parametrize(
         "program", [["train.py", "-v"], ["python3", "train.py", "-v"], ["/usr/bin/python", "-m", "train", "-v"]]
     )
     def test_a_program_is_recorded_first(self, monkeypatch: pytest.MonkeyPatch, program: list[str]) -> None:
@@ -419,10 +448,10 @@ class TestCommandLine:
         assert "--save FILE" in text
         assert "--autotune" in text
 
-    @pytest.mark.parametrize("flag", ["--save", "--plot"])
+    @pytest.mark.parametrize("flag", ["--save x", "--plot x", "--allow-lossy"])
     def test_its_flags_are_not_for_jobs(self, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([flag, "x", "-np", "1", "true"]) == 2
-        assert f"{flag} is for hvdgloo-run tune" in capsys.readouterr().err
+        assert main([*flag.split(), "-np", "1", "true"]) == 2
+        assert f"{flag.split()[0]} is for hvdgloo-run tune" in capsys.readouterr().err
 
     def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
