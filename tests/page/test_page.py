@@ -13,7 +13,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from hvdgloo._observe import view
-from hvdgloo._observe.samples import OuterSteps, Plane, Sample, Steps
+from hvdgloo._observe.samples import Plane, Sample, Steps
 from hvdgloo._observe.trace_control import BusyError, Trace
 from hvdgloo._observe.words import measured
 from tests.page.support import NARROW, SCREEN, USUAL, WIDE, Chromium, Shown, axe, drag, stays, until, words
@@ -261,19 +261,8 @@ def test_a_plane_shows_in_how_many_bytes_tensors_cross_between_hosts(show: Show,
     assert re.search(r"between hosts: [\d.]+ .?B a step instead of [\d.]+ .?B \(int8\), error 0.91 %", row), row
 
 
-class Rarely(SimulatedJob):
-    """Ranks meet in every 8th step."""
-
-    def _sample(self, rank: int) -> Sample:
-        sample = super()._sample(rank)
-        outer = OuterSteps(4, 408_000_000, 0.03 * sample.steps.seconds, 8, sample.at - 2)
-        return msgspec.structs.replace(sample, outer=outer)
-
-
 def test_outer_steps_are_part_of_the_summary(show: Show, browser: Chromium) -> None:
-    job = Rarely()
-    job.advance(60)
-    show(job)
+    show(minute(meets_every=8))
     said = browser.text("#outer-steps")
     assert re.fullmatch(r"An outer step every 8 steps, 102 MB each, the last [\d.]+ s ago, 3 % of the time.", said), (
         said

@@ -29,6 +29,7 @@ from hvdgloo._observe.samples import (
     Lateness,
     Missing,
     Note,
+    OuterSteps,
     Plane,
     Progress,
     Sample,
@@ -64,6 +65,7 @@ class SimulatedJob:
         step: seconds that a step takes without it.
         evil: hosts, tensors and output lines have names out of ``EVIL``.
         gpus: whether hosts have one for each rank.
+        meets_every: number of inner steps from one outer step to the next; 0 if there are no outer steps.
         logs: whether the program logs a loss, an accuracy and its progress, in epochs of 100 steps.
         started: when the job was, in seconds since 1970.
         seed: of the noise.
@@ -81,6 +83,7 @@ class SimulatedJob:
         evil: bool = False,
         gpus: bool = False,
         logs: bool = False,
+        meets_every: int = 0,
         started: float = 1_700_000_000.0,
         seed: int = 0,
     ) -> None:
@@ -95,6 +98,7 @@ class SimulatedJob:
         self.step = step
         self.gpus = gpus
         self.logs = logs
+        self.meets_every = meets_every
         self.hosts = [EVIL[n % len(EVIL)] + str(n) if evil else f"h{n + 1}" for n in range(hosts)]
         self.tensors = list(EVIL) if evil else ["fc.weight", "fc.bias", "conv.weight"]
         self.evil = evil
@@ -280,6 +284,10 @@ class SimulatedJob:
             gpu=self._gpu(rank),
             planes=(Plane("gloo", 0, "cpu", f"hosts {' and '.join(self.hosts[:2])}"),),
         )
+        if self.meets_every:
+            met = steps // self.meets_every
+            outer = OuterSteps(met, met * 102_000_000, 0.03 * self._seconds, self.meets_every, self.now - 2)
+            sample = msgspec.structs.replace(sample, outer=outer)
         if rank:
             return sample
         return msgspec.structs.replace(

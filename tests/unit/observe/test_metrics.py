@@ -48,7 +48,7 @@ def value(observatory: Observatory, name: str, **labels: str) -> float:
 
 @pytest.fixture(scope="module")
 def job() -> SimulatedJob:
-    job = SimulatedJob(4, 2, gpus=True, logs=True)
+    job = SimulatedJob(4, 2, gpus=True, logs=True, meets_every=8)
     job.advance(30)
     return job
 
