@@ -204,9 +204,7 @@ def codec() -> dict[str, tuple[float, float]]:
     values = np.random.default_rng(1).standard_normal(CODEC_PIECES * PIECE, np.float32)
     pieces = np.split(values, CODEC_PIECES)
     found = {}
-    for wire in WireFormat:
-        if wire is WireFormat.FULL:
-            continue
+    for wire in (WireFormat.BF16, WireFormat.INT8, WireFormat.INT4):
         one = codec_of(wire)
         encoded = [np.zeros(one.nbytes(PIECE), np.uint8) for _ in pieces]
         encoding, decoding = [], []

@@ -31,8 +31,8 @@ class TorchBlocks(Blocks):
             torch.from_numpy(codes.view(np.int8)).copy_(room)
             return
         packed = _first(self._half, len(rows))
-        torch.mul(room[:, half:], 16.0, out=packed)
-        packed.add_(room[:, :half]).add_(136.0)
+        torch.add(room[:, :half], room[:, half:], alpha=16.0, out=packed)
+        packed.add_(136.0)
         torch.from_numpy(codes).copy_(packed)
 
     def _decode(self, scales: Values, codes: Bytes, rows: Values, *, add: bool) -> None:

@@ -40,6 +40,7 @@ SWEEP = tuple(1 << exponent for exponent in range(10, 27, 2))
 _SWEEP_SECONDS = 0.25  # for each size
 _MOST_STEPS, _SHORTEST = 10, 1e-4
 _PAIRS, _LOOKS = 6, 2
+_WIRES = (WireFormat.FULL, WireFormat.BF16, WireFormat.INT8, WireFormat.INT4)
 _CROSSING, _TURNS = 0.15, (3, 9)  # share of the time for --wire; the fewest and the most turns of its values
 _RECORDED, _WARM_UP = 6, 2  # steps of a program
 
@@ -173,7 +174,7 @@ def _samples(axes: Sequence[Axis]) -> int:
 
 
 _OPERATIONS: dict[WireFormat | None, CollectiveSpec] = {None: CollectiveSpec(Collective.ALLREDUCE)}
-_OPERATIONS |= {wire: CollectiveSpec(Collective.ALLREDUCE, ReduceOp.AVERAGE, wire=wire) for wire in WireFormat}
+_OPERATIONS |= {wire: CollectiveSpec(Collective.ALLREDUCE, ReduceOp.AVERAGE, wire=wire) for wire in _WIRES}
 
 
 class _Bench:
@@ -258,7 +259,7 @@ class _Bench:
         turns: list[list[float]] = []
         while True:
             turn = []
-            for wire in WireFormat:
+            for wire in _WIRES:
                 if not turns:
                     self._step(setup, wire)  # memory is allocated
                 turn.append(self._step(setup, wire))
@@ -269,7 +270,7 @@ class _Bench:
         middle = statistics.median([turn[0] for turn in turns])
         return {
             wire.value: middle * statistics.median([turn[place] / turn[0] for turn in turns])
-            for place, wire in enumerate(WireFormat)
+            for place, wire in enumerate(_WIRES)
         }
 
     def _agreed(self, value: Any, what: str) -> Any:
