@@ -416,9 +416,8 @@ class Coordinator:
 
     @property
     def _active(self) -> bool:
-        return self._size > 1 and (
-            self.busy or self.gathering or self._has_pending or self._negotiator.has_joined or self._leaver is not None
-        )
+        waits = self._has_pending or self._negotiator.joined != 0
+        return self._size > 1 and (self.busy or self.gathering or waits or self._leaver is not None)
 
     def _watch(self, now: float) -> None:
         if self._neighbours_watch.rests(now):

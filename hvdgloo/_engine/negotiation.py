@@ -117,6 +117,29 @@ class ProcessSets:
         return replace(response, value=number)
 
 
+class LateJoins:
+    """Joins that are put off: what a rank submitted earlier comes first, including what it is being asked to spell out
+    again."""
+
+    def __init__(self) -> None:
+        self._asked: Counter[int] = Counter()
+        self._joins: dict[int, Request] = {}
+
+    def count(self, rank: int, questions: int) -> None:
+        """Note that a rank has been asked questions, or has answered some, if the number is negative."""
+        self._asked[rank] += questions
+
+    def put_off(self, rank: int, request: Request) -> bool:
+        """Keep a join that has arrived; return False if it need not be put off."""
+        if self._asked[rank]:
+            self._joins[rank] = request
+        return rank in self._joins
+
+    def take(self, rank: int) -> Request | None:
+        """Return a join that was put off, once nothing is in its way any more."""
+        return self._joins.pop(rank) if self._joins and not self._asked[rank] and rank in self._joins else None
+
+
 class Observer(Protocol):
     """An object that is notified of what happens to operations."""
 
@@ -139,8 +162,7 @@ class Negotiator:
     def __init__(self, members: Mapping[int, Sequence[int]], capacity: int) -> None:
         self._sets = ProcessSets(members)
         self._joined = 0  # ranks, as a mask
-        self._asked_back: Counter[int] = Counter()
-        self._late_joins: dict[int, Request] = {}
+        self._late_joins = LateJoins()
         self.observer: Observer | None = None
         self.lateness: LatenessBook | None = None
         # Who is being heard, when, and how long the first of those for whom it speaks had waited for the last.
@@ -152,7 +174,7 @@ class Negotiator:
         self._payloads: dict[int, dict[int, bytes]] = {}  # of numbers that have begun, by rank
         self._batch = _Batch()
         self._signatures: OrderedDict[int, _Signature] = OrderedDict()
-        self._numbers: dict[tuple[int, str], int] = {}
+        self._named: dict[tuple[int, str], _Signature] = {}
 
     def absorb(self, rank: int, submission: Submit, now: float) -> list[int]:
         """File a rank's submission.
@@ -164,7 +186,7 @@ class Negotiator:
             self._speaker, self._now, self._waited = rank, now, 0.0
         unknown = [] if self._count(rank, submission, now) else self._absorb_each(rank, submission, now)
         if unknown or submission.resent:
-            self._asked_back[rank] += bool(unknown) - submission.resent
+            self._late_joins.count(rank, bool(unknown) - submission.resent)
         for request in submission.requests:
             if self._file(1 << rank, request, now, submission.payload, by_number=False):
                 self._compare_kinds(request)
@@ -174,17 +196,17 @@ class Negotiator:
     def asks_back(self, ranks: int) -> None:
         """Note that ranks, given as a mask, will be asked to spell out requests, by way of the tree."""
         for rank in bits_of(ranks):
-            self._asked_back[rank] += 1
+            self._late_joins.count(rank, 1)
 
     def was_answered(self, ranks: int) -> None:
         """Note that ranks have done so."""
         for rank in bits_of(ranks):
-            self._asked_back[rank] -= 1
+            self._late_joins.count(rank, -1)
             self._join_late(rank)
 
     def _join_late(self, rank: int) -> None:
-        if self._late_joins and not self._asked_back[rank] and rank in self._late_joins:
-            self._join(rank, self._late_joins.pop(rank))
+        if (request := self._late_joins.take(rank)) is not None:
+            self._join(rank, request)
 
     def absorb_whole(
         self, masks: Masks, now: float, last: int = -1, waited: float = 0.0
@@ -276,21 +298,14 @@ class Negotiator:
         if len(numbers) + len(submission.requests) == 1:
             # While others wait, it may be of another kind than what they wait for.
             return not self._pending and self._count_one(rank, numbers[0], submission.payload, now)
-        if submission.payload:
+        complete = None if submission.payload else self._ledger.announce(rank, submission.masks, now)
+        if complete is None:
             return False
-        blocks = self._ledger.blocks
-        masks = submission.masks
-        for at, mask in masks:
-            block = blocks.get(at)
-            if block is None or mask & ~block.open or rank not in block.sources:
-                return False
-        complete = tuple([(at, blocks[at].announce(rank, mask, now)) for at, mask in masks])
-        lateness = self.lateness
-        if lateness is not None:
-            for at, mask in complete:
-                if mask and len(blocks[at].sources) > 1:
-                    lateness.came_last(rank, now - blocks[at].completed_since)
-        if complete != masks:
+        if self.lateness is not None:
+            for block in [self._ledger.blocks[at] for at, mask in complete if mask]:
+                if len(block.sources) > 1:
+                    self.lateness.came_last(rank, now - block.completed_since)
+        if complete != submission.masks:
             done = {number for at, mask in complete if mask for number in numbers_of(at, mask)}
             numbers = tuple([number for number in numbers if number in done]) if done else ()
         self._order_numbers(numbers)
@@ -346,13 +361,11 @@ class Negotiator:
 
     def responses(self, items: Iterable[int | Response]) -> list[Response]:
         """Spell out what was just taken, without numbers that are no longer known."""
-        spelled = []
-        for item in items:
-            if not isinstance(item, int):
-                spelled.append(item)
-            elif item in self._signatures:
-                spelled.append(self._signatures[item].response)
-        return spelled
+        return [
+            self._signatures[item].response if isinstance(item, int) else item
+            for item in items
+            if not isinstance(item, int) or item in self._signatures
+        ]
 
     @property
     def has_ready(self) -> bool:
@@ -363,33 +376,21 @@ class Negotiator:
         return bool(self._pending) or self._ledger.busy
 
     @property
-    def has_joined(self) -> bool:
-        """Some ranks have joined, and wait for the others to do so."""
-        return bool(self._joined)
-
-    @property
     def joined(self) -> int:
-        """The ranks that have joined, as a mask."""
+        """The ranks that have joined, and wait for the others to do so, as a mask."""
         return self._joined
 
     def keys_of(self, submission: Submit) -> set[tuple[int, str]]:
         """Return the operations that a submission is for, without numbers that stand for nothing."""
-        keys = {request.key for request in submission.requests}
-        for number in submission.signatures:
-            signature = self._signatures.get(number)
-            if signature is not None:
-                keys.add(signature.response.request.key)
-        return keys
+        known = [response.request for response in self.responses(submission.signatures)]
+        return {request.key for request in (*submission.requests, *known)}
 
     def ranks_of(self, key: tuple[int, str]) -> int:
         """Return the ranks, as a mask, that have submitted an operation which others have not."""
-        number = self._numbers.get(key)
-        if number is not None:
-            block, bit = self._signatures[number].place
-            if block.begun & bit:
-                self._withdraw(block, bit)
-        pending = self._pending.get(key)
-        return 0 if pending is None else pending.requests.ranks
+        signature = self._named.get(key)
+        if signature is not None and signature.place[0].begun & signature.place[1]:
+            self._withdraw(*signature.place)
+        return self._pending[key].requests.ranks if key in self._pending else 0
 
     def absorb_offer(self, rank: int, offer: Offer, now: float) -> None:
         """File what a rank has offered as its submission."""
@@ -412,11 +413,9 @@ class Negotiator:
             away = came.ranks | (self._joined if pending.excuses else 0)
             missing = [rank for rank in self._sets.members[process_set] if not away >> rank & 1]
             report.append(Waiting(name, pending.since, tuple(came), tuple(missing)))
-        for block in self._ledger.blocks.values():
-            for number, since, announced in block.waiting():
-                missing = sorted(block.sources.difference(announced))
-                name = self._signatures[number].response.request.name
-                report.append(Waiting(name, since, tuple(sorted(announced)), tuple(missing)))
+        for number, since, announced, missing in self._ledger.waiting():
+            name = self._signatures[number].response.request.name
+            report.append(Waiting(name, since, tuple(announced), tuple(missing)))
         return sorted(report, key=lambda waiting: waiting.since)
 
     def _file(
@@ -437,10 +436,7 @@ class Negotiator:
                 return False  # the set was removed while this was on its way; the ranks have been told
             if request.collective is Collective.JOIN:
                 for rank in bits_of(ranks):
-                    # What it submitted earlier comes first, including what it is being asked to spell out again.
-                    if self._asked_back[rank]:
-                        self._late_joins[rank] = request
-                    else:
+                    if not self._late_joins.put_off(rank, request):
                         self._join(rank, request)
                 return False
             pending = self._open(request, since)
@@ -456,13 +452,13 @@ class Negotiator:
     def _open(self, request: Request, now: float) -> PartialSubmission:
         """Look at an operation by itself from now on, until it is ordered."""
         key = request.key
-        number = self._numbers.get(key)
-        if number is not None:
-            self._withdraw(*self._signatures[number].place)
+        signature = self._named.get(key)
+        if signature is not None:
+            self._withdraw(*signature.place)
         pending = self._pending.get(key)
         if pending is None:
             pending = self._begin(request, now)
-            if number is None or not self._signatures[number].countable:
+            if signature is None or not signature.countable:
                 pending.contested = self._has_rivals(request)
         return pending
 
@@ -491,51 +487,42 @@ class Negotiator:
     def _has_rivals(self, request: Request) -> bool:
         """Return whether there are operations of other kinds under a request's name. From now on they are looked at one
         by one, and compared."""
-        found = False
-        for key in request.other_kinds:
-            number = self._numbers.get(key)
-            if number is not None:
-                self._signatures[number].countable = False
-                self._withdraw(*self._signatures[number].place)
-                found = True
+        rivals = [key for key in request.other_kinds if key in self._named or key in self._pending]
+        for key in rivals:
+            signature = self._named.get(key)
+            if signature is not None:
+                signature.countable = False
+                self._withdraw(*signature.place)
             pending = self._pending.get(key)
             if pending is not None:
-                pending.contested = found = True
-        return found
+                pending.contested = True
+        return bool(rivals)
 
     def _compare_kinds(self, request: Request) -> None:
-        """Fail operations under one name of which each rank waits for another kind, as they would for ever.
+        """Fail operations of several kinds under one name if no rank waits for two of them: they would wait for ever.
 
         As long as ranks submit their operations in one order, a rank that has submitted the second of two has also
         submitted the first, which is therefore not pending or not missing here. Called for what is new, or comes alone;
         not for the many known operations of a training step, which would pay for it each time.
         """
         parts = {key: self._pending[key] for key in (request.key, *request.other_kinds) if key in self._pending}
-        submitted = 0
-        for part in parts.values():
-            if submitted & part.requests.ranks:
-                return  # by a rank that waits for two of them
-            submitted |= part.requests.ranks
-        if len(parts) < 2 or self._sets.masks[request.process_set] & ~submitted & ~self._joined:
+        text = _disagreement(parts, self._sets.masks[request.process_set] & ~self._joined)
+        if not text:
             return
-        name = request.name[len(request.kind) + 1 :]
-        first = {key: part.requests.shared for key, part in parts.items()}
-        sides = "; ".join(f"{first[key].kind} on {format_ranks([*parts[key].requests])}" for key in sorted(parts))
-        text = f"{name}: ranks disagree about the kind of collective: {sides}"
-        for key, asked in first.items():
+        for key, part in parts.items():
             del self._pending[key]
-            self._batch.items.append(Response(asked, error=text))
+            self._batch.items.append(Response(part.requests.shared, error=text))
             if self.observer is not None:
-                self.observer.settled(asked, executed_here=False)
+                self.observer.settled(part.requests.shared, executed_here=False)
 
     def _order(self, key: tuple[int, str], pending: PartialSubmission) -> None:
         """Every member has submitted it: give it its place in the order."""
         del self._pending[key]
         members = self._sets.members[key[0]]
-        number = self._numbers.get(key)
+        signature = self._named.get(key)
         item: int | Response
-        if number is not None and pending.by_number == len(pending.requests) and not _lacks(pending.requests, members):
-            signature = self._signatures[number]
+        if signature and pending.by_number == len(pending.requests) and not _lacks(pending.requests, members):
+            number = signature.response.signature
             self._signatures.move_to_end(number)
             if signature.countable:
                 self._ledger.reopen(number)
@@ -571,18 +558,11 @@ class Negotiator:
 
     def _settle(self, key: tuple[int, str], requests: Requests, members: Sequence[int]) -> Response:
         """Spell out a Response, and remember it under a new number if it may come again."""
-        old = self._numbers.pop(key, None)
+        old = self._named.pop(key, None)
         if old is not None:
             # Members replace it when they see the new Response; no rank sends it again.
-            self._forget(old)
-        if requests.others:
-            response = agree(requests, [rank for rank in members if rank in requests])
-        else:
-            response = Response(requests.shared, _rows(requests, [*requests]))
-        if not response.error and _lacks(requests, members):
-            away = format_ranks(bits_of(self._joined))
-            text = f"{key[1]}: {away} called join(), which only allreduce and barrier allow"
-            response = Response(response.request, error=text)
+            self._forget(old.response.signature)
+        response = _agreement(requests, members, self._joined)
         if response.request.collective.changes_sets:
             return response if response.error else self._change_sets(response)
         if response.error or self._capacity == 0:
@@ -594,12 +574,11 @@ class Negotiator:
         countable = len(requests) == len(members) and not self._has_rivals(response.request)
         if not countable:
             self._withdraw(*place)
-        self._signatures[number] = _Signature(response, requests, place, countable)
-        self._numbers[key] = number
+        self._signatures[number] = self._named[key] = _Signature(response, requests, place, countable)
         if len(self._signatures) > self._capacity:
             evicted, signature = next(iter(self._signatures.items()))
             self._withdraw(*signature.place)
-            del self._numbers[signature.response.request.key]
+            del self._named[signature.response.request.key]
             self._forget(evicted)
         return response
 
@@ -614,10 +593,46 @@ class Negotiator:
         if response.request.collective is Collective.REMOVE_PROCESS_SET and not response.error:
             # Its pending operations are ended by the ranks themselves, since every rank is told of the removal.
             self._pending = {key: pending for key, pending in self._pending.items() if key[0] != response.value}
-            for key in [key for key in self._numbers if key[0] == response.value]:
-                self._forget(self._numbers.pop(key))
+            for key in [key for key in self._named if key[0] == response.value]:
+                self._forget(self._named.pop(key).response.signature)
             self._ledger.drop_set(response.value)
         return response
+
+
+def _disagreement(parts: Mapping[tuple[int, str], PartialSubmission], members: int) -> str:
+    """Return the error of operations of several kinds under one name; "" if some member may still submit one of them.
+
+    Args:
+        members: the members of the process set that have not joined, as a mask.
+    """
+    submitted = 0
+    for part in parts.values():
+        if submitted & part.requests.ranks:
+            return ""  # by a rank that waits for two of them
+        submitted |= part.requests.ranks
+    if len(parts) < 2 or members & ~submitted:
+        return ""
+    kinds = [parts[key].requests for key in sorted(parts)]
+    request = kinds[0].shared
+    sides = "; ".join(f"{requests.shared.kind} on {format_ranks([*requests])}" for requests in kinds)
+    return f"{request.name[len(request.kind) + 1 :]}: ranks disagree about the kind of collective: {sides}"
+
+
+def _agreement(requests: Requests, members: Sequence[int], joined: int) -> Response:
+    """Return the Response to the requests of all members that have not joined.
+
+    Args:
+        joined: ranks that have, as a mask.
+    """
+    if requests.others:
+        response = agree(requests, [rank for rank in members if rank in requests])
+    else:
+        response = Response(requests.shared, _rows(requests, [*requests]))
+    if not response.error and _lacks(requests, members):
+        away = format_ranks(bits_of(joined))
+        text = f"{response.request.name}: {away} called join(), which only allreduce and barrier allow"
+        response = Response(response.request, error=text)
+    return response
 
 
 def _lacks(requests: Requests, members: Sequence[int]) -> bool:

@@ -12,7 +12,7 @@ Pure, and without knowledge of messages; ``negotiation`` puts names to the numbe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import TypeAlias
 
 BLOCK_BITS = 10
@@ -197,6 +197,25 @@ class Ledger:
             if block.begun:
                 return True
         return False
+
+    def announce(self, source: int, masks: Masks, now: float) -> Masks | None:
+        """A source announces numbers, all or none of them.
+
+        Returns:
+            those that the other sources had announced before; None if some number is not open, or not this source's.
+        """
+        blocks = self.blocks
+        for at, mask in masks:
+            block = blocks.get(at)
+            if block is None or mask & ~block.open or source not in block.sources:
+                return None
+        return tuple([(at, blocks[at].announce(source, mask, now)) for at, mask in masks])
+
+    def waiting(self) -> Iterator[tuple[int, float, list[int], list[int]]]:
+        """Yield the numbers that some sources have announced, since when, by which, and by which not."""
+        for block in self.blocks.values():
+            for number, since, announced in block.waiting():
+                yield number, since, sorted(announced), sorted(block.sources.difference(announced))
 
     def issue(self, process_set: int) -> int:
         """A number that has never been used, for an operation of a process set; ``learn`` takes it into use. All ranks

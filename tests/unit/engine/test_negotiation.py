@@ -328,7 +328,7 @@ class TestJoin:
         assert [item.request.name for item in items if isinstance(item, Response)] == ["own", "join"]
         assert [item.value for item in items if isinstance(item, Response)] == [-1, last]
         assert not negotiation.has_pending
-        assert not negotiation.has_joined
+        assert not negotiation.joined
 
     def test_what_has_to_be_spelled_out_again_comes_before_the_join_that_follows_it(self) -> None:
         negotiation = negotiator(2, capacity=1)
@@ -344,7 +344,7 @@ class TestJoin:
         (item,) = negotiation.take().items
         assert isinstance(item, Response)
         assert (item.request, item.error) == (gather, "")
-        assert negotiation.has_joined
+        assert negotiation.joined
 
     @pytest.mark.parametrize("change", [Collective.ADD_PROCESS_SET, Collective.REMOVE_PROCESS_SET])
     def test_sets_are_not_changed_in_the_absence_of_those_who_have_joined(self, change: Collective) -> None:
