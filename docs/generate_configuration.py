@@ -26,7 +26,9 @@ variable. If Horovod has a variable for the same setting, it is read if hvdgloo'
 counts as absent.
 
 An unusable value raises an error (`hvdgloo.errors.ConfigError`) that names the variable, flag or key, the value, and
-the expected form. A warning names variables `HVDGLOO_*` that are not settings and are probably mistyped.
+the expected form. A warning names variables `HVDGLOO_*` that are not settings, with
+the setting that was probably meant. Of the variables `HOROVOD_*` that are not read it names only those that differ from
+one that is by a letter or two. `hvdgloo-run` warns before it starts anything; otherwise rank 0 warns.
 
 Rank 0 decides for all ranks how tensors are ordered and fused: only rank 0 reads the fusion threshold, group fusion,
 the cycle time, the cache's capacity and the stall times. Every worker reads its own value of all other settings.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from hvdgloo._platform.spelling import suggestions
+from hvdgloo._platform.spelling import slips, suggestions
 from hvdgloo.errors import ConfigError
 
 T = TypeVar("T")
@@ -28,6 +28,11 @@ _TOLD = frozenset(
     for name in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "RESTART", "SPARK_DEVICES")
 )
 """Variables in which a launcher gives the user's program its place in the job; no setting reads them."""
+VARIABLES_CHECKED = "HVDGLOO_VARIABLES_CHECKED"
+"""Variable by which ``hvdgloo-run`` tells workers that it has warned of mistyped variables."""
+_MOST_SLIPS = 2
+"""Typing slips by which a variable of Horovod's may differ from one that is read, to be taken for a mistyped one.
+Horovod and programs for it have others, which are no mistakes."""
 _TORCHRUN_S_OWN = frozenset({"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"})
 """Variables that refer to torchrun's agent. The first would make torch.distributed wait for a store at
 ``MASTER_ADDR`` that only that agent serves."""
@@ -1006,13 +1011,23 @@ def describes_service(name: str, value: str) -> bool:
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return a line for each variable that looks like a setting but is not one, and is probably mistyped.
 
+    All variables that begin with ``HVDGLOO_`` are hvdgloo's. One of Horovod's is mistyped only if a name that is read
+    is very similar.
+
     Args:
-        environ: the variables to check; by default the process's environment.
+        environ: the variables to check; by default the process's environment, unless a launcher has checked it.
     """
     environ = _environ() if environ is None else environ
+    if VARIABLES_CHECKED in environ:
+        return []
     known = {setting.env for setting in settings().values()}
+    horovod_s = {name for name in environment_names() if name.startswith("HOROVOD_")}
     lines = []
     for name in sorted(environ):
+        if name.startswith("HOROVOD_") and name not in horovod_s and not describes_service(name, environ[name]):
+            meant = suggestions(name, horovod_s, limit=1)
+            if meant and slips(name, meant[0]) <= _MOST_SLIPS:
+                lines.append(f"{name} is not read, so it has no effect; did you mean {meant[0]}?")
         if not name.startswith("HVDGLOO_") or name.startswith("HVDGLOO_TEST_") or name in known | _TOLD:
             continue
         if describes_service(name, environ[name]):

@@ -7,7 +7,8 @@ this failure is a consequence of another.
 
 All other errors are shown without hvdgloo's frames: without those that called the program (``elastic.run``, or a worker
 of ``run()``), and, if the error is hvdgloo's, without those that raised it. They say nothing about the mistake, and
-would push the program's own line out of the launcher's summary.
+would push the program's own line out of the launcher's summary. An error about a variable in the environment is shown
+without any traceback, since the mistake is not in the program.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from types import TracebackType
 from typing import TypeGuard
 
 from hvdgloo._platform.own_frames import is_of_program, without_between, without_own
-from hvdgloo.config import Config
+from hvdgloo.config import Config, environment_names
 from hvdgloo.errors import (
     ConfigError,
     HvdglooError,
@@ -58,6 +59,9 @@ class _Hook:
             if is_echo(error, self.rank):
                 sys.stderr.write(brief(error, trace))
                 return
+            if is_about_variable(error):
+                sys.stderr.write("".join(traceback.format_exception_only(type(error), error)))
+                return
             text = from_outside(error, trace)
             if isinstance(error, HvdglooError) or text.startswith(HINT):
                 sys.stderr.write(text)
@@ -91,6 +95,18 @@ def is_echo(error: BaseException, rank: int | None) -> TypeGuard[JobShutdownErro
     return error.rank is not None and error.rank != rank
 
 
+def is_about_variable(error: BaseException) -> bool:
+    """True if the error is about the value of a variable in the environment."""
+    return isinstance(error, ConfigError) and str(error).partition(":")[0] in environment_names()
+
+
+def _is_own(error: BaseException) -> bool:
+    """True if hvdgloo raised the error, be it in torch.distributed's name."""
+    return isinstance(error, HvdglooError) or (
+        type(error).__name__ == "DistBackendError" and str(error).startswith("hvdgloo: ")
+    )
+
+
 def brief(error: JobShutdownError | PeerLostError, trace: TracebackType | None) -> str:
     """Describe where it happened, in the program's own files, and what happened."""
     frames = traceback.extract_tb(trace)
@@ -120,7 +136,7 @@ def _cut(shown: traceback.TracebackException | None, error: BaseException | None
     found = False
     while shown is not None and error is not None:
         kept = without_between(shown.stack)
-        if isinstance(error, HvdglooError) or isinstance(error.__cause__, RemoteTraceback):
+        if _is_own(error) or isinstance(error.__cause__, RemoteTraceback):
             kept = without_own(kept)
         if len(kept) < len(shown.stack):
             shown.stack = traceback.StackSummary.from_list(kept)

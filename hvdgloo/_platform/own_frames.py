@@ -11,6 +11,7 @@ FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
+_HANDS_OVER = tuple(os.path.join("torch", "distributed", name) for name in ("distributed_c10d.py", "c10d_logger.py"))
 _STDLIB = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
@@ -32,10 +33,13 @@ def without_between(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
 def without_own(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
     """Return a stack, outermost frame first, up to where the program called hvdgloo.
 
-    A stack without any of the program's frames, such as one of hvdgloo's threads, is kept: there is nothing else.
+    The frames by which torch.distributed hands a call to hvdgloo are left out as well. A stack without any of the
+    program's frames, such as one of hvdgloo's threads, is kept: there is nothing else.
     """
     stack = list(frames)
     kept = list(stack)
     while kept and kept[-1].filename.startswith(FOLDER):
+        kept.pop()
+    while len(kept) < len(stack) and kept and kept[-1].filename.endswith(_HANDS_OVER):
         kept.pop()
     return kept or stack

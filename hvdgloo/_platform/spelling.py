@@ -50,7 +50,7 @@ def suggestions(word: str, known: Iterable[str], limit: int = 2) -> list[str]:
     ranked = []
     for candidate in known:
         target = _bare(candidate)
-        distance = float(_slips(bare, target))
+        distance = float(slips(bare, target))
         if distance >= len(bare) or distance > max(1, len(bare) // 3):
             if len(bare) < 3 or not target.startswith(bare):
                 continue
@@ -70,8 +70,9 @@ def _dashes(flag: str) -> int:
     return len(flag) - len(flag.lstrip("-"))
 
 
-def _slips(one: str, other: str) -> int:
-    """Number of insertions, deletions, substitutions and swaps of neighbours that lead from one word to the other."""
+def slips(one: str, other: str) -> int:
+    """Return the number of insertions, deletions, substitutions and swaps of neighbours that lead from one word to
+    another."""
     before: list[int] = []
     last = list(range(len(other) + 1))
     for i, letter in enumerate(one, start=1):

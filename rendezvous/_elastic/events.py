@@ -72,9 +72,15 @@ class Rules:
             if value is not None and value < least:
                 raise ConfigError(f"{flag} must be at least {least}, not {value}")
         if self.smallest > self.size:
-            raise ConfigError(f"--min-np {self.smallest} exceeds -np {self.size}, the slots that a start waits for")
+            raise ConfigError(
+                f"--min-np {self.smallest} exceeds -np {self.size}, the number of workers that the job starts with; "
+                f"raise -np to {self.smallest}, or leave out --min-np to go on with any number"
+            )
         if self.largest is not None and self.largest < self.size:
-            raise ConfigError(f"--max-np {self.largest} is below -np {self.size}, the slots that a start waits for")
+            raise ConfigError(
+                f"--max-np {self.largest} is below -np {self.size}, the number of workers that the job starts with; "
+                f"lower -np to {self.largest}, or leave out --max-np for no limit"
+            )
         if self.elastic_timeout <= 0:
             raise ConfigError(f"--elastic-timeout must be more than 0 seconds, not {self.elastic_timeout:g}")
         if self.cooldown is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -113,6 +114,7 @@ usage: {_USAGE}
   --page, --report FILE      show the job in a browser, live or afterwards
   --timeline-filename FILE   trace where collectives spend their time
   --as-horovod               run a program that imports horovod as it is
+  --as-gloo                  carry torch.distributed's gloo over hvdgloo
   --verbose                  report each step of the start
   --check-build, --version   what can be used on this machine; the version
   --help-all                 all options, exit statuses, signals
@@ -592,19 +594,32 @@ def program_as_value(flags: Sequence[str], values: Mapping[str, int]) -> str:
     return f"there is no command to run: {flag} took {value} as its value; write {PROGRAM} {flag} VALUE {value}"
 
 
-def misplaced(command: Sequence[str], spellings: Sequence[str]) -> str:
-    """Return advice about a flag of the launcher, with a value, that follows the program; empty if there is none.
+def misplaced(command: Sequence[str], values: Mapping[str, int]) -> str:
+    """Return advice about a flag of the launcher that follows the program; empty if there is none.
 
     Args:
-        spellings: all names of that flag.
+        values: number of values of each flag.
     """
     for position, word in enumerate(command):
         flag, equals, _ = word.partition("=")
-        if flag in spellings:
-            own = [word] if equals else [word, *command[position + 1 : position + 2]]
+        if position and flag in values:
+            own = [word] if equals else [word, *command[position + 1 : position + 1 + values[flag]]]
             before = masking.shown([PROGRAM, *own, *command[:position]])
             return f"{flag} follows the program, so the program receives it; to give it to {PROGRAM}, write {before}"
     return ""
+
+
+def misplaced_in_vain(command: Sequence[str], values: Mapping[str, int], last_lines: Sequence[str]) -> str:
+    """Return advice to the user of a program that did not accept its arguments; empty if none is a launcher's flag.
+
+    Args:
+        values: number of values of each flag of the launcher.
+        last_lines: printed by the program, which often names last what it does not know.
+    """
+    said = "".join(last_lines[-1:])
+    long = {flag: number for flag, number in values.items() if flag.startswith("--")}
+    named = {flag: number for flag, number in long.items() if re.search(rf"{flag.lstrip('-')}(?![\w-])", said)}
+    return misplaced(command, named) or misplaced(command, long)
 
 
 def _unknown(flag: str, values: Mapping[str, int]) -> str:

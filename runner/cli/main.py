@@ -13,11 +13,11 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, TextIO
 
 from hvdgloo._platform import interrupts, masking
-from hvdgloo.config import without_place
+from hvdgloo.config import VARIABLES_CHECKED, unknown_variables, without_place
 from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError, LaunchError, MissingDependencyError
 from hvdgloo.rendezvous._auth import generate_secret
 from hvdgloo.runner.cli import config_file, setting_flags, tune
@@ -30,6 +30,7 @@ from hvdgloo.runner.cli.flags import (
     build_parser,
     judge_known_flags,
     misplaced,
+    misplaced_in_vain,
     program_as_value,
     split,
 )
@@ -149,6 +150,9 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
     from hvdgloo.runner.launch import launch
 
     report = launch(line.spec, stdout=stdout, stderr=stderr, fork=alone)
+    first = report.outcome.first
+    if first is not None and first.status == USAGE_ERROR and not report.advice:
+        report = replace(report, advice=misplaced_in_vain(command, parser.values, report.last_lines))
     summary = report.summary(whole=False)
     if summary:
         # All output has been written; if it has lost its reader, that no longer matters here.
@@ -219,6 +223,9 @@ def command_line(
     exports = exports_from(arguments, environ)
     tune.check_log(arguments, environ)
     environ = without_place({**environ, **exports})
+    environ.pop(VARIABLES_CHECKED, None)  # of a job around this one
+    notices += unknown_variables(environ)
+    environ[VARIABLES_CHECKED] = "1"
     options = options_from(arguments)
     np = processes_here(arguments, environ)
     asked = arguments.np if np is None else np
@@ -237,7 +244,7 @@ def command_line(
         inventory, elastic = examined(inventory, elastic), None
     notices += () if doctor else inventory.notices
     if asked is None and not doctor:
-        notices += filter(None, [misplaced(command, parser.spellings("np"))])
+        notices += filter(None, [misplaced(command, dict.fromkeys(parser.spellings("np"), 1))])
     reach = reach_from(arguments)
     cwd = working_directory(environ)
     workers_command = (

@@ -47,6 +47,8 @@ def parse_hosts(text: str) -> tuple[HostEntry, ...]:
     items = [item.strip() for item in text.split(",")]
     mentions = []
     for number, item in enumerate(items, start=1):
+        if not text.strip():
+            raise ConfigError("--hosts (-H) names no host; write for example: -H h1:4,h2:4, or leave it out")
         where = f"--hosts {in_one_line(text)}" + (f", item {number}" if len(items) > 1 else "")
         if not item:
             raise ConfigError(f"{where} is empty; write for example: h1:4,h2:4")

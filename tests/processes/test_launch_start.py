@@ -152,6 +152,7 @@ def test_a_user_s_module_of_any_name_disturbs_neither_launcher_nor_agent(launche
             "localhost:2 was taken for the program to run; separate hosts",
         ),
         (["-H", "h1:2", ",h2:2", "worker.py"], 2, "separate hosts by commas, without spaces: -H h1:4,h2:4"),
+        (["-H", "", "worker.py"], 2, "--hosts (-H) names no host; write for example: -H h1:4,h2:4"),
         (["-H", "localhost:x", "worker.py"], 2, "'localhost:x' is not a host with a number of slots"),
         (["-H", "localhost:2,127.0.0.1:2", "worker.py"], 2, "are all this machine"),
         (["-H", "no-such-host.invalid:2", "worker.py"], 1, "host no-such-host.invalid cannot be used"),
@@ -322,8 +323,17 @@ def test_settings_without_effect_are_told_once(launcher: Launcher) -> None:
     done = launcher.run("-np", "2", "--gloo-provider", absent, script, timeout=50, env={"HVDGLOO_CYCEL_TIME": "1"})
     assert done.returncode == 0
     assert done.stderr.count(f"HVDGLOO_GLOO_PROVIDER={absent} (--gloo-provider) has no effect") == (absent != "auto")
-    assert done.stderr.count("there is no setting HVDGLOO_CYCEL_TIME, so it has no effect") == 1
-    assert "HVDGLOO_CYCLE_TIME?" in done.stderr
+    told = "there is no setting HVDGLOO_CYCEL_TIME, so it has no effect; did you mean HVDGLOO_CYCLE_TIME?"
+    assert done.stderr.count(told) == 1
+    assert done.stderr.startswith(f"hvdgloo-run: {told}\n"), "before anything is started"
+
+
+def test_a_flag_of_the_launcher_that_the_program_does_not_know_is_told(launcher: Launcher) -> None:
+    script = launcher.script("import argparse; p = argparse.ArgumentParser(); p.add_argument('--page'); p.parse_args()")
+    done = launcher.run("-np", "1", script, "--page", "1", "--as-gloo")
+    assert done.returncode == 2
+    said = "--as-gloo follows the program, so the program receives it; to give it to hvdgloo-run, write"
+    assert f"hvdgloo-run: {said} hvdgloo-run --as-gloo {script} --page 1\n" in done.stderr
 
 
 def test_thread_affinity(launcher: Launcher) -> None:

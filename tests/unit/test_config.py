@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hvdgloo.config import (
     LOG_LEVELS,
+    VARIABLES_CHECKED,
     Config,
     environment_names,
     format_endpoint,
@@ -427,6 +428,7 @@ def test_a_launcher_gives_its_workers_places_of_their_own_and_nothing_else_is_lo
         ("HVDGLOO_LOGLEVEL", "did you mean HVDGLOO_LOG_LEVEL?"),
         ("HVDGLOO_RENDEZVOUS_PORT", "did you mean"),
         ("HVDGLOO_VERBOSE", "docs/configuration.md"),
+        ("HOROVOD_CYCLE_TIM", "did you mean HOROVOD_CYCLE_TIME?"),
     ],
 )
 def test_a_variable_that_is_no_setting_is_told(name: str, hint: str) -> None:
@@ -442,6 +444,11 @@ def test_variables_that_others_set_are_not_told() -> None:
     )
     every = dict.fromkeys(environment_names(), "1")
     assert unknown_variables({**given, **every, "HVDGLOO_TEST_FRONTENDS": "numpy"}) == []
+    assert unknown_variables({"HOROVOD_CCL_BGT_AFFINITY": "1", "HOROVOD_GPU_OPERATIONS": "NCCL"}) == []
+
+
+def test_variables_that_a_launcher_has_checked_are_not_told_again() -> None:
+    assert unknown_variables({"HVDGLOO_LOGLEVEL": "1", VARIABLES_CHECKED: "1"}) == []
 
 
 @pytest.mark.parametrize("service", ["HVDGLOO", "HVDGLOO_RENDEZVOUS", "HOROVOD", "HOROVOD_GLOO_RENDEZVOUS"])

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
+from hvdgloo._job import excepthook, process
 from hvdgloo._job.logging import configure_logging
-from hvdgloo.config import Config
+from hvdgloo.config import Config, unknown_variables
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.torch.distributed import _record, _tensors
 from hvdgloo.torch.distributed._connection import Connection
@@ -195,8 +196,13 @@ def create(options: Any, pg_options: Any = None) -> HvdglooProcessGroup:
             "every rank; check the arguments of init_process_group, or RANK and WORLD_SIZE"
         )
     if not _opened:  # there may be no hvd.init(), which does it otherwise
+        rank = (options.global_ranks_in_group or range(options.group_size))[options.group_rank]
+        excepthook.install(rank)
         config = Config.from_env()
-        configure_logging(config, (options.global_ranks_in_group or range(options.group_size))[options.group_rank])
+        configure_logging(config, rank)
+        if rank == 0 and not process.is_initialized():
+            for line in unknown_variables():
+                logger.warning("%s", line)
         if config.as_gloo:
             logger.info("torch.distributed's groups of the backend gloo are made by hvdgloo (HVDGLOO_AS_GLOO)")
     return HvdglooProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -212,14 +213,42 @@ def test_an_error_without_anything_of_the_program_in_its_trace_is_shown_whole() 
     assert frontend.__file__ in excepthook.from_outside(error, ours)
 
 
-@pytest.mark.parametrize("where", ["init", "run"])
-def test_a_setting_that_cannot_be_used_is_shown_like_any_other_mistake(
-    where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_variable_that_cannot_be_used_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The mistake is not in the program."""
     monkeypatch.setenv("HVDGLOO_CYCLE_TIME", "abc")
-    call = hvd.init if where == "init" else lambda: hvdgloo.run.run(print, np=0)
     with pytest.raises(ConfigError) as caught_error:
-        call()
+        hvd.init()
+    sys.excepthook(ConfigError, caught_error.value, caught_error.value.__traceback__)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hvdgloo.errors.ConfigError: HVDGLOO_CYCLE_TIME: 'abc' cannot be used: expected a number")
+
+
+def test_an_error_of_torch_distributed_that_hvdgloo_raised_ends_where_the_program_called(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class DistBackendError(RuntimeError): ...
+
+    folder = Path("site-packages") / "torch" / "distributed"
+    theirs, ours = str(folder / "distributed_c10d.py"), str(Path(excepthook.__file__).with_name("made_up.py"))
+    scope: dict[str, Any] = {"DistBackendError": DistBackendError}
+    exec(compile("def allreduce(text): raise DistBackendError(text)", ours, "exec"), scope)
+    exec(compile("def all_reduce(text): allreduce(text)", theirs, "exec"), scope)
+    for text, expected in (("hvdgloo: lost", False), ("NCCL: lost", True)):
+        try:
+            scope["all_reduce"](text)
+        except DistBackendError as error:
+            excepthook._Hook(0)(DistBackendError, error, error.__traceback__)
+        said = capsys.readouterr().err
+        assert (theirs in said, ours in said) == (expected, expected), said
+        assert __file__ in said
+        assert said.splitlines()[-1].endswith(text)
+
+
+def test_an_argument_that_cannot_be_used_is_shown_like_any_other_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as caught_error:
+        hvdgloo.run.run(print, np=0)
     error = caught_error.value
     sys.excepthook(type(error), error, error.__traceback__)
     said = capsys.readouterr().err

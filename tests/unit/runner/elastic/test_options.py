@@ -142,8 +142,11 @@ class TestWhatIsAskedFor:
 
 
 CONTRADICTIONS: list[tuple[list[str], str]] = [
-    (["-np", "2", "--min-np", "3"], "--min-np 3 exceeds -np 2, the slots that a start waits for"),
-    (["-np", "4", "--min-np", "2", "--max-np", "3"], "--max-np 3 is below -np 4, the slots that a start waits for"),
+    (["-np", "2", "--min-np", "3"], "--min-np 3 exceeds -np 2, the number of workers that the job starts with"),
+    (
+        ["-np", "4", "--min-np", "2", "--max-np", "3"],
+        "--max-np 3 is below -np 4, the number of workers that the job starts with",
+    ),
     (["--min-np", "3", "--max-np", "2"], "--max-np 2 is below -np 3"),
     (["--min-np", "0"], "at least 1, not '0'"),
     (["--max-np", "2"], "--max-np is for elastic jobs: add --min-np N or a discovery script, or leave it out"),

@@ -55,7 +55,7 @@ class TestTheHostsOption:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("", "--hosts  is empty"),
+            ("", r"--hosts \(-H\) names no host"),
             ("h1:1,,h2:1", r"--hosts h1:1,,h2:1, item 2 is empty"),
             ("h1:1,h2:", r"item 2: 'h2:' is not a host"),
             ("h1:0", "host h1 has no slots"),
