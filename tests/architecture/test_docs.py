@@ -352,6 +352,7 @@ def _worker_variables() -> set[str]:
 def _options() -> set[str]:
     launcher = {option for action in build_parser()._actions for option in action.option_strings}
     top = {option for action in build_top_parser()._actions for option in action.option_strings}
-    others = (Path(rendezvous_cli.__file__), ROOT / "hvdgloo/tensorflow/data/compute_worker.py")
+    examples = (ROOT / "examples").glob("*.py")
+    others = (Path(rendezvous_cli.__file__), ROOT / "hvdgloo/tensorflow/data/compute_worker.py", *examples)
     named = {option for path in others for option in re.findall(r'"(--[a-z-]+)"', path.read_text("utf-8"))}
     return launcher | top | named
