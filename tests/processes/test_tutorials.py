@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
+from tests.support.pages import ROOT
 from tests.support.tutorials import follow
 
 
@@ -36,3 +37,14 @@ def test_the_tutorial_of_numpy(tmp_path: Path) -> None:
 def test_counters_of_the_page_about_observing(tmp_path: Path) -> None:
     """tests/page/test_screenshots.py runs the first program; the second one needs the report of a job."""
     follow("docs/observing.md", tmp_path, warm.python(*warm.NUMPY), elsewhere=frozenset({"slow.py", "read_report.py"}))
+
+
+SECTIONS = (ROOT / "docs/recipes.md").read_text(encoding="utf-8").split("\n## ")
+RECIPES = [section.partition("\n")[0] for section in SECTIONS if "\n$ " in section]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="they are for torch")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_do_what_they_say(recipe: str, tmp_path: Path) -> None:
+    follow("docs/recipes.md", tmp_path, warm.python(), section=recipe)

@@ -53,6 +53,7 @@ def follow(
     python: str = sys.executable,
     env: Mapping[str, str] | None = None,
     elsewhere: frozenset[str] = frozenset(),
+    section: str = "",
 ) -> None:
     """Do all that a page says, in a folder.
 
@@ -62,13 +63,18 @@ def follow(
         python: the interpreter for the page's programs.
         env: variables to add to the environment.
         elsewhere: programs that no command of the page runs, but another test does.
+        section: title of the only section to follow; empty for the whole page.
 
     Raises:
         AssertionError: a command fails, prints something else than the page says, or there is a program that no command
             runs.
     """
     unused = set()
-    for step in steps((ROOT / page).read_text(encoding="utf-8")):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if section:
+        text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+        assert text, f"{page} has no section {section}"
+    for step in steps(text):
         if isinstance(step, File):
             (folder / step.name).write_text(step.text)
             unused.add(step.name)

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hvdgloo._observe import metrics
 from hvdgloo._observe.observatory import Observatory
-from hvdgloo._observe.samples import Sample
+from hvdgloo._observe.samples import OuterSteps, Sample
 from tests.support.observed import MIB, SimulatedJob
 from tests.support.pages import ROOT
 
@@ -50,6 +50,8 @@ def value(observatory: Observatory, name: str, **labels: str) -> float:
 def job() -> SimulatedJob:
     job = SimulatedJob(4, 2, gpus=True, logs=True, meets_every=8)
     job.advance(30)
+    (host, last), *_ = job.observatory.samples()
+    job.observatory.observe(host, msgspec.structs.replace(last, outer=OuterSteps(3, 100, 0.5, 8, job.now)))
     return job
 
 
