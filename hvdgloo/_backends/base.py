@@ -377,10 +377,11 @@ class Lane(Protocol):
         """Take memory for this rank's places, which it then has; False if there is none. Called before ``post``."""
         ...
 
-    def post(self, place: int, word: int, source: Buffer, prescale: float, now: float) -> None:
+    def post(self, place: int, word: int, source: Buffer | None, prescale: float, now: float) -> None:
         """Put a tensor into a place, times a factor, and then the word.
 
         Args:
+            source: None for no tensor.
             now: time to be shown with it, on the monotonic clock.
         """
         ...
@@ -401,8 +402,16 @@ class Lane(Protocol):
         """
         ...
 
+    def adapt(self, place: int) -> None:
+        """Choose how long to look next time, now that a place is whole."""
+        ...
+
     def combine(self, place: int, target: Buffer, op: ReduceOp, postscale: float) -> None:
         """Put the reduction of what all ranks have in a place into a tensor, in order of ranks."""
+        ...
+
+    def copy(self, place: int, ranks: Sequence[int], target: Buffer) -> None:
+        """Put what these ranks have in a place, of equal sizes, into a tensor, one after another."""
         ...
 
     def arrivals(self, place: int) -> tuple[int, float]:

@@ -146,12 +146,11 @@ class PersistentOperation(Generic[T]):
                     same = False
             if not same:
                 persistent = self._register(context, inputs)
+        on_device = persistent.request.on_device
         if self.name is None:
             names = names_of(context)
             persistent = persistent.numbered(names.count(self.spec.process_set, self.prefix))
-        request = persistent.request
-        on_device = request.on_device
-        pending: Pending[T] = Pending(request.name, self, tensors)
+        pending: Pending[T] = Pending(persistent.request.name, self, tensors)
         launch = context.engine.launch
         if self._late:
             fence = self._adapter.fence(tensors) if on_device else None

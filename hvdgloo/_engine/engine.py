@@ -224,6 +224,7 @@ class Engine:
         control = self._control
         return Offers(
             lane,
+            self.rank,
             self.topology.size,
             self._member,
             lambda: control.submitted(waits=False),
@@ -323,8 +324,11 @@ class Engine:
         submission = Submission(persistent, inputs, results, allocate, ready, splits, handle)
         held = interrupts.hold()  # what was filed must also be sent
         try:
-            if waits and self._offers is not None and self._offers.launch(submission):
-                return
+            if waits and self._offers is not None:
+                # A barrier ends after everything that was ordered before it.
+                may_overtake = bool(request.tensors) or not self._executor.has_unresolved
+                if may_overtake and self._offers.launch(submission):
+                    return
             filed, agreeing = self._member.add(submission)
             if filed == _BATCH or (filed == 1 and not agreeing):
                 self._control.submitted(waits=waits)

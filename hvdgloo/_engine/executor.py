@@ -139,6 +139,11 @@ class Executor:
         return self._submitted - self._completed
 
     @property
+    def has_unresolved(self) -> bool:
+        """True while operations that were ordered have not ended."""
+        return bool(self._unresolved)
+
+    @property
     def is_aborted(self) -> bool:
         """True after ``abort``."""
         return self._aborted.is_set()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hvdgloo._engine import inline, neutral_tensors
 from hvdgloo._engine.messages import Execute, Offer, Request, Response, Submit, Tune
-from hvdgloo._engine.offers import OwnOffer, word_of
+from hvdgloo._engine.offers import OwnOffer, is_even, word_of
 from hvdgloo._engine.submission import Signature, Submission
 from hvdgloo._observe.counters import AGREEMENT, Counters, Traffic
 from hvdgloo.errors import DuplicateNameError, HorovodInternalError, InvalidArgumentError, MismatchError
@@ -151,7 +151,7 @@ class Member:
                 if signature is None or signature.request != known.request:
                     return None
                 known.signature = signature
-            if signature.was_declined and signature.ended % _RETRY:
+            if (signature.was_declined and signature.ended % _RETRY) or not is_even(signature.response):
                 return None
             number = signature.number  # the control thread may forget it at any moment
             word = word_of(number, signature.ended if template is None else persistent.instance)

@@ -19,6 +19,7 @@ from hvdgloo._engine.offers import PLACES, OwnOffer, suits
 from hvdgloo._engine.submission import Submission
 from hvdgloo._observe.counters import Counters, Traffic
 from hvdgloo._platform import interrupts
+from hvdgloo.types import Collective
 
 _GRACE_SECONDS = 0.0002
 """Seconds that a rank sleeps, before it tells rank 0 of its offer: ranks that call at the same time answer within that,
@@ -33,7 +34,7 @@ class Offers:
 
     Args:
         lane: memory that all ranks see.
-        size: number of ranks.
+        rank, size: this rank, and the number of ranks.
         tell: has rank 0 told of an offer that is due.
         otherwise: waits for an operation that is no longer offered.
         label: name of the data plane in totals.
@@ -43,6 +44,7 @@ class Offers:
     def __init__(
         self,
         lane: Lane,
+        rank: int,
         size: int,
         member: Member,
         tell: Callable[[], None],
@@ -50,7 +52,7 @@ class Offers:
         label: str,
         counters: Counters | None,
     ) -> None:
-        self._lane, self._size, self._member = lane, size, member
+        self._lane, self._rank, self._size, self._member = lane, rank, size, member
         self._tell, self._otherwise = tell, otherwise
         self._label, self._counters = label, counters
         self._traffic: Traffic | None = None
@@ -78,7 +80,8 @@ class Offers:
             submission.handle.before_waiting = self.attend
             began = submission.submitted or time.monotonic()
             request = submission.request
-            self._lane.post(own.place, own.word, submission.inputs[0], request.prescale, began)
+            sends = submission.inputs and request.root in (-1, self._rank)
+            self._lane.post(own.place, own.word, submission.inputs[0] if sends else None, request.prescale, began)
             if not self._lane.watch(own.place, own.word):
                 self._lane.sleep(own.place, own.word, _GRACE_SECONDS)
             if self._lane.is_whole(own.place, own.word):
@@ -177,8 +180,16 @@ class Offers:
     def _complete(self, own: OwnOffer) -> None:
         """Compute the result, and end the operation."""
         operation = own.operation
-        request, output = operation.request, operation.outputs[0]
-        self._lane.combine(own.place, output, request.combining, request.factor_after(self._size))
+        request, lane = operation.request, self._lane
+        collective = request.collective
+        lane.adapt(own.place)
+        if collective.reduces:
+            lane.combine(own.place, operation.outputs[0], request.combining, request.factor_after(self._size))
+        elif collective is Collective.BROADCAST:
+            lane.copy(own.place, [request.root], operation.outputs[0])
+        elif collective is Collective.ALLGATHER:
+            operation.outputs = [operation.allocated(0, request.tensors[0].shape[0] * self._size)]
+            lane.copy(own.place, range(self._size), operation.outputs[0])
         if self._counters is not None:
             operation.handle.ordered = operation.handle.ended = time.monotonic()
         if self._member.complete(own):
@@ -193,7 +204,7 @@ class Offers:
         if traffic is None:
             traffic = self._traffic = counters.carried(self._label, 0)
         traffic.operations += 1
-        traffic.bytes += operation.outputs[0].nbytes
+        traffic.bytes += sum(output.nbytes for output in operation.outputs)
         if counters.lateness is not None:
             counters.lateness.came_last(*self._lane.arrivals(own.place))
 

@@ -1,7 +1,7 @@
 """Offers: small operations of one host's ranks that need no order from rank 0.
 
-A rank whose only operation is a small allreduce that it waits for *offers* it: it puts its data and one word, which
-says what is offered, into memory that all ranks see. An offer is never taken back, so "all ranks have offered this"
+A rank whose only operation is a small one that it waits for *offers* it: it puts its data and one word, which says what
+is offered, into memory that all ranks see. An offer is never taken back, so "all ranks have offered this"
 only ever becomes true. Each rank that sees it computes the result for itself; rank 0 is not asked.
 
 A rank that waits for longer also tells rank 0, which *holds* the offer (``held_offers``). If rank 0 hears that some
@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdgloo._backends import kernels
-from hvdgloo._engine.messages import Offer, Request
+from hvdgloo._engine.messages import Offer, Request, Response
 from hvdgloo._engine.submission import Signature, Submission
 from hvdgloo.types import Collective, ReduceOp
 
@@ -66,17 +66,26 @@ class OwnOffer:
 
 
 def suits(request: Request, limit: int) -> bool:
-    """Return whether an operation may be offered: the answer is the same on all ranks that agreed upon it.
+    """Return whether an operation may be offered: the answer is the same on all ranks that agreed upon it, if they
+    gather equal parts.
 
     Args:
         limit: most bytes that can be offered.
     """
-    if request.collective is not Collective.ALLREDUCE or request.op is ReduceOp.ADASUM or request.process_set:
-        return False
-    if len(request.tensors) != 1:
+    collective = request.collective
+    if collective is Collective.BARRIER:
+        return not request.process_set
+    if not collective.quick or request.op is ReduceOp.ADASUM or request.process_set or len(request.tensors) != 1:
         return False
     spec = request.tensors[0]
-    return spec.device == "cpu" and 0 < spec.nbytes <= limit and not kernels.is_half(spec.dtype)
+    if spec.device != "cpu" or not 0 < spec.nbytes <= limit:
+        return False
+    return not (collective.reduces and kernels.is_half(spec.dtype))
+
+
+def is_even(response: Response) -> bool:
+    """Return whether all ranks have parts of one size, if the operation gathers any."""
+    return all(len({*rows}) == 1 for rows in response.rows)
 
 
 def word_of(number: int, instance: int) -> int:

@@ -19,11 +19,12 @@ from hvdgloo._collectives.process_sets import global_process_set
 from hvdgloo._collectives.spec import reduction
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.member import Member
+from hvdgloo._engine.messages import Request
 from hvdgloo._engine.offering import Offers
 from hvdgloo._job.context import Context
 from hvdgloo.errors import HorovodInternalError, MismatchError
 from hvdgloo.numpy._adapter import NumpyAdapter
-from hvdgloo.types import DType, ReduceOp
+from hvdgloo.types import Buffer, Collective, DType, ReduceOp
 from tests.support.world import World
 
 SIZE = 3
@@ -239,6 +240,107 @@ def test_results_are_those_that_an_order_gives(world: Callable[..., World], op: 
                 again = frontend.allreduce(array, op=op, name=name, **factors)
                 assert first.tobytes() == again.tobytes(), name
                 assert member_of(context).turn - before == (dtype is not DType.FLOAT16), name
+
+    world().run(body)
+
+
+@pytest.mark.parametrize("name", ["x", None])
+def test_a_barrier_and_small_broadcasts_and_allgathers_need_no_order(
+    world: Callable[..., World], name: str | None
+) -> None:
+    def body(context: Context) -> tuple[int, int]:
+        frontend, rank = frontend_of(context), context.rank
+        member = member_of(context)
+        for dtype in (DType.FLOAT16, DType.INT64, DType.BOOL):
+            for count in (1, 6):
+                label = name and f"{dtype.name}.{count}"
+                values = np.arange(count * 2).reshape(count, 2)
+                arrays = [(values * (r + 1)).astype(dtype.numpy_dtype) for r in range(SIZE)]
+                for again in range(3):
+                    turn = member.turn
+                    sent = frontend.broadcast(arrays[rank], 1, name=label)
+                    gathered = frontend.allgather(arrays[rank], name=label)
+                    own = arrays[rank].copy()
+                    frontend.broadcast_(own, 2, name=label and f"{label}.in_place")
+                    assert sent.tobytes() == arrays[1].tobytes()
+                    assert own.tobytes() == arrays[2].tobytes()
+                    assert gathered.tobytes() == b"".join(each.tobytes() for each in arrays)
+                    assert gathered.shape == (count * SIZE, 2)
+                    assert member.turn - turn == (3 if again else 0)
+        for again in range(3):
+            turn = member.turn
+            frontend.barrier()
+            assert member.turn - turn == (again > 0)
+        return member.turn, member._ordered
+
+    assert len(set(world().run(body))) == 1
+
+
+@pytest.mark.parametrize("name", ["x", None])
+def test_parts_whose_sizes_change_are_gathered_as_ever(world: Callable[..., World], name: str | None) -> None:
+    def body(context: Context) -> None:
+        frontend, rank = frontend_of(context), context.rank
+        for rows in ((2, 2, 2), (2, 2, 2), (2, 3, 2), (2, 3, 2), (2, 2, 2), (3, 3, 3), (2, 3, 2), (2, 2, 2), (0, 1, 1)):
+            for _ in range(2):
+                gathered = frontend.allgather(np.full((rows[rank], 2), float(rank)), name=name)
+                assert gathered[:, 0].tolist() == [float(r) for r in range(SIZE) for _ in range(rows[r])]
+
+    world().run(body)
+
+
+def test_roots_that_differ_are_an_error_and_the_ranks_go_on(world: Callable[..., World]) -> None:
+    def body(context: Context) -> None:
+        frontend = frontend_of(context)
+        for name in ("x", None):
+            for _ in range(2):
+                for root in (0, 1):
+                    for _ in range(2):
+                        assert frontend.broadcast(np.full(3, context.rank), root, name=name).tolist() == [root] * 3
+                with pytest.raises(MismatchError, match="ranks disagree about its root rank"):
+                    frontend.broadcast(np.ones(3, int), int(context.rank == 2), name=name)
+
+    world().run(body)
+
+
+def test_a_broadcast_while_a_rank_has_joined_is_an_error(world: Callable[..., World]) -> None:
+    def body(context: Context) -> None:
+        frontend = frontend_of(context)
+        for _ in range(3):
+            assert frontend.broadcast(np.full(3, context.rank), 1, name="x").tolist() == [1] * 3
+        if context.rank != 2:
+            with pytest.raises(MismatchError, match=r"rank 2 called join\(\)"):
+                frontend.broadcast(np.full(3, context.rank), 1, name="x")
+            frontend.barrier()
+        frontend.join()
+        for _ in range(3):
+            frontend.barrier()
+
+    world().run(body)
+
+
+def test_a_barrier_ends_after_what_was_ordered_before_it(world: Callable[..., World]) -> None:
+    begun, goes_on = threading.Semaphore(0), threading.Event()
+
+    def ready() -> None:
+        begun.release()
+        assert goes_on.wait(10)
+
+    def body(context: Context) -> None:
+        frontend = frontend_of(context)
+        for _ in range(3):
+            frontend.barrier()
+        large = Buffer.of_array(np.ones(1 << 20))
+        request = Request("allreduce.large", Collective.ALLREDUCE, (large.spec,))
+        handle = context.engine.submit(request, [large], [large], ready=ready)
+        if context.rank == 0:
+            for _ in range(SIZE):
+                assert begun.acquire(timeout=10)
+            threading.Timer(0.05, goes_on.set).start()
+        else:
+            while member_of(context).has_pending:
+                time.sleep(0.001)
+        frontend.barrier()
+        assert handle.done()
 
     world().run(body)
 

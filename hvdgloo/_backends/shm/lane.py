@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,12 +61,13 @@ class Lane:
             self._opened = self._segment.back(self._segment.place(self._rank, 0), PLACES * PLACE_BYTES)
         return self._opened
 
-    def post(self, place: int, word: int, source: Buffer, prescale: float, now: float) -> None:
+    def post(self, place: int, word: int, source: Buffer | None, prescale: float, now: float) -> None:
         """See ``base.Lane``."""
-        mine = self._views_of(place, source)[self._rank]
-        mine[...] = array_at(source.address, source.nbytes).view(mine.dtype)
-        if prescale != 1.0:
-            scale(mine, source.dtype, prescale)
+        if source is not None:
+            mine = self._views_of(place, source)[self._rank]
+            mine[...] = array_at(source.address, source.nbytes).view(mine.dtype)
+            if prescale != 1.0:
+                scale(mine, source.dtype, prescale)
         own = self._own
         own[layout.TIMES_OFFERED + place] = int(now * 1e6)
         own[layout.WORDS_OFFERED + place] = word
@@ -112,13 +113,16 @@ class Lane:
         finally:
             own[layout.LISTENING] = 0
 
-    def combine(self, place: int, target: Buffer, op: ReduceOp, postscale: float) -> None:
+    def adapt(self, place: int) -> None:
         """See ``base.Lane``."""
         if self._slept:
             self._slept = False
             at = layout.TIMES_OFFERED + place
             if max(words[at] for words in self._peers) < self._own[at] + _LONGEST_LOOK * 1e6:
                 self._look = _LONGEST_LOOK
+
+    def combine(self, place: int, target: Buffer, op: ReduceOp, postscale: float) -> None:
+        """See ``base.Lane``."""
         parts = self._views_of(place, target)
         out = array_at(target.address, target.nbytes).view(parts[0].dtype)
         function = kernels.ufunc(target.dtype, op)
@@ -128,6 +132,13 @@ class Lane:
                 function(out, part, out=out)
         if postscale != 1.0:
             scale(out, target.dtype, postscale)
+
+    def copy(self, place: int, ranks: Sequence[int], target: Buffer) -> None:
+        """See ``base.Lane``."""
+        nbytes = target.nbytes // len(ranks)
+        for position, rank in enumerate(ranks):
+            start = self._segment.place(rank, place)
+            array_at(target.address + position * nbytes, nbytes)[:] = self._segment.bytes[start : start + nbytes]
 
     def arrivals(self, place: int) -> tuple[int, float]:
         """See ``base.Lane``."""

@@ -8,7 +8,7 @@ import pytest
 from hvdgloo._engine.coordinator import Coordinator, CoordinatorSettings
 from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import Execute, Offer, Request, Response, Submit
-from hvdgloo._engine.offers import suits, word_of
+from hvdgloo._engine.offers import is_even, suits, word_of
 from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 
@@ -268,7 +268,7 @@ def test_words_of_different_operations_differ() -> None:
     assert word_of((1 << 28) - 1, 0) == word_of(0, 1 << 36) == word_of(-1, 3) == 0
 
 
-def test_only_small_allreduces_of_all_ranks_on_the_host_are_offered() -> None:
+def test_only_small_operations_of_all_ranks_on_the_host_are_offered() -> None:
     def request(dtype: DType = DType.FLOAT32, count: int = 4, device: str = "cpu", **more: object) -> Request:
         return Request("allreduce.x", Collective.ALLREDUCE, (TensorSpec(dtype, (count,), device),), **more)  # type: ignore[arg-type]
 
@@ -280,4 +280,18 @@ def test_only_small_allreduces_of_all_ranks_on_the_host_are_offered() -> None:
     assert not suits(request(op=ReduceOp.ADASUM), 16)
     assert not suits(request(process_set=1), 16)
     assert not suits(Request("allreduce.x", Collective.ALLREDUCE, (SPEC, SPEC)), 1000)
-    assert not suits(Request("allgather.x", Collective.ALLGATHER, (SPEC,)), 1000)
+    assert suits(Request("barrier.x", Collective.BARRIER), 16)
+    assert not suits(Request("barrier.x", Collective.BARRIER, process_set=1), 16)
+    half = TensorSpec(DType.BFLOAT16, (8,))
+    for kind in (Collective.ALLGATHER, Collective.BROADCAST):
+        assert suits(Request(f"{kind.value}.x", kind, (half,)), 16)
+        assert not suits(Request(f"{kind.value}.x", kind, (half,)), 15)
+    for kind in (Collective.ALLTOALL, Collective.REDUCESCATTER, Collective.JOIN):
+        assert not suits(Request(f"{kind.value}.x", kind, (SPEC,)), 16)
+
+
+def test_parts_of_different_sizes_are_not_offered() -> None:
+    request = Request("allgather.x", Collective.ALLGATHER, (SPEC,))
+    assert is_even(Response(request, ((4, 4, 4),)))
+    assert not is_even(Response(request, ((4, 4, 3),)))
+    assert is_even(Response(X))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from unittest import mock
@@ -41,7 +41,7 @@ class Round:
 
     Attributes:
         operations: each one's name and the ranks that submit it without waiting. A name that is a digit stands for an
-            automatic one, and for the number of elements.
+            automatic one, and for the number of elements; "g" is for an allgather, "-" for a barrier.
         together: its blocking calls are made by threads of their own, all at once.
         quitters: ranks that make only the first call and join.
         rivals: ranks that then call a broadcast of the name by which the others call an allreduce, or an allreduce of
@@ -85,7 +85,7 @@ class Job:
         self.places: list[list[tuple[int, object]]] = [[(0, None)] * self.size for _ in range(PLACES)]
         self.known: dict[tuple[int, str], PersistentRequest] = {}
         self.calls: dict[Handle, object] = {}
-        self.counts = [0] * self.size  # of calls with automatic names
+        self.counts: list[Counter[Collective]] = [Counter() for _ in range(self.size)]  # of automatic names
         self.own: list[dict[Handle, OwnOffer]] = [{} for _ in range(self.size)]
         self.offered = self.lost = False
 
@@ -111,14 +111,15 @@ class Job:
 
     def submission(self, rank: int, name: str, call: object) -> Submission:
         kind = Collective(name.partition(".")[0])
-        elements = int(name[-1]) if name[-2:-1] == "." else 1
+        automatic = name[-2:-1] == "."
+        elements = int(name[-1]) if name[-1].isdigit() and automatic else 1
         specs = (TensorSpec(DType.FLOAT32, (elements,)),) if kind.has_tensors else ()
         root = 0 if kind.has_root else -1
-        full_name = f"{kind.value}.noname" if name[-2:-1] == "." else name
+        full_name = f"{kind.value}.noname" if automatic else name
         persistent = self.known.setdefault((rank, name), PersistentRequest(Request(full_name, kind, specs, root=root)))
-        if full_name != name:
-            self.counts[rank] += 1
-            persistent = persistent.numbered(self.counts[rank])
+        if automatic:
+            self.counts[rank][kind] += 1
+            persistent = persistent.numbered(self.counts[rank][kind])
         buffers = [Buffer.of_array(np.zeros(elements, np.float32)) for _ in specs]
         operation = Submission(persistent, buffers, buffers)
         self.calls[operation.handle] = call
@@ -159,7 +160,8 @@ class Job:
             threads: list[Iterator[None]] = []
             for place, (name, asynchronous) in enumerate(each.operations[:1] if quits else each.operations):
                 call = number, place
-                name = f"allreduce.{name}" if name.isdigit() else f"allreduce.{name}{place}"
+                kind = "barrier" if name == "-" else "allgather" if name == "g" and not each.quitters else "allreduce"
+                name = f"{kind}.{name}{place if name.isalpha() else ''}"
                 if rank in asynchronous:
                     handles.append(self.start(rank, name, call))
                     continue
@@ -175,7 +177,7 @@ class Job:
                 handles.append(self.start(rank, "join", ("join", number)))
             yield from self.end(rank, threads, handles)
             if each.quitters:
-                self.counts[rank] = 0
+                self.counts[rank].clear()
             assert self.lost or all(handle.error is None for handle in handles), [handle.error for handle in handles]
             if each.rivals and len(each.rivals) < self.size:
                 names = ("allreduce.1", "allreduce.2") if each.unnamed else ("allreduce.a0", "broadcast.a0")
@@ -257,7 +259,7 @@ class Job:
                 assert operation.handle.resolve(value=-1 if request is None else 0)
 
 
-NAMES = st.sampled_from("ab12")
+NAMES = st.sampled_from("ab12g-")
 RANKS = st.frozensets(st.integers(0, 3), max_size=2)
 ROUNDS = st.builds(
     Round,
