@@ -57,8 +57,10 @@ def cases() -> list[Case]:
     """All cases."""
     return [
         *(Case("allreduce", f"allreduce {shown(size)}", size) for size in SIZES),
+        *(Case("unnamed", f"allreduce {shown(size)} without a name", size) for size in ASYNC_SIZES[:2]),
         *(Case("async", f"async and synchronize {shown(size)}", size) for size in ASYNC_SIZES),
         Case("gradients", "161 gradients", 102_228_128),
+        Case("blocking", "161 gradients by blocking calls", 102_228_128),
         Case("group", "161 gradients as a group", 102_228_128),
         Case("broadcast", "broadcast 100 MB", 100_000_000),
         Case("allgather", "allgather 10 MB per rank", 10_000_000),
@@ -144,10 +146,10 @@ def prepare(peer: Any, case: Case, rank: int, size: int) -> Callable[[], object]
     """The call to measure, after one whose result was checked."""
     import torch
 
-    if case.group in ("gradients", "group"):
+    if case.group in ("gradients", "blocking", "group"):
         from engine import resnet50_shapes
 
-        reduce = peer.gradients if case.group == "gradients" else peer.group
+        reduce = getattr(peer, case.group)
         tensors = [torch.full(shape, float(rank)) for shape in reversed(resnet50_shapes())]
         reduce(tensors)
         assert all(bool((tensor == size * (size - 1) / 2).all()) for tensor in tensors), peer.name
@@ -158,8 +160,9 @@ def prepare(peer: Any, case: Case, rank: int, size: int) -> Callable[[], object]
     if case.group == "alltoall":
         count -= count % size
     own = torch.full((count,), float(rank + 1))
-    if case.group in ("allreduce", "async"):
-        allreduce = peer.allreduce if case.group == "allreduce" else peer.allreduce_async
+    ways = {"allreduce": peer.allreduce, "unnamed": peer.allreduce_unnamed, "async": peer.allreduce_async}
+    if case.group in ways:
+        allreduce = ways[case.group]
         allreduce(own)
         assert bool((own == size * (size + 1) / 2).all()), peer.name
         own.fill_(1e-30)
@@ -204,7 +207,7 @@ def line(name: str, result: dict[str, Any]) -> str:
             cells.append(
                 f"{peer} {middle * 1e3:.3f}, least {least * 1e3:.3f}, cpu {measured['cpu_seconds'] * 1e3:.2f}{ratio}"
             )
-    return f"{name:26} {'; '.join(cells)}"
+    return f"{name:32} {'; '.join(cells)}"
 
 
 def plot(results: dict[str, Any], path: str, size: int) -> None:

@@ -29,11 +29,17 @@ class Peer(Protocol):
     def allreduce(self, tensor: Tensor) -> None:
         """Sum in place."""
 
+    def allreduce_unnamed(self, tensor: Tensor) -> None:
+        """Sum in place, by a call without a name where there are names."""
+
     def allreduce_async(self, tensor: Tensor) -> None:
         """Sum in place: start, then wait."""
 
     def gradients(self, tensors: Sequence[Tensor]) -> None:
         """Sum each in place."""
+
+    def blocking(self, tensors: Sequence[Tensor]) -> None:
+        """Sum each in place, by a call that waits."""
 
     def group(self, tensors: Sequence[Tensor]) -> None:
         """Sum all in place by one call, where there is such a call; else as ``gradients``."""
@@ -65,6 +71,9 @@ class Hvdgloo:
     def allreduce(self, tensor: Tensor) -> None:
         self._hvd.allreduce_(tensor, op=self._hvd.Sum, name="x")
 
+    def allreduce_unnamed(self, tensor: Tensor) -> None:
+        self._hvd.allreduce_(tensor, op=self._hvd.Sum)
+
     def allreduce_async(self, tensor: Tensor) -> None:
         hvd = self._hvd
         hvd.synchronize(hvd.allreduce_async_(tensor, op=hvd.Sum, name="x"))
@@ -74,6 +83,10 @@ class Hvdgloo:
         handles = [hvd.allreduce_async_(t, op=hvd.Sum, name=str(i)) for i, t in enumerate(tensors)]
         for handle in handles:
             hvd.synchronize(handle)
+
+    def blocking(self, tensors: Sequence[Tensor]) -> None:
+        for i, tensor in enumerate(tensors):
+            self._hvd.allreduce_(tensor, op=self._hvd.Sum, name=str(i))
 
     def group(self, tensors: Sequence[Tensor]) -> None:
         self._hvd.grouped_allreduce_(tensors, op=self._hvd.Sum, name="group")
@@ -121,6 +134,8 @@ class TorchGloo:
     def allreduce(self, tensor: Tensor) -> None:
         self._dist.all_reduce(tensor)
 
+    allreduce_unnamed = allreduce
+
     def allreduce_async(self, tensor: Tensor) -> None:
         self._dist.all_reduce(tensor, async_op=True).wait()
 
@@ -134,6 +149,10 @@ class TorchGloo:
             work.wait()
             for member, piece in zip(members, torch.split(flat, [m.numel() for m in members]), strict=True):
                 member.view(-1).copy_(piece)
+
+    def blocking(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self._dist.all_reduce(tensor)
 
     def group(self, tensors: Sequence[Tensor]) -> None:
         self.gradients(tensors)
@@ -179,12 +198,16 @@ class OpenMpi:
     def allreduce(self, tensor: Tensor) -> None:
         self._world.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
 
+    allreduce_unnamed = allreduce
+
     def allreduce_async(self, tensor: Tensor) -> None:
         self._world.Iallreduce(self._mpi.IN_PLACE, tensor.numpy()).Wait()
 
     def gradients(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             self._world.Allreduce(self._mpi.IN_PLACE, tensor.numpy())
+
+    blocking = gradients
 
     def group(self, tensors: Sequence[Tensor]) -> None:
         self.gradients(tensors)
