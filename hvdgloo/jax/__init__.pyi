@@ -59,6 +59,7 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "log",
     "metrics",
     "mpi_built",
     "mpi_enabled",
@@ -97,6 +98,7 @@ is_homogeneous = FRONTEND.is_homogeneous
 join = FRONTEND.join
 local_rank = FRONTEND.local_rank
 local_size = FRONTEND.local_size
+log = FRONTEND.log
 rank = FRONTEND.rank
 reducescatter = FRONTEND.reducescatter
 remove_process_set = FRONTEND.remove_process_set

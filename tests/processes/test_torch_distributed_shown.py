@@ -96,6 +96,27 @@ assert metrics().operations == 17
     assert {"ALL_REDUCE", "BARRIER", "SEND", "RECV"} <= set(names)
 
 
+def test_numbers_are_logged_without_a_context_and_averaged_over_the_group(tmp_path: Path) -> None:
+    run(
+        2,
+        """
+from hvdgloo.torch.distributed import log, metrics
+try:
+    log(loss=1.0, average=True)
+    raise AssertionError("no error")
+except ValueError as error:
+    assert "init_process_group" in str(error), error
+begin()
+log(loss=torch.tensor(2.0 + rank), step=0, steps=10)
+assert metrics().logged == {"loss": 2.0 + rank}, metrics()
+log(loss=torch.tensor(2.0 + rank), accuracy=rank, average=True)
+assert metrics().logged == {"loss": 2.5, "accuracy": 0.5}, metrics()
+dist.destroy_process_group()
+""",
+        tmp_path,
+    )
+
+
 def test_nothing_is_counted_where_the_user_wants_no_counts(tmp_path: Path) -> None:
     run(
         2,

@@ -33,6 +33,7 @@ import keras
 import numpy as np
 
 import hvdgloo.keras as hvd
+from hvdgloo._job import process
 from hvdgloo.errors import InvalidArgumentError, MismatchError
 
 BACKEND = keras.backend.backend()
@@ -224,6 +225,26 @@ def train_on_batch() -> None:
         model.train_on_batch(own(X)[i * per : (i + 1) * per], own(Y)[i * per : (i + 1) * per])
     for got, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@case
+def metrics_and_progress_of_a_fit_are_logged() -> None:
+    model = dense()
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss="mse", metrics=["mae"])
+    callback = hvd.callbacks.LogCallback(average=True)
+    per = BATCH // hvd.size()
+    history = model.fit(
+        own(X), own(Y), batch_size=per, epochs=2, validation_data=(own(X), own(Y)), verbose=0, callbacks=[callback]
+    ).history
+    logged = hvd.metrics().logged
+    assert {"loss", "mae", "val_loss", "val_mae"} <= {*logged}, logged
+    mine = [history[name][-1] for name in ("val_loss", "val_mae")]
+    average = np.mean(hvd.allgather_object(mine), axis=0)
+    np.testing.assert_allclose([logged["val_loss"], logged["val_mae"]], average, rtol=1e-5)
+    counters = process.current().engine.counters
+    assert counters is not None
+    told = counters.progress.sample(0)
+    assert (told.step, told.steps, told.epoch, told.epochs) == (None, BATCHES, 1, 2), told
 
 
 @case

@@ -172,6 +172,16 @@ def test_a_number_that_is_logged_while_nothing_else_happens_is_reported(
     assert [*sample.logged] == [("loss", 1.0)]  # type: ignore[union-attr]
 
 
+def test_a_number_that_is_logged_by_an_idle_rank_wakes_its_reporter() -> None:
+    counters = Counters()
+    woken: list[bool] = []
+    counters.wake_reader = lambda: woken.append(True)
+    counters.asleep = True
+    counters.log({"loss": 1.0})
+    assert woken == [True]
+    assert Sampler(counters, Rank(0)).works(time.monotonic())  # so it is not asleep again before it has reported
+
+
 def test_settings_are_said_at_first_and_when_they_have_changed() -> None:
     counters, rank = Counters(), Rank(0)
     sampler = Sampler(counters, rank)
