@@ -14,34 +14,42 @@ class TorchBlocks(Blocks):
 
     def __init__(self, block: int, bits: int) -> None:
         super().__init__(block, bits)
-        self._tensor = torch.from_numpy(self._room)
-        self._half = torch.from_numpy(np.empty((self.rows, block // 2), np.float32))
-        self._nibbles = torch.from_numpy(np.empty((self.rows, block // 2), np.uint8))
+        self._greatest = np.empty((self.rows, 1), np.float32)
+        half = (self.rows, block // 2)
+        kept = self._room, self._greatest, self._inverse, np.empty(half, np.float32), np.empty(half, np.uint8)
+        self._whole = [torch.from_numpy(array) for array in kept]
+
+    def _kept(self, count: int) -> list[torch.Tensor]:
+        """Return the first rows of the temporaries. Slicing a tensor takes longer than scaling a block."""
+        return self._whole if count == self.rows else [tensor[:count] for tensor in self._whole]
 
     def _encode(self, rows: Values, scales: Values, codes: Bytes) -> None:
-        values, room, half = torch.from_numpy(rows), _first(self._tensor, len(rows)), self.block // 2
+        values, half = torch.from_numpy(rows), self.block // 2
+        room, greatest, reciprocals, packed, _ = self._kept(len(rows))
         torch.abs(values, out=room)
-        torch.amax(room, 1, keepdim=True, out=torch.from_numpy(scales))
-        inverse, unusable = self._set_scales(scales)
-        torch.mul(values, torch.from_numpy(inverse), out=room)
+        torch.amax(room, 1, keepdim=True, out=greatest)
+        magnitudes = self._greatest[: len(rows)]
+        _, unusable = self._set_scales(magnitudes)
+        scales[:] = magnitudes
+        torch.mul(values, reciprocals, out=room)
         if unusable is not None:
             self._room[: len(rows)][unusable] = 0.0
         room.round_()
         if self.bits == 8:
             torch.from_numpy(codes.view(np.int8)).copy_(room)
             return
-        packed = _first(self._half, len(rows))
         torch.add(room[:, :half], room[:, half:], alpha=16.0, out=packed)
         packed.add_(136.0)
         torch.from_numpy(codes).copy_(packed)
 
     def _decode(self, scales: Values, codes: Bytes, rows: Values, *, add: bool) -> None:
         values, factors, half = torch.from_numpy(rows), torch.from_numpy(scales), self.block // 2
-        room = _first(self._tensor, len(rows)) if add else values
+        kept, _, _, _, nibbles = self._kept(len(rows))
+        room = kept if add else values
         if self.bits == 8:
             room.copy_(torch.from_numpy(codes.view(np.int8)))
         else:
-            packed, nibbles = torch.from_numpy(codes), _first(self._nibbles, len(rows))
+            packed = torch.from_numpy(codes)
             room[:, :half].copy_(torch.bitwise_and(packed, 15, out=nibbles))
             room[:, half:].copy_(torch.bitwise_right_shift(packed, 4, out=nibbles))
             room.sub_(8.0)
@@ -49,11 +57,6 @@ class TorchBlocks(Blocks):
             values.addcmul_(room, factors)
         else:
             room.mul_(factors)
-
-
-def _first(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the first rows. Slicing a tensor takes longer than scaling a block."""
-    return tensor if count == len(tensor) else tensor[:count]
 
 
 class TorchBFloat16(BFloat16):
