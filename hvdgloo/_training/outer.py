@@ -302,9 +302,12 @@ class Outer(Generic[T]):
     @property
     def _due_fragments(self) -> range | None:
         """The fragments whose outer step begins after the inner one that was counted last."""
-        done, options = self.iterations, self.options
-        if done == self._began or self.is_synchronized:
-            return None
+        done = self.iterations
+        return None if done == self._began or self.is_synchronized else self._scheduled(done)
+
+    def _scheduled(self, done: int) -> range | None:
+        """Return the fragments whose outer step begins after so many inner steps."""
+        options = self.options
         if done <= options.start:
             return range(options.fragments)
         number = self._schedule.get((done - options.start) % options.sync_every)
@@ -324,6 +327,11 @@ class Outer(Generic[T]):
     def is_at_end_of_round(self) -> bool:
         """True if every fragment has had its outer step, the last one after the inner step that was counted last."""
         return self._under_way is None and self.iterations in (self.synchronized, self.round_ended)
+
+    @property
+    def precedes_outer_step(self) -> bool:
+        """True if an outer step begins after the next inner one, and none is under way."""
+        return self._under_way is None and self._scheduled(self.iterations + 1) is not None
 
     def _settings(self) -> dict[str, Any]:
         """Return what ranks have to agree about, by names for users."""

@@ -109,8 +109,8 @@ def LocalSGD(  # noqa: N802 - named as DistributedOptimizer
     ``outer_state_dict()`` as well.
 
     An average with an inf or a NaN is refused: all ranks return to the parameters of the last outer step. In an elastic
-    job ``hvd.elastic.TorchState`` saves at outer steps only (of the last fragment), and only there hosts come and go; a
-    rank that is lost costs the steps since then. Newcomers begin there, with the outer momentum.
+    job hosts come and go at outer steps only (of the last fragment); if a rank is lost, the others go on from just
+    before the next one, without it. Newcomers begin with the parameters and the outer momentum of an outer step.
 
     Args:
         optimizer: a plain optimizer. It and the result share one state; use the result for steps.

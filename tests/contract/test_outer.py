@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo._training.outer import OuterOptions  # noqa: E402
 from hvdgloo.errors import InvalidArgumentError, MismatchError, OptimizerCallError  # noqa: E402
 from hvdgloo.topology import Host, Topology, Worker  # noqa: E402
+from hvdgloo.torch import optimizer as public  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._local import LocalTorchOptimizer, wrap_local  # noqa: E402
 from hvdgloo.torch._state import broadcast_parameters  # noqa: E402
@@ -902,3 +904,22 @@ def test_a_parameter_that_is_unfrozen_later_takes_part_from_then_on(world: MakeW
     results = world(2).run(rank_body)
     all_the_same(results)
     assert not np.array_equal(results[0][0], values(make_model())[0])
+
+
+# Two names ------------------------------------------------------------------------------------------------------------
+
+
+def test_diloco_takes_the_arguments_of_local_sgd_and_passes_all_of_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    local_sgd, diloco = (inspect.signature(each).parameters for each in (public.LocalSGD, public.DiLoCo))
+    assert list(diloco) == list(local_sgd)
+    others = {name for name in diloco if diloco[name] != local_sgd[name]}
+    assert others == {"outer_lr", "outer_momentum"}
+    passed: dict[str, Any] = {}
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        passed.update(zip(local_sgd, args, strict=False), **kwargs)
+
+    monkeypatch.setattr(public, "LocalSGD", record)
+    given: dict[str, Any] = {name: object() for name in diloco}
+    public.DiLoCo(**given)
+    assert passed == given

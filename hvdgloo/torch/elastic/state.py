@@ -225,8 +225,13 @@ class LocalOptimizerStateHandler(OptimizerStateHandler):
 
     @property
     def may_be_saved(self) -> bool:
-        """True if all workers have the same outer state, and a round has just ended."""
+        """True if a round has just ended, so that workers may come and go."""
         return self._outer.is_at_end_of_round
+
+    @property
+    def precedes_outer_step(self) -> bool:
+        """True if the next inner step is followed by an outer one, which may fail."""
+        return self._outer.precedes_outer_step
 
     @property
     def _outer(self) -> Outer[Tensor]:
@@ -330,8 +335,9 @@ class TorchState(ObjectState):
         kwargs: further attributes. An ``ElasticSampler``, and whatever has ``state_dict()`` and ``load_state_dict()``,
             is treated likewise; the rest are plain objects, as in ``ObjectState``.
 
-    With ``hvd.LocalSGD`` or ``hvd.DiLoCo``, ``commit()`` and ``check_host_updates()`` do nothing between two outer
-    steps, when each worker has parameters of its own; call ``commit()`` after every step.
+    With ``hvd.LocalSGD`` or ``hvd.DiLoCo``, call ``commit()`` after every step. Between two outer steps each worker has
+    parameters of its own: there ``check_host_updates()`` does nothing, and ``commit()`` only saves just before an outer
+    step, which may fail.
 
     A commit copies tensors into memory that is kept, twice their size, and only those that have changed. A value that
     is assigned to an attribute later (``state.model = another``) replaces the former one, and is saved at once.
@@ -373,6 +379,9 @@ class TorchState(ObjectState):
         """
         if self._may_be_saved:
             super().commit()
+        elif all(each.precedes_outer_step for each in self._local_handlers):
+            # If the outer step fails, it is repeated without the lost workers, by workers with parameters of their own.
+            self.save()
 
     def check_host_updates(self) -> None:
         """Let the job's workers change here if hosts are coming or going; collective, and cheap.
@@ -386,8 +395,11 @@ class TorchState(ObjectState):
     @property
     def _may_be_saved(self) -> bool:
         """False between two outer steps, when each worker has parameters of its own: there is no state of the job."""
-        local = (each for each in self._handlers.values() if isinstance(each, LocalOptimizerStateHandler))
-        return all(handler.may_be_saved for handler in local)
+        return all(handler.may_be_saved for handler in self._local_handlers)
+
+    @property
+    def _local_handlers(self) -> list[LocalOptimizerStateHandler]:
+        return [each for each in self._handlers.values() if isinstance(each, LocalOptimizerStateHandler)]
 
     def save(self) -> None:
         """Keep copies of everything; if that is interrupted, the previous copies are still there."""
