@@ -7,7 +7,22 @@ imports nothing else, and raises nothing.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
+
+_LEAST = (2, 9)
+"""The least version of torch, major and minor: with older ones, groups of several hosts fail."""
+
+
+def why_too_old(version: str) -> str:
+    """Return why a version of torch has too old a torch.distributed; empty if it has not."""
+    numbers = version.split(".")[:2]
+    if not all(number.isdigit() for number in numbers) or tuple(map(int, numbers)) >= _LEAST:
+        return ""
+    return (
+        f"torch.distributed over hvdgloo needs torch {'.'.join(map(str, _LEAST))} or newer, and this is {version}: "
+        'upgrade torch, or use the backend "gloo"'
+    )
 
 
 def register() -> None:
@@ -23,7 +38,10 @@ def register() -> None:
         recording.add("hvdgloo")
         as_gloo = os.environ.get("HVDGLOO_AS_GLOO", "0").lower()
         if as_gloo in ("1", "true", "yes", "on"):
-            _replace_gloo(c10d)
+            if reason := why_too_old(sys.modules["torch"].__version__):
+                _logger().warning("HVDGLOO_AS_GLOO has no effect: %s", reason)
+            else:
+                _replace_gloo(c10d)
         elif as_gloo not in ("", "0", "false", "no", "off"):
             _logger().warning("HVDGLOO_AS_GLOO=%s has no effect: expected 1 or 0 (true/false, yes/no, on/off)", as_gloo)
     except Exception:  # noqa: BLE001 - it would end every import of torch

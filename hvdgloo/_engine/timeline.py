@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from hvdgloo._engine.messages import Request, Response
 from hvdgloo._platform.files import replacing
 from hvdgloo._platform.queues import take_within
-from hvdgloo._platform.writable import INCOMPLETE
+from hvdgloo._platform.writable import INCOMPLETE, make_directory_of
 from hvdgloo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Timeline:
         self._end = self._capacity = 0
         self._begun = False
         try:
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            make_directory_of(path)
             self._move(_CAPACITY)
         except OSError as error:
             raise ConfigError(f"the timeline cannot be written to {path}: {error.strerror or error}") from None

@@ -23,6 +23,7 @@ from hvdgloo._engine import fusion, inline
 from hvdgloo._engine.messages import Response
 from hvdgloo._engine.settings import Choice
 from hvdgloo._platform.files import overwrite
+from hvdgloo._platform.writable import make_directory_of
 from hvdgloo.errors import ConfigError
 
 LEAST_GAIN = 1.015
@@ -351,7 +352,7 @@ class _Log:
 
     def __init__(self, path: str) -> None:
         try:
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            make_directory_of(path)
             self._file: IO[str] | None = os.fdopen(overwrite(path), "w", encoding="utf-8", newline="", buffering=1)
         except OSError as error:
             raise ConfigError(f"--autotune-log-file {path}: {error.strerror}") from None

@@ -46,15 +46,28 @@ class GroupReporting:
         counters: of the process.
         groups: of the process.
         rank, size: of the group that has all ranks.
+        timeline_number: 1 for the process's first timeline; later ones have it in the names of their files.
     """
 
-    def __init__(self, config: Config, counters: Counters, groups: Groups, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        counters: Counters,
+        groups: Groups,
+        rank: int,
+        size: int,
+        *,
+        timeline_number: int = 1,
+    ) -> None:
         self._counters, self._groups = counters, groups
         self._rank, self._size = rank, size
         self._lock = threading.Lock()
         self._timelines: dict[bool, Timeline] = {}  # the program's own (False), and one that an observer asked for
         self._reporting: Reporting | None = None
         path = config.first_timeline
+        if path and timeline_number > 1:
+            root, extension = os.path.splitext(path)
+            path = f"{root}-{timeline_number}{extension}"
         if path and ("{rank}" in path or self._rank == 0):
             try:
                 self._start_timeline(path.replace("{rank}", str(self._rank)), asked_for=False)

@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 _current: Context | None = None
 _membership: Membership | None = None
 _group_reporting: GroupReporting | None = None
+_groups: tuple[Groups, int, int] | None = None
+"""The groups that are open, and the rank and size of the first, which has all ranks."""
+_timelines = 0
+"""Timelines that this process has begun by itself; each has a file of its own."""
 _lock = threading.Lock()
 _counters = Counters()
 """Of all jobs and epochs that this process takes part in."""
@@ -183,7 +187,7 @@ def shutdown(reason: str = "") -> None:
     Args:
         reason: what to tell the other ranks, if this one ends with an error.
     """
-    global _current
+    global _current, _timelines
     if _current is not None and not reason:
         for wait in _before_shutdown:
             wait(_current.config.operation_timeout)
@@ -193,6 +197,9 @@ def shutdown(reason: str = "") -> None:
             if context.rank == 0:
                 warn_of_mpi(context.size)  # it may have been imported since init()
             context.close(reason)
+            if _groups is not None:  # which outlive the Context that reported on them
+                _timelines = max(_timelines, int(bool(context.config.first_timeline)))
+                _begin_group_reporting(context.config)
 
 
 _before_shutdown: list[Callable[[float], None]] = []
@@ -217,23 +224,36 @@ def groups_begin(groups: Groups, rank: int, size: int) -> Counters | None:
     Returns:
         what to count in; None if nothing is to be counted.
     """
-    global _group_reporting, _owner
+    global _groups
     config = Config.from_env()
     if not config.observe and not config.timeline:
         return None
     with _lock:
-        alone = _current is None and _membership is None
-        if alone and _group_reporting is None and (config.observer or config.timeline):
-            from hvdgloo._job.group_reporting import GroupReporting
-
-            _owner = os.getpid()
-            _group_reporting = GroupReporting(config, _counters, groups, rank, size)
+        if _groups is None:
+            _groups = groups, rank, size
+        _begin_group_reporting(config)
     return _counters
+
+
+def _begin_group_reporting(config: Config) -> None:
+    """Report on the groups, if there are any, and no Context does."""
+    global _group_reporting, _owner, _timelines
+    alone = _current is None and _membership is None
+    if _groups is None or not alone or _group_reporting is not None or not (config.observer or config.timeline):
+        return
+    from hvdgloo._job.group_reporting import GroupReporting
+
+    _owner = os.getpid()
+    if config.first_timeline:
+        _timelines += 1
+    _group_reporting = GroupReporting(config, _counters, *_groups, timeline_number=_timelines)
 
 
 def groups_ended() -> None:
     """Send the last report of groups that have no Context to show them."""
+    global _groups
     with _lock:
+        _groups = None
         _end_group_reporting()
 
 
@@ -246,7 +266,8 @@ def _end_group_reporting() -> None:
 
 def groups_after_fork_in_child() -> None:
     """Leave reports and timeline to the process that this one was forked from."""
-    global _group_reporting
+    global _group_reporting, _groups
+    _groups = None
     if _group_reporting is not None:
         _of_the_parent.append(_group_reporting)
         _group_reporting = _counters.timeline = _counters.lateness = None
@@ -295,7 +316,9 @@ _owner = 0
 
 
 def _at_exit() -> None:
+    global _groups
     if os.getpid() == _owner:
+        _groups = None  # nothing begins any more
         reason = excepthook.uncaught()
         if _membership is not None:
             _membership.close(reason)

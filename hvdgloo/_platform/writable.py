@@ -1,12 +1,27 @@
-"""Checks that a file could be written, without writing it."""
+"""Checks that a file could be written, without writing it, and the directory that it needs."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 
+logger = logging.getLogger(__name__)
+
 INCOMPLETE = "INCOMPLETE: "
 """Begins the last event of a timeline that could not be written to its end; the reason follows."""
+
+
+def make_directory_of(path: str) -> None:
+    """Create the directories that lead to a file, with a warning: a path may be mistyped.
+
+    Raises:
+        OSError: they cannot be created.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        os.makedirs(folder, exist_ok=True)
+        logger.warning("the directory %s did not exist; it was created for %s", folder, os.path.basename(path))
 
 
 def why_not_writable(path: str) -> str:

@@ -126,7 +126,7 @@ def outputs(processes: Sequence[HostProcess]) -> list[tuple[float, str]]:
     found = []
     for process in processes:
         out, err = process.communicate(timeout=45)
-        seconds, _, text = out.strip().partition(" ")
+        seconds, _, text = "".join(out.splitlines()[-1:]).partition(" ")  # some versions of Gloo print lines before it
         assert text, (out, err)
         found.append((float(seconds), text))
     return found
@@ -199,7 +199,7 @@ os._exit(0)
     here = [process for process, host in zip(processes, hosts, strict=True) if host == "h1"]
     for process in here:
         assert process.stdout is not None
-        assert process.stdout.readline() == "waits\n"
+        assert "waits\n" in process.stdout
     bed["h2"].power_off()
     for seconds, text in outputs(here):
         for rank in range(len(hosts)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -185,8 +186,8 @@ assert found[1] == found[2] and found[2][0] == ["MainThread"], found
         "--timeline-filename",
         "trace.{rank}.json",
     )
-    for rank in range(2):
-        events = json.loads((tmp_path / f"trace.{rank}.json").read_text())
+    for rank, number in itertools.product(range(2), ("", "-2", "-3")):
+        events = json.loads((tmp_path / f"trace.{rank}{number}.json").read_text())
         named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
         shown = [
             (event["name"], event["args"])
@@ -262,3 +263,29 @@ hvd.shutdown()
 """,
     )
     assert snapshot["ranks"]["operations"] == [3, 3]
+
+
+def test_groups_that_outlive_the_job_they_were_made_in_are_shown_on(tmp_path: Path) -> None:
+    """And their timeline does not overwrite the job's."""
+    snapshot = report_of(
+        tmp_path,
+        """
+import hvdgloo.torch as hvd
+hvd.init()
+begin("store")
+dist.all_reduce(torch.ones(8))
+hvd.shutdown()
+for _ in range(3):
+    dist.broadcast(torch.ones(8), 0)
+dist.destroy_process_group()
+assert "hvdgloo-reporter" not in {thread.name for thread in threading.enumerate()}
+""",
+        "--timeline-filename",
+        "made/trace.json",
+    )
+    assert snapshot["ranks"]["operations"] == [4, 4]
+    first, second = ((tmp_path / "made" / name).read_text() for name in ("trace.json", "trace-2.json"))
+    assert "ALL_REDUCE" in first
+    assert "BROADCAST" not in first
+    assert "BROADCAST" in second
+    assert "ALL_REDUCE" not in second

@@ -1,7 +1,7 @@
 """hvdgloo as a backend of torch.distributed: ``dist.init_process_group("hvdgloo")``.
 
 DDP, FSDP, DTensor and everything else that is written for torch.distributed then uses hvdgloo's shared memory and
-hierarchy for tensors on the CPU. ``import torch`` registers the backend by itself, from torch 2.5 on; before, or with
+hierarchy for tensors on the CPU. ``import torch`` registers the backend by itself; with
 TORCH_DEVICE_BACKEND_AUTOLOAD=0, ``import hvdgloo.torch.distributed`` does.
 """
 
@@ -15,9 +15,12 @@ import torch.distributed as dist
 
 from hvdgloo._collectives.logged import record
 from hvdgloo._job import process
-from hvdgloo._torch_backend import register
-from hvdgloo.errors import InvalidArgumentError
+from hvdgloo._torch_backend import register, why_too_old
+from hvdgloo.errors import InvalidArgumentError, MissingDependencyError
 from hvdgloo.types import Metrics
+
+if _reason := why_too_old(torch.__version__):
+    raise MissingDependencyError(_reason)
 
 __all__ = ["log", "metrics", "register"]
 
