@@ -6,6 +6,8 @@ from ignite.engine import Engine, Events
 from ignite.metrics import Accuracy
 from torch.utils.data import TensorDataset
 
+import hvdgloo.torch as hvd
+
 
 def train(local_rank: int) -> None:
     assert idist.backend() == "horovod"
@@ -28,8 +30,16 @@ def train(local_rank: int) -> None:
     trainer = Engine(step)
     evaluator = Engine(lambda engine, batch: (model(batch[0]), batch[1]))
     Accuracy().attach(evaluator, "accuracy")
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def show(engine: Engine) -> None:  # as in docs/recipes.md
+        state = engine.state
+        step = (state.iteration - 1) % state.epoch_length
+        hvd.log(loss=state.output, step=step, steps=state.epoch_length, epoch=state.epoch - 1, epochs=state.max_epochs)
+
     trainer.add_event_handler(Events.COMPLETED, lambda engine: evaluator.run(loader))
     trainer.run(loader, max_epochs=5)
+    assert hvd.metrics().logged.keys() == {"loss"}
     weights = idist.all_gather(next(model.parameters()).detach().flatten()[None])
     assert torch.equal(weights[0], weights[1]), weights
     assert evaluator.state.metrics["accuracy"] > 0.9, evaluator.state.metrics

@@ -3,6 +3,8 @@
 Without a launcher, Lightning starts the second rank itself.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 
@@ -10,6 +12,22 @@ import lightning as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
+
+import hvdgloo.torch.distributed as hvd
+
+
+class Shown(pl.Callback):
+    """Shows metrics and progress, as in docs/recipes.md."""
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: Model, outputs: object, batch: object, index: int
+    ) -> None:
+        values = trainer.logged_metrics if index % 10 == 0 else None
+        steps = int(trainer.num_training_batches)
+        hvd.log(values, step=index, steps=steps, epoch=trainer.current_epoch, epochs=trainer.max_epochs)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Model) -> None:
+        hvd.log(trainer.callback_metrics, epoch=trainer.current_epoch)
 
 
 class Model(pl.LightningModule):
@@ -38,7 +56,7 @@ def main() -> None:
     strategy = DDPStrategy(process_group_backend=sys.argv[1]) if sys.argv[1:] else "ddp"
     trainer = pl.Trainer(
         accelerator="cpu", strategy=strategy, devices=here, num_nodes=size // here, max_epochs=3, logger=False,
-        enable_progress_bar=False, default_root_dir="lightning",
+        enable_progress_bar=False, default_root_dir="lightning", callbacks=[Shown()],
     )  # fmt: skip
     torch.manual_seed(7)
     x = torch.randn(256, 8)
@@ -47,6 +65,7 @@ def main() -> None:
     model = Model()
     trainer.fit(model, loader)
     assert trainer.world_size == size
+    assert hvd.metrics().logged.keys() == {"loss", "loss_step", "loss_epoch"}
     assert trainer.global_step == 3 * 256 // (16 * size)
     weights = trainer.strategy.all_gather(model.layer.weight.detach())
     assert all(torch.equal(weights[0], other) for other in weights), weights
