@@ -37,7 +37,7 @@ WHEELS ?=
 
 VENV_TF ?= .venv-tf
 READY_TF := $(VENV_TF)/.ready
-TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 jax==0.10.2
+TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 jax==0.10.2 optax==0.2.8
 TF_KERAS ?= tf_keras==2.21.0
 TESTS_TF ?= tests/contract tests/architecture tests/unit/test_horovod_surface.py
 
@@ -143,7 +143,8 @@ test-extended: $(READY)
 # memory only a sample, since what happens to a tensor there does not depend on the framework.
 test-tensorflow: $(READY_TF)
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest tests/tensorflow
-	HVDGLOO_TEST_FRONTENDS=jax $(VENV_TF)/bin/python -m pytest -n $(WORKERS) tests/jax
+	HVDGLOO_TEST_FRONTENDS=jax $(VENV_TF)/bin/python -m pytest -m "not extended" -n $(WORKERS) tests/jax tests/contract \
+	    -k "jax and not (contract and (gloo or tree or hierarchical or inline or shm))"
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest -n $(WORKERS) $(TESTS_TF) \
 	    -k "(tensorflow or keras) and (not (gloo or tree) or test_frontend_objects or test_frontend_adjoints)"
 

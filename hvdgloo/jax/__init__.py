@@ -8,7 +8,20 @@ which they were written. They are documented where they are defined, once for al
 from __future__ import annotations
 
 from hvdgloo._collectives.names import BASE, COLLECTIVES, OBJECTS, VALUES, bind
+from hvdgloo.jax import _errors, _optimizer
 from hvdgloo.jax._compression import Compression  # noqa: F401 - one of those that are exported below
 from hvdgloo.jax._frontend import FRONTEND
 
-__all__ = bind(globals(), [FRONTEND], [*BASE, *COLLECTIVES, *OBJECTS, *VALUES], own=["Compression"])
+__all__ = bind(
+    globals(),
+    [FRONTEND, _optimizer, _errors],
+    [*BASE, *COLLECTIVES, *OBJECTS, *VALUES],
+    own=[
+        "Compression",
+        "DistributedOptimizer",
+        "broadcast_parameters",
+        "distributed_gradients",
+        "errors_of",
+        "translated",
+    ],
+)

@@ -21,13 +21,20 @@ from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._job.process import is_initialized
 from hvdgloo.errors import HorovodInternalError
 from hvdgloo.jax._compression import Compression
+from hvdgloo.jax._errors import errors_of, translated
 from hvdgloo.jax._frontend import FRONTEND
+from hvdgloo.jax._optimizer import (
+    DistributedOptimizer,
+    broadcast_parameters,
+    distributed_gradients,
+)
 from hvdgloo.types import ReduceOp
 
 __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
@@ -42,11 +49,14 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "broadcast_parameters",
     "ccl_built",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "distributed_gradients",
+    "errors_of",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -73,6 +83,7 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "translated",
 ]
 
 Adasum = ReduceOp.ADASUM

@@ -48,6 +48,7 @@ class Call:
         splits: for an alltoall: how many rows go to each rank.
         inputs, results: types and shapes.
         counts: for an alltoall: how many rows come from each rank.
+        ends_step: a training step has ended when the call has.
     """
 
     home: str
@@ -58,6 +59,7 @@ class Call:
     results: tuple[TensorSpec, ...]
     splits: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
+    ends_step: bool = False
 
     @property
     def in_place(self) -> bool:
@@ -76,6 +78,7 @@ class Call:
             "results": [(spec.dtype.value, spec.shape) for spec in self.results],
             "splits": self.splits,
             "counts": self.counts,
+            "ends_step": self.ends_step,
         }
         return json.dumps(values)
 
@@ -103,7 +106,8 @@ def _parsed(text: bytes) -> Call:
         tuple(TensorSpec(DType(dtype), tuple(shape)) for dtype, shape in values[key]) for key in ("inputs", "results")
     )
     splits, counts = tuple(values["splits"]), tuple(values["counts"])
-    return Call(values["home"], spec, values["name"], values["grouped"], inputs, results, splits, counts)
+    name, grouped, ends_step = values["name"], values["grouped"], values["ends_step"]
+    return Call(values["home"], spec, name, grouped, inputs, results, splits, counts, ends_step)
 
 
 class _MemoryAdapter:
@@ -190,6 +194,8 @@ class _Started(NamedTuple):
         """
         outputs = self.pending.wait()
         call = self.call
+        if call.ends_step:
+            _core_of(call.home).end_step()
         if call.in_place:
             return
         for output, expected, target in zip(outputs, call.results, self.targets, strict=False):

@@ -119,10 +119,19 @@ class JaxFrontend(Frontend[Any]):
         name: str | None = None,
         *,
         grouped: bool | None = None,
+        ends_step: bool = False,
     ) -> list[Any]:
+        """Do as ``Core.apply``.
+
+        Args:
+            ends_step: a training step has ended when this has.
+        """
         group = len(tensors) > 1 if grouped is None else grouped
         if not is_traced(tensors):
-            return self.start(operation, tensors, name, grouped=group, waits=True).result()
+            results = self.start(operation, tensors, name, grouped=group, waits=True).result()
+            if ends_step:
+                self.end_step()
+            return results
         specs = [self.adapter.describe(tensor) for tensor in tensors]  # raises for types that cannot be sent
         adjoint = ADJOINTS[operation.collective, operation.op]
         label = self._call_name(name)
@@ -132,7 +141,8 @@ class JaxFrontend(Frontend[Any]):
                 return tuple(self.start(operation, arrays, label, grouped=group, waits=True).result())
             inputs = tuple(self.adapter.describe(array) for array in arrays)
             results = tuple(self._after(operation, spec) for spec in inputs)
-            return tuple(collective(Call(self.compiled.home, operation, label, group, inputs, results), arrays))
+            call = Call(self.compiled.home, operation, label, group, inputs, results, ends_step=ends_step)
+            return tuple(collective(call, arrays))
 
         def backward(kept: Any, arriving: Sequence[Any]) -> tuple[Any, ...]:
             floating = [index for index, gradient in enumerate(arriving) if gradient.dtype != float0]
@@ -233,6 +243,14 @@ class JaxFrontend(Frontend[Any]):
                 "once, and not when the function does; call it outside"
             )
         wait_for_compiled()
+
+    def own(self, tensor: Any) -> Any:
+        """Return an array: a number, or an array of numpy's, becomes one.
+
+        Raises:
+            InvalidArgumentError: it is something else.
+        """
+        return self._own(tensor)
 
     def _own(self, tensor: Any) -> Any:
         if isinstance(tensor, (np.ndarray, np.generic, int, float, complex)):

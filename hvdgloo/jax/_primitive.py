@@ -14,6 +14,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -73,12 +74,21 @@ def wait_for_compiled() -> None:
     from each later function that has a collective.
     """
     tokens = dispatch.runtime_tokens
-    if not tokens.current_tokens and not tokens.output_runtime_tokens:
-        return
+    if tokens.current_tokens or tokens.output_runtime_tokens:
+        with suppress(jax.errors.JaxRuntimeError):
+            raise_failures()
+
+
+def raise_failures() -> None:
+    """Wait as ``wait_for_compiled`` does, but raise the error of a function that has failed.
+
+    Raises:
+        jax.errors.JaxRuntimeError: the error.
+    """
     try:
-        tokens.block_until_ready()
-    except jax.errors.JaxRuntimeError:
-        tokens.clear()
+        dispatch.runtime_tokens.block_until_ready()
+    finally:
+        dispatch.runtime_tokens.clear()
 
 
 def _wait_at_most(seconds: float) -> None:

@@ -157,7 +157,17 @@ EXPORTS = {
         "sparse_allreduce_async",
     },
     "hvdgloo.elastic": {"ObjectState", "State", "notification_manager", "run", "run_fn"},
-    "hvdgloo.jax": BASICS | VALUES | SYNCHRONOUS - {"broadcast_"},
+    "hvdgloo.jax": BASICS
+    | VALUES
+    | (SYNCHRONOUS - {"broadcast_"})
+    | {
+        "Compression",
+        "DistributedOptimizer",
+        "broadcast_parameters",
+        "distributed_gradients",
+        "errors_of",
+        "translated",
+    },
     "hvdgloo.numpy.elastic": {"ObjectState", "State", "run"},
     "hvdgloo.mxnet.elastic": {"ObjectState", "State", "run"},
     "hvdgloo.torch.distributed": {"log", "metrics", "register"},

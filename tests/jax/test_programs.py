@@ -1,0 +1,106 @@
+"""Programs on ranks that are processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import Launcher, launcher_in
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+needs_optax = pytest.mark.skipif(importlib.util.find_spec("optax") is None, reason="optax is not installed")
+ENV = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    with launcher_in(tmp_path) as made:
+        yield made
+
+
+@needs_optax
+def test_the_example_learns_to_read_and_goes_on_from_its_checkpoint(launcher: Launcher) -> None:
+    program, saved = str(EXAMPLES / "jax_digits.py"), str(launcher.folder / "digits.pickle")
+    for epochs in ("1", "7"):
+        done = launcher.run("-np", "2", program, "--epochs", epochs, "--checkpoint", saved, env=ENV, timeout=58)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "resuming after epoch 1" in done.stdout
+    (accuracy,) = re.findall(r"test accuracy averaged over 2 ranks: ([\d.]+)%", done.stdout)
+    assert float(accuracy) >= 96.0
+    assert len(re.findall("all ranks hold identical parameters", done.stdout)) == 1
+
+
+UNUSED = """
+import jax, jax.numpy as jnp
+import hvdgloo.jax as hvd
+
+hvd.init()
+
+@jax.jit
+def slow(x):
+    for _ in range(10):
+        x = x @ x / 800
+    return hvd.allreduce(x, name="slow")
+
+result = slow(jnp.ones((800, 800)))
+if hvd.rank() == 0:
+    print("result", float(result[0, 0]))  # and rank 1 ends without having looked
+"""
+
+
+def test_a_result_that_one_rank_does_not_use_arrives_on_the_others(launcher: Launcher) -> None:
+    done = launcher.run("-np", "2", launcher.script(UNUSED), env=ENV, timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "result 1.0" in done.stdout
+    assert "Error" not in done.stderr
+
+
+KILLED = """
+import os
+import jax, jax.numpy as jnp
+import hvdgloo.jax as hvd
+
+hvd.init()
+step = jax.jit(lambda x: hvd.allreduce(x, name="step"))
+x = jax.block_until_ready(step(jnp.ones(300_000)))
+if hvd.rank() == 1:
+    os._exit(0)  # as if killed, but the launcher does not end the job
+try:
+    hvd.errors_of(step)(x)
+except hvd.HorovodInternalError as error:
+    print("caught", type(error).__name__, flush=True)
+    raise
+"""
+
+
+def test_a_killed_rank_is_our_error_at_once_and_nothing_hangs_at_exit(launcher: Launcher) -> None:
+    done = launcher.run("-np", "2", launcher.script(KILLED), env=ENV, timeout=50)
+    assert done.returncode == 1
+    assert "caught PeerLostError" in done.stdout
+    assert "terminate called" not in done.stderr
+
+
+CACHED = """
+import sys
+import jax, jax.numpy as jnp
+import hvdgloo.jax as hvd
+
+hvd.init()
+jax.config.update("jax_compilation_cache_dir", sys.argv[1] + str(hvd.rank()))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None)
+print("sum", jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum))(jnp.ones(3)).tolist(), "hits", len(hits) > 0)
+"""
+
+
+def test_compiled_functions_come_from_jaxs_cache(launcher: Launcher) -> None:
+    script, folder = launcher.script(CACHED), str(launcher.folder / "cache")
+    for hits in (False, True):
+        done = launcher.run("-np", "2", script, folder, env=ENV, timeout=50)
+        assert done.stdout.count(f"sum [2.0, 2.0, 2.0] hits {hits}") == 2, done.stdout + done.stderr
