@@ -25,6 +25,7 @@ navigation = {
         "tutorial-torch",
         "tutorial-keras",
         "tutorial-tensorflow",
+        "tutorial-jax",
         "tutorial-mxnet",
         "tutorial-numpy",
         "tutorial-torch-distributed",

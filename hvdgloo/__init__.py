@@ -34,6 +34,6 @@ def __getattr__(name: str) -> Any:
     if name in _FRONT_END_NAMES:
         text += (
             "; import your framework's front-end instead: import hvdgloo.torch as hvd "
-            "(or hvdgloo.tensorflow, .keras, .mxnet, .numpy)"
+            "(or hvdgloo.tensorflow, .keras, .jax, .mxnet, .numpy)"
         )
     raise AttributeError(text)

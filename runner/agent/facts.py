@@ -40,6 +40,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
         "tf-nightly-cpu",
     ),
     "keras": ("keras", "keras-nightly"),
+    "jax": ("jax",),
     "mxnet": ("mxnet", "mxnet-*"),
     "numpy": ("numpy",),
     "pyspark": ("pyspark", "pyspark-client"),

@@ -13,7 +13,7 @@ from hvdgloo._platform.machine import has_package
 from hvdgloo.config import GLOO_PROVIDERS
 from hvdgloo.version import __version__
 
-_FRAMEWORKS = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
+_FRAMEWORKS = {"TensorFlow": "tensorflow", "PyTorch": "torch", "JAX": "jax", "MXNet": "mxnet"}
 
 
 def build_table() -> str:

@@ -12,7 +12,7 @@ _NO_FRONT_END = re.compile(
     r"ModuleNotFoundError: No module named '(?P<package>hvdgloo|horovod)\.(?P<name>\w+)'$"
     r"|ImportError: cannot import name '(?P<other>\w+)' from '(?P<whole>hvdgloo|horovod)'"
 )
-_FRONT_ENDS = ("torch", "tensorflow", "keras", "mxnet", "numpy", "spark", "ray")
+_FRONT_ENDS = ("torch", "tensorflow", "keras", "jax", "mxnet", "numpy", "spark", "ray")
 _ALSO_CALLED = {"pytorch": "torch", "tf": "tensorflow", "pyspark": "spark"}
 _NO_CUDA = "AssertionError: Torch not compiled with CUDA enabled"
 _NO_SUCH_GPU = re.compile(r"\S*Error: CUDA error: invalid device ordinal")

@@ -106,8 +106,8 @@ HOROVODS_EXTRAS = {
     "tensorflow-gpu",
 }
 """All of Horovod 0.28's that are for users."""
-EXTRAS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "spark", "ray", "top")
-FRAMEWORKS = ("torch", "tensorflow", "keras", "mxnet", "pygloo", "pyspark", "pyarrow", "fsspec", "ray")
+EXTRAS = ("torch", "tensorflow", "keras", "jax", "mxnet", "pygloo", "spark", "ray", "top")
+FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "optax", "mxnet", "pygloo", "pyspark", "pyarrow", "fsspec", "ray")
 """Packages that extras install."""
 WITHOUT_EFFECT = {
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE",
@@ -261,7 +261,7 @@ def test_horovods_extras_are_there() -> None:
 @pytest.mark.parametrize("name", [*FRAMEWORKS, "Python", "numpy", "flask", "cheroot", "cloudpickle"])
 def test_this_environment_is_in_the_matrix(name: str) -> None:
     """Pains 3 and 4: a run of the tests reports versions that the matrix lacks; that alone is no failure."""
-    if name in ("pygloo", "pyspark", "pyarrow", "fsspec", "ray"):
+    if name in ("jax", "optax", "pygloo", "pyspark", "pyarrow", "fsspec", "ray"):
         pytest.importorskip(name, reason="its tests have an environment of their own")
     if name in ("torch", "tensorflow", "keras", "mxnet"):
         need(name)

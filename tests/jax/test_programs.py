@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launching import Launcher, launcher_in
+from tests.support.tutorials import follow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 needs_optax = pytest.mark.skipif(importlib.util.find_spec("optax") is None, reason="optax is not installed")
@@ -104,3 +105,9 @@ def test_compiled_functions_come_from_jaxs_cache(launcher: Launcher) -> None:
     for hits in (False, True):
         done = launcher.run("-np", "2", script, folder, env=ENV, timeout=50)
         assert done.stdout.count(f"sum [2.0, 2.0, 2.0] hits {hits}") == 2, done.stdout + done.stderr
+
+
+@needs_optax
+@pytest.mark.timeout(200)  # several jobs, one after the other; mostly a tenth of it
+def test_the_tutorial_of_jax(tmp_path: Path) -> None:
+    follow("docs/tutorial-jax.md", tmp_path, env=ENV)
