@@ -12,11 +12,12 @@ limited.
 torch.distributed, with the tensor itself, and cast to bfloat16 as DDP's ``bf16_compress_hook`` does.
 
 ``resnet50``: training steps of that network (102 MB of gradients) on two small images, by ``DistributedOptimizer``, by
-``LocalSGD`` with ``sync_every=8`` and int8, and by torch's DistributedDataParallel, without a hook, and with those for
-bfloat16 and PowerSGD (rank 4). ``pause`` is a network of as many parameters whose computation is a pause of 0.4 s, as
-for a program that waits for its GPU: unlike the ranks of ``resnet50``, its ranks leave the processors to each other.
-"alone" sends nothing: nothing can be faster. A step of LocalSGD is an eighth of the eight from one outer step to the
-next.
+``LocalSGD`` with ``sync_every=8`` and int8, at once and in 4 fragments that are awaited a step later, and by torch's
+DistributedDataParallel, without a hook, and with those for bfloat16 and PowerSGD (rank 4). ``pause`` is a network of as
+many parameters whose computation is a pause of 0.4 s, as for a program that waits for its GPU: unlike the ranks of
+``resnet50``, its ranks leave the processors to each other. "alone" sends nothing: nothing can be faster. A step of
+LocalSGD is an eighth of the eight from one outer step to the next. Of either case, a rank has a copy of the network for
+each way, in all some 3 GB.
 
 A time is the slowest rank's, and so is the processor time of its process; bytes are what the busiest host has sent over
 its interface, with all headers and acknowledgements. Printed is the least of all rounds, and what it is of ``full``'s.
@@ -236,12 +237,15 @@ def trainings(build: Callable[[], tuple[Any, Callable[[Any], Any]]]) -> dict[str
 
         return made(wrapped)
 
-    local = made(
-        lambda network, sgd: (
-            network,
-            hvd.LocalSGD(sgd, network, sync_every=SYNC_EVERY, compression=hvd.Compression.int8),
+    def local(**options: Any) -> tuple[Step, int]:
+        step = made(
+            lambda network, sgd: (
+                network,
+                hvd.LocalSGD(sgd, network, sync_every=SYNC_EVERY, compression=hvd.Compression.int8, **options),
+            )
         )
-    )
+        return step, SYNC_EVERY
+
     power = PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2)
     ways = {"alone": made(lambda network, sgd: (network, sgd))} | {wire: distributed(wire) for wire in WIRES}
     ways |= {
@@ -251,7 +255,10 @@ def trainings(build: Callable[[], tuple[Any, Callable[[Any], Any]]]) -> dict[str
         # One bucket: the hook waits in callbacks, whose order differs from rank to rank, and Gloo's threads are few.
         "DDP, PowerSGD": parallel(powerSGD_hook, power, bucket_cap_mb=1000),
     }
-    return {way: (step, 1) for way, step in ways.items()} | {f"LocalSGD {SYNC_EVERY}, int8": (local, SYNC_EVERY)}
+    return {way: (step, 1) for way, step in ways.items()} | {
+        f"LocalSGD {SYNC_EVERY}, int8": local(),
+        "the same, overlap": local(fragments=SYNC_EVERY // 2, overlap=1),
+    }
 
 
 def resnet50(width: int) -> tuple[Any, Callable[[Any], Any]]:
@@ -384,7 +391,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             shown = row["case"], row["rate"]
             print(f"{row['case']} at {row['rate']}; in brackets of full:")
         line = (
-            f"  {row['way']:16s} {least['seconds']:8.3f} s ({of_full['seconds']:.2f})   processor "
+            f"  {row['way']:17s} {least['seconds']:8.3f} s ({of_full['seconds']:.2f})   processor "
             f"{least['processor'] * 1e3:6.0f} ms ({of_full['processor']:.2f})   sent {least['sent'] / 1e6:7.2f} MB "
             f"({of_full['sent']:.3f})"
         )
