@@ -228,6 +228,7 @@ class Outer(Generic[T]):
         self._began = 0  # the number of inner steps at the last outer step's beginning
         self._fragments: list[list[str]] = []  # names of variables
         self._divided: list[str] = []  # the names when that was done
+        self._sizes: dict[str, int] = {}  # in bytes
         every, count = options.sync_every, options.fragments
         self._schedule = {(number + 1) * every // count % every: number for number in range(count)}
         self._changes = self._reducer(options.compression)
@@ -505,7 +506,7 @@ class Outer(Generic[T]):
                 reducer.hold()
                 reducer.release(labels)
         fragments[-1] += others
-        self._fragments, self._divided = fragments, names
+        self._fragments, self._divided, self._sizes = fragments, names, sizes
 
     def _send(self, exchange: _Exchange[T]) -> _Exchange[T]:
         """Start to average the changes since the last outer step."""
@@ -518,7 +519,7 @@ class Outer(Generic[T]):
         averaged = set(variables.averaged())
         for name, change in changes:
             (self._averages if name in averaged else self._changes).ready(name, change, final=True)
-        exchange.nbytes = sum(variables.nbytes(name) for name in names)
+        exchange.nbytes = sum(self._sizes[name] for name in names)
         # They are written at once, so they wait for an outer step that nothing overlaps with.
         if not exchange.then and options.fragments - 1 in exchange.fragments:
             first = broadcasting(frontend.sharers(options.process_set)[0], options.process_set)

@@ -122,3 +122,17 @@ def test_ranks_with_other_variables_are_refused_alike(world: MakeWorld) -> None:
             outer_of(context, [np.zeros(2 + context.rank)], 2)
 
     world(2).run(rank_body)
+
+
+def test_steps_and_outer_steps_of_the_loop_are_counted(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        array = np.zeros(5)
+        outer = outer_of(context, [array], 2)
+        before = context.metrics()
+        for _ in range(4):
+            array += context.rank
+            outer.step()
+        change = context.metrics() - before
+        assert (change.steps, change.outer_steps, change.outer_bytes) == (4, 2, 2 * array.nbytes)
+
+    world(2).run(rank_body)
