@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.processes.test_torch_distributed import run
-from tests.support.launching import launcher_in
+from tests.support.launching import clean_environment, launcher_in
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
@@ -289,3 +290,32 @@ assert "hvdgloo-reporter" not in {thread.name for thread in threading.enumerate(
     assert "BROADCAST" not in first
     assert "BROADCAST" in second
     assert "ALL_REDUCE" not in second
+
+
+def test_an_error_is_shown_with_the_program_s_own_line_and_not_repeated_by_the_launcher(tmp_path: Path) -> None:
+    with launcher_in(tmp_path) as launcher:
+        script = launcher.script(
+            HEAD + 'begin("store")\ndist.all_reduce(torch.ones(2))\n'
+            "dist.barrier() if dist.get_rank() else dist.broadcast(torch.ones(4), 0)\n"
+        )
+        done = launcher.run("-np", "2", script, timeout=50)
+    assert done.returncode == 1
+    assert done.stderr.count("dist.barrier() if dist.get_rank() else dist.broadcast(torch.ones(4), 0)") == 2
+    assert "/hvdgloo/torch/" not in done.stderr
+    assert "distributed_c10d.py" not in done.stderr
+    assert "Its last lines were" not in done.stderr
+    assert done.stderr.count("; all ranks of a group must call the same collectives") == 3  # each rank, and the summary
+
+
+def test_a_variable_that_cannot_be_used_is_told_in_one_line_and_a_mistyped_one_too(tmp_path: Path) -> None:
+    """Without hvdgloo-run, which checks them before it starts anything."""
+    call = "dist.init_process_group('hvdgloo', store=dist.HashStore(), rank=0, world_size=1)"
+    environ = {**clean_environment(), "HVDGLOO_OPERATION_TIMEOUT": "soon"}
+    command = [sys.executable, "-W", "ignore", "-c", f"import torch.distributed as dist\n{call}"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50, cwd=tmp_path)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hvdgloo.errors.ConfigError: HVDGLOO_OPERATION_TIMEOUT: 'soon' cannot be used: expected")
+    environ = {**clean_environment(), "HVDGLOO_OPERATION_TIMOUT": "3"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("there is no setting HVDGLOO_OPERATION_TIMOUT") == 1, done.stderr
