@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -210,6 +211,26 @@ def test_eager_calls_do_not_overtake_compiled_ones() -> None:
             eager = frontend.allreduce(jnp.float64(count), op=ReduceOp.SUM)
             assert float(eager) == 2 * count
             assert float(compiled) == 1 + 2.0**16
+
+    on_ranks(body)
+
+
+def test_two_threads_of_a_rank_run_a_compiled_function_each() -> None:
+    """Ranks start them in different orders; calls with names need none among threads."""
+
+    def body(frontend: JaxFrontend) -> None:
+        found: dict[str, list[float]] = {}
+
+        def run(name: str) -> None:
+            function = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, x: frontend.allreduce(x, name=name) + 1, x))
+            found[name] = function(jnp.full(3, float(frontend.rank()))).tolist()
+
+        threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b")]
+        for thread in threads if frontend.rank() else reversed(threads):
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert found == {"a": [20.5] * 3, "b": [20.5] * 3}
 
     on_ranks(body)
 

@@ -107,6 +107,34 @@ def test_compiled_functions_come_from_jaxs_cache(launcher: Launcher) -> None:
         assert done.stdout.count(f"sum [2.0, 2.0, 2.0] hits {hits}") == 2, done.stdout + done.stderr
 
 
+DEVICES = """
+import jax, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import hvdgloo.jax as hvd
+
+hvd.init()
+first, second = jax.devices()
+spread = jax.device_put(jnp.ones(4), NamedSharding(Mesh([first, second], "x"), PartitionSpec("x")))
+for call in (hvd.allreduce, jax.jit(hvd.allreduce)):
+    try:
+        jax.block_until_ready(call(spread))
+    except ValueError as error:
+        print(error)
+on_second = jax.device_put(jnp.ones(4), second)
+for call in (hvd.allreduce, jax.jit(hvd.allreduce)):
+    print(call(on_second).devices() == {second})
+"""
+
+
+def test_several_devices_in_one_call_are_refused(launcher: Launcher) -> None:
+    env = {**ENV, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = launcher.run("-np", "1", launcher.script(DEVICES), env=env, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert "the array lies on 2 devices; start one process per device" in done.stdout
+    assert "a function compiled for 2 devices has a collective; start one process per device" in done.stdout
+    assert done.stdout.count("True") == 2
+
+
 @needs_optax
 @pytest.mark.timeout(200)  # several jobs, one after the other; mostly a tenth of it
 def test_the_tutorial_of_jax(tmp_path: Path) -> None:
