@@ -32,8 +32,8 @@ _KEPT = 64
 _ANSWER_SECONDS = 1.0
 """Seconds that the other ranks have to report after one has failed, which makes the others fail."""
 
-_STORE_SECONDS = 1.5
-"""More than that. A store whose host has lost its power does not answer."""
+_STORE_SECONDS = 2.5
+"""More than twice that. A store whose host has lost its power does not answer."""
 
 
 class Failures:
@@ -91,9 +91,13 @@ class Failures:
             if reason:
                 found.append(reason)
             self._store.set(f"read{self._rank}", b"")
-            # This process often has the store, which ends with it: the others must have read.
-            heard = set[int]()
-            while self._rank == 0 and len(heard) < self._size - 1 and time.monotonic() < deadline:
+            # This process often has the store, which ends with it: the others must have read, and may have begun to
+            # wait for silent ranks later.
+            awaited = set(range(self._size)).difference(*(report["ended"] for report in reports.values()))
+            if time.monotonic() >= deadline:
+                awaited, deadline = awaited.intersection(reports), deadline + _ANSWER_SECONDS
+            heard = {self._rank}
+            while self._rank == 0 and not heard >= awaited and time.monotonic() < deadline:
                 heard.update(self._lacking(heard, "read"))
                 time.sleep(LAST_LOOK)
 
