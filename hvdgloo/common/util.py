@@ -43,7 +43,7 @@ T = TypeVar("T")
 _cache = functools.cache
 """Decorates a function that is called once for each combination of arguments."""
 
-_FRONT_ENDS = {name: name for name in ("keras", "mxnet", "numpy", "tensorflow", "torch")}
+_FRONT_ENDS = {name: name for name in ("jax", "keras", "mxnet", "numpy", "tensorflow", "torch")}
 """Front-end to the package that it needs."""
 
 _ASK_SECONDS = 120.0

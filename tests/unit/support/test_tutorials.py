@@ -80,5 +80,5 @@ def test_a_page_that_is_wrong_cannot(
 def test_every_tutorial_is_followed_by_a_test(page: Path) -> None:
     """The frameworks' tutorials are tried in the frameworks' own environments."""
     followed = f'follow("docs/{page.name}"'
-    tests = ("processes/test_tutorials.py", "tensorflow/test_docs.py", "mxnet/test_docs.py")
+    tests = ("processes/test_tutorials.py", "tensorflow/test_docs.py", "mxnet/test_docs.py", "jax/test_programs.py")
     assert sum((ROOT / "tests" / test).read_text(encoding="utf-8").count(followed) for test in tests) == 1
