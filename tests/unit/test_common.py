@@ -35,7 +35,7 @@ def test_a_front_end_is_available_if_its_framework_is_installed(monkeypatch: pyt
     # No front-ends: modules that are none, nonsense.
     assert not any(util.extension_available(name) for name in ("caffe", "errors", "common.util", ""))
     util.check_extension("horovod.numpy", "HOROVOD_WITH_NUMPY", __file__, "mpi_lib_v2")
-    with pytest.raises(ImportError, match="no front-end caffe; it has keras, mxnet, numpy, tensorflow, torch"):
+    with pytest.raises(ImportError, match="no front-end caffe; it has jax, keras, mxnet, numpy, tensorflow, torch"):
         util.check_extension("horovod.caffe", "HOROVOD_WITH_CAFFE", __file__)
     monkeypatch.setattr(util, "_FRONT_ENDS", {"torch": "a_package_that_is_not_installed"})
     assert not util.extension_available("torch")
