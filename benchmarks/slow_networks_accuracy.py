@@ -7,7 +7,8 @@ has its own part of the text. Ranks are processes that Gloo connects as if each 
 that crosses between them crosses in the form under test. For each way the table has the mean loss on text that was held
 back, the least and the greatest of all seeds, and the megabytes that a rank exchanged.
 
-"apart" shows what the exchange is worth: each rank learns from its own part of the text only.
+Two ways are there to be worse: "int4, a scale for 65536" shows what blocks of 64 values are worth, and "apart" what the
+exchange is: each rank learns from its own part of the text only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import math
 import statistics
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ ON_HOSTS_OF_THEIR_OWN = {"HVDGLOO_CPU_OPERATIONS": "gloo", "HVDGLOO_WIRE_THRESHO
 
 BY_SETTING = ("bf16", "int8", "int4", "int4-feedback")
 """Ways that a program does not choose: plain ``DistributedOptimizer`` in a job with ``--wire``."""
+
+COARSE = "int4, a scale for 65536"
+"""As int4, but many more values share a scale than in the codec."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def ways() -> dict[str, Callable[[Any, Any], Any]]:
 
     return {
         "full": every_step,
-        **dict.fromkeys(BY_SETTING, every_step),
+        **dict.fromkeys((*BY_SETTING, COARSE), every_step),
         "LocalSGD 8": local(8),
         "LocalSGD 8, int8": local(8, compression=hvd.Compression.int8),
         "LocalSGD 16": local(16),
@@ -180,40 +184,31 @@ def crossed() -> int:
     return sum(plane.wire_bytes for plane in hvd.metrics().planes.values())
 
 
-def worker(chosen: Sequence[str], seeds: Sequence[int], steps: int, prepare: Callable[[], None] | None) -> list[Result]:
+def worker(chosen: Sequence[str], seeds: Sequence[int], steps: int) -> list[Result]:
     """Train in all ways that one job can, and with all seeds."""
     import torch
 
     import hvdgloo.torch as hvd
+    from hvdgloo._backends.codec import BLOCKS
+    from hvdgloo.types import WireFormat
 
     torch.set_num_threads(1)
-    if prepare is not None:
-        prepare()
+    if COARSE in chosen:
+        BLOCKS[WireFormat.INT4] = 1 << 16, 4
     hvd.init()
     data = text()
     return [train(way, seed, steps, data) for way in chosen for seed in seeds]
 
 
-def measure(
-    chosen: Sequence[str],
-    seeds: Sequence[int],
-    *,
-    ranks: int = 4,
-    steps: int = STEPS,
-    prepare: Callable[[], None] | None = None,
-) -> list[Result]:
-    """Train in the ways that were chosen, each with all seeds.
-
-    Args:
-        prepare: called in each process before it joins the job.
-    """
+def measure(chosen: Sequence[str], seeds: Sequence[int], ranks: int, steps: int) -> list[Result]:
+    """Train in the ways that were chosen, each with all seeds."""
     jobs: dict[str, list[str]] = {}
     for way in chosen:
-        jobs.setdefault(way if way in BY_SETTING else "full", []).append(way)
+        jobs.setdefault(way if way in (*BY_SETTING, COARSE) else "full", []).append(way)
     results: list[Result] = []
-    for wire, its_ways in jobs.items():
-        env: Mapping[str, str] = {**ON_HOSTS_OF_THEIR_OWN, "HVDGLOO_WIRE": wire}
-        results += hvdgloo.run.run(worker, args=(its_ways, seeds, steps, prepare), np=ranks, env=env)[0]
+    for job, its_ways in jobs.items():
+        env = {**ON_HOSTS_OF_THEIR_OWN, "HVDGLOO_WIRE": "int4" if job == COARSE else job}
+        results += hvdgloo.run.run(worker, args=(its_ways, seeds, steps), np=ranks, env=env)[0]
     return results
 
 
@@ -245,7 +240,7 @@ def main() -> None:
     options = parser.parse_args()
     chosen = list(ways()) if options.only is None else options.only.split(";")
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    results = measure(chosen, seeds, ranks=options.np, steps=options.steps)
+    results = measure(chosen, seeds, options.np, options.steps)
     print(table(results))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
