@@ -38,6 +38,7 @@ SUBMODULES = {
     "hvdgloo.torch": ("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"),
     "hvdgloo.tensorflow": ("compression", "elastic", "functions", "mpi_ops", "sync_batch_norm"),
     "hvdgloo.tensorflow.keras": ("elastic",),
+    "hvdgloo.jax": ("elastic",),
     "hvdgloo.keras": ("elastic",),
     "hvdgloo.mxnet": ("compression", "elastic", "functions", "mpi_ops"),
 }

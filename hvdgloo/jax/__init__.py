@@ -8,7 +8,11 @@ which they were written. They are documented where they are defined, once for al
 from __future__ import annotations
 
 from hvdgloo._collectives.names import BASE, COLLECTIVES, OBJECTS, VALUES, bind
-from hvdgloo.jax import _errors, _optimizer
+from hvdgloo.jax import (
+    _errors,
+    _optimizer,
+    elastic,  # noqa: F401 - programs write hvd.elastic.run, and import only hvd
+)
 from hvdgloo.jax._compression import Compression  # noqa: F401 - one of those that are exported below
 from hvdgloo.jax._frontend import FRONTEND
 

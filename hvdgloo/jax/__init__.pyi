@@ -20,6 +20,7 @@ from hvdgloo._collectives.basics import (
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set
 from hvdgloo._job.process import is_initialized
 from hvdgloo.errors import HorovodInternalError
+from hvdgloo.jax import elastic as elastic
 from hvdgloo.jax._compression import Compression
 from hvdgloo.jax._errors import errors_of, translated
 from hvdgloo.jax._frontend import FRONTEND

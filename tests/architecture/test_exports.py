@@ -168,6 +168,7 @@ EXPORTS = {
         "errors_of",
         "translated",
     },
+    "hvdgloo.jax.elastic": {"JaxState", "ObjectState", "State", "run"},
     "hvdgloo.numpy.elastic": {"ObjectState", "State", "run"},
     "hvdgloo.mxnet.elastic": {"ObjectState", "State", "run"},
     "hvdgloo.torch.distributed": {"log", "metrics", "register"},

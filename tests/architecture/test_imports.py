@@ -59,7 +59,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo._training": {"_collectives", "_platform", "common"},
     "hvdgloo.data": set(),
     "hvdgloo.numpy": {"_collectives", "_job", "_training", "elastic"},
-    "hvdgloo.jax": {"_collectives", "_job", "_platform", "_training"},
+    "hvdgloo.jax": {"_collectives", "_job", "_platform", "_training", "elastic", "numpy"},
     "hvdgloo.torch": {"_backends", "_collectives", "_job", "_platform", "_training", "common", "config", "elastic"},
     "hvdgloo.torch.distributed": {
         "_backends",
