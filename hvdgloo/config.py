@@ -1025,9 +1025,9 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     lines = []
     for name in sorted(environ):
         if name.startswith("HOROVOD_") and name not in horovod_s and not describes_service(name, environ[name]):
-            meant = suggestions(name, horovod_s, limit=1)
-            if meant and slips(name, meant[0]) <= _MOST_SLIPS:
-                lines.append(f"{name} is not read, so it has no effect; did you mean {meant[0]}?")
+            meant = _nearest(name, horovod_s)
+            if meant:
+                lines.append(f"{name} is not read, so it has no effect; did you mean {meant}?")
         if not name.startswith("HVDGLOO_") or name.startswith("HVDGLOO_TEST_") or name in known | _TOLD:
             continue
         if describes_service(name, environ[name]):
@@ -1036,6 +1036,15 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
         hint = f"did you mean HVDGLOO_{close[0]}?" if close else "docs/configuration.md lists them all"
         lines.append(f"there is no setting {name}, so it has no effect; {hint}")
     return lines
+
+
+def _nearest(name: str, horovod_s: Iterable[str]) -> str:
+    """Return the variable of Horovod's that a name is most similar to; empty if none is similar enough."""
+    word = name.removeprefix("HOROVOD_")
+    alike = [known for known in horovod_s if abs(len(known) - len(name)) <= _MOST_SLIPS]  # others need more slips
+    found = [(slips(word, known.removeprefix("HOROVOD_"), _MOST_SLIPS), known) for known in alike]
+    distance, best = min(found, default=(_MOST_SLIPS + 1, ""))
+    return best if distance <= _MOST_SLIPS else ""
 
 
 def environment_names() -> Iterable[str]:

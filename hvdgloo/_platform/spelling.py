@@ -70,9 +70,13 @@ def _dashes(flag: str) -> int:
     return len(flag) - len(flag.lstrip("-"))
 
 
-def slips(one: str, other: str) -> int:
+def slips(one: str, other: str, most: float = math.inf) -> int:
     """Return the number of insertions, deletions, substitutions and swaps of neighbours that lead from one word to
-    another."""
+    another.
+
+    Args:
+        most: the result is of no interest where it is greater, and may then be any greater number.
+    """
     before: list[int] = []
     last = list(range(len(other) + 1))
     for i, letter in enumerate(one, start=1):
@@ -82,5 +86,7 @@ def slips(one: str, other: str) -> int:
             if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
                 cost = min(cost, before[j - 2] + 1)
             row.append(cost)
+        if min(row) > most:
+            return min(row)
         before, last = last, row
     return last[-1]

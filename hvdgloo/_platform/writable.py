@@ -13,7 +13,7 @@ INCOMPLETE = "INCOMPLETE: "
 
 
 def make_directory_of(path: str) -> None:
-    """Create the directories that lead to a file, with a warning: a path may be mistyped.
+    """Create the directories that lead to a file, and note it in the log: a path may be mistyped.
 
     Raises:
         OSError: they cannot be created.
@@ -21,7 +21,7 @@ def make_directory_of(path: str) -> None:
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         os.makedirs(folder, exist_ok=True)
-        logger.warning("the directory %s did not exist; it was created for %s", folder, os.path.basename(path))
+        logger.info("the directory %s did not exist; it was created for %s", folder, os.path.basename(path))
 
 
 def why_not_writable(path: str) -> str:

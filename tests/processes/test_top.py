@@ -289,6 +289,7 @@ def hostile(status: int, body: bytes, *, endless: bool = False) -> Iterator[str]
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             entering = self.path.startswith("/?token=")
+            self.rfile.read(int(self.headers["Content-Length"] or 0))  # what is left unread resets the connection
             self.send_response(200 if entering else status)
             if entering:
                 self.send_header("Set-Cookie", "hvdgloo=x; Path=/at/x/")
