@@ -7,7 +7,7 @@ in the memory that XLA gives to both argument and result.
 threads. It works for the engine for a moment, as a thread that waits does, and if the result is not there yet, it
 returns a future. XLA continues in the thread that sets the future: never one of the engine's, but ``hvdgloo-jax``. Only a
 small call that the ranks of one host offer to each other (``_engine.offers``) is waited for here. There can be one at a
-time, and rank 0 orders it as soon as some rank has come to another call first.
+time, and rank 0 orders it as soon as some rank makes another call first.
 """
 
 from __future__ import annotations
