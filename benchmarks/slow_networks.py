@@ -9,7 +9,8 @@ disturbs all of them. Below 1 Gbit/s there are a fifth as many rounds. Everythin
 limited.
 
 ``reduction``: one float32 tensor as a gradient, with ``--wire`` full, bf16, int8 and int4; next to it Gloo by
-torch.distributed, with the tensor itself, and cast to bfloat16 as DDP's ``bf16_compress_hook`` does.
+torch.distributed, with the tensor itself, and cast to bfloat16 as DDP's ``bf16_compress_hook`` does; and
+torch.distributed on the backend hvdgloo.
 
 ``resnet50``: training steps of that network (102 MB of gradients) on two small images, by ``DistributedOptimizer``, by
 ``LocalSGD`` with ``sync_every=8`` and int8, at once and in 4 fragments that are awaited a step later, and by torch's
@@ -153,6 +154,7 @@ def reductions(task: Task) -> dict[str, tuple[Step, int]]:
     import torch.distributed as dist
 
     import hvdgloo.torch as hvd
+    import hvdgloo.torch.distributed
     from hvdgloo._training.reducer import GradientReducer
     from hvdgloo.torch._frontend import FRONTEND
 
@@ -174,7 +176,13 @@ def reductions(task: Task) -> dict[str, tuple[Step, int]]:
         tensor.copy_(cast)
 
     ways = {wire: encoded(wire) for wire in WIRES}
-    ways |= {"torch": lambda: dist.all_reduce(tensor), "torch, bf16": narrow}
+    hvdgloo.torch.distributed.register()
+    ours = dist.new_group(backend="hvdgloo")
+    ways |= {
+        "torch": lambda: dist.all_reduce(tensor),
+        "torch, bf16": narrow,
+        "torch, hvdgloo": lambda: dist.all_reduce(tensor, group=ours),
+    }
 
     def fresh(step: Step) -> Step:
         def of_source() -> None:

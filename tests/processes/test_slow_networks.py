@@ -25,7 +25,7 @@ WIRES = {"full": 1.0, "bf16": 0.505, "int8": 0.26, "int4": 0.15}
 @pytest.mark.parametrize(
     ("case", "others"),
     [
-        ("reduction", {"torch": 1.51, "torch, bf16": 0.76}),
+        ("reduction", {"torch": 1.51, "torch, bf16": 0.76, "torch, hvdgloo": 1.01}),
         ("pause", dict.fromkeys(("LocalSGD 8, int8", "the same, overlap"), 0.035)),
     ],
 )
