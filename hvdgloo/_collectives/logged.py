@@ -171,7 +171,8 @@ def _number(name: str, value: Any) -> float:
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError("it is a text")
-        return float(value.item() if hasattr(value, "item") else value)
+        item = getattr(value, "item", None) or getattr(value, "asscalar", None)  # the latter of MXNet's arrays
+        return float(value if item is None else item())
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidArgumentError(
             f"hvd.log({name}=...): {shortened(value)} is not one number ({error}); pass a Python number or a tensor "

@@ -5,9 +5,9 @@ in the memory that XLA gives to both argument and result.
 
 **Threads.** ``execute`` does not wait for other ranks, or ranks that wait for each other's calls could use up XLA's
 threads. It works for the engine for a moment, as a thread that waits does, and if the result is not there yet, it
-returns a future. XLA continues in the thread that sets the future: never one of the engine's, but ``hvdgloo-jax``. Only a
-small call that the ranks of one host offer to each other (``_engine.offers``) is waited for here. There can be one at a
-time, and rank 0 orders it as soon as some rank makes another call first.
+returns a future. XLA continues in the thread that sets the future: never one of the engine's, but ``hvdgloo-jax``.
+Only a small call that the ranks of one host offer to each other (``_engine.offers``) is waited for here. There can be
+one at a time, and rank 0 orders it as soon as some rank makes another call first.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ docs/slow-networks.md.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -21,23 +23,31 @@ SEEDS = 3
 
 Results = list[dict[str, Any]]
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]  # seconds; most of it waiting for each other
 
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
-    """``train(way)``: one result for each seed."""
-    found: dict[str, Results] = {}
+    """``train(way)``: one result for each seed. Processes of pytest share results, and train one after another: each
+    training has four ranks."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    shared = shared / "accuracy"
+    shared.mkdir(exist_ok=True)
 
     def train(way: str) -> Results:
-        if way not in found:
-            file = tmp_path_factory.mktemp("accuracy") / "results.json"
-            options = ["--only", way, "--steps", "160", "--seeds", ",".join(map(str, range(SEEDS))), "--json", file]
-            done = subprocess.run([sys.executable, PROGRAM, *options], capture_output=True, text=True, timeout=55)
-            assert done.returncode == 0, done.stderr
-            found[way] = json.loads(file.read_text())
-            assert [(each["way"], each["seed"]) for each in found[way]] == [(way, seed) for seed in range(SEEDS)]
-        return found[way]
+        file = shared / f"{way}.json"
+        with (shared / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():
+                options = ["--only", way, "--steps", "160", "--seeds", ",".join(map(str, range(SEEDS)))]
+                command = [sys.executable, PROGRAM, *options, "--json", file]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+                assert done.returncode == 0, done.stderr
+        results: Results = json.loads(file.read_text())
+        assert [(each["way"], each["seed"]) for each in results] == [(way, seed) for seed in range(SEEDS)]
+        return results
 
     return train
 
@@ -53,7 +63,6 @@ def mean_loss(results: Results) -> float:
         ("int4", 0.03, 0.15),
         ("int4-feedback", 0.03, 0.15),
         ("LocalSGD 8", 0.12, 0.14),
-        ("LocalSGD 8, int8", 0.12, 0.04),
     ],
 )
 def test_a_model_learns_nearly_as_much_from_fewer_bytes(
