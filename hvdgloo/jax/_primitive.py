@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -112,8 +113,16 @@ atexit.register(wait_for_compiled)
 process.shut_down_first_at_exit()
 
 
-@functools.cache
 def _uses_callbacks() -> bool:
+    with _choosing:  # the cache has no lock, and a second registration of a handler fails
+        return _chosen()
+
+
+_choosing = threading.Lock()
+
+
+@functools.cache
+def _chosen() -> bool:
     problem = ffi.problem()
     if problem:
         _logger.warning(

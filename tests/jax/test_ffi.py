@@ -136,7 +136,7 @@ def test_without_it_collectives_are_callbacks_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ffi, "problem", lambda: "version 1.0")
-    uses = primitive._uses_callbacks.__wrapped__
+    uses = primitive._chosen.__wrapped__
     with caplog.at_level(logging.WARNING, logger="hvdgloo"):
         assert uses()
     assert [record.getMessage() for record in caplog.records] == [
