@@ -723,7 +723,8 @@ def _grouped(names: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
         groups[-1].append(name)
         room -= sizes[name]
     if room > 0 and len(groups) > 1:
-        groups[-2] += groups.pop()
+        last = groups.pop()
+        groups[-1] += last
     return groups
 
 

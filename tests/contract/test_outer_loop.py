@@ -69,6 +69,25 @@ def test_variables_of_all_kinds_are_averaged_every_so_many_steps(world: MakeWorl
         assert all(result == results[0] for result in results)
 
 
+@pytest.mark.parametrize("sizes", [[9, 3], [9, 9, 3, 2], [9, 9, 9, 3], [3, 9, 2]], ids=str)
+def test_variables_too_large_for_one_operation_are_averaged_all(
+    world: MakeWorld, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> None:
+    monkeypatch.setattr("hvdgloo._training.outer._GROUP_BYTES", 8 * 8)  # nine float64 exceed it
+
+    def rank_body(context: Context) -> None:
+        variables = [np.full(size, float(number)) for number, size in enumerate(sizes)]
+        outer = outer_of(context, variables, 2)
+        for _ in range(2):
+            for variable in variables:
+                variable += context.rank
+            outer.step()
+        for number, variable in enumerate(variables):
+            np.testing.assert_allclose(variable, number + (context.size - 1))
+
+    world(2).run(rank_body)
+
+
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_resumed_loop_equals_an_uninterrupted_one_bit_by_bit(world: MakeWorld, at: int) -> None:
     options: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_clip": 3.0}

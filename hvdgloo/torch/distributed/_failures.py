@@ -60,7 +60,8 @@ class Failures:
 
         Args:
             own: why, as far as this rank knows.
-            ended: ranks whose processes have ended, as far as this rank knows.
+            ended: ranks whose processes have ended, as far as this rank knows; also by now, because they had failed
+                and reported it.
 
         Returns:
             the reason, as far as all ranks know.
@@ -74,6 +75,8 @@ class Failures:
     def _ask(self, own: str, ended: Sequence[int], found: list[str]) -> None:
         with suppress(HvdglooError, RuntimeError, ValueError):  # of the store, which may have ended with its process
             deadline = time.monotonic() + _ANSWER_SECONDS
+            # A process that reported a failure and ended then is not the cause of this one.
+            ended = [rank for rank in ended if not self._store.has(f"failed{rank}")]
             reports = {self._rank: self._report(ended)}
             self._store.set(f"failed{self._rank}", json.dumps(reports[self._rank]).encode())
             reason = own if ended else ""

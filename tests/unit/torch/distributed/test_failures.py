@@ -56,6 +56,16 @@ def test_every_rank_learns_of_a_process_that_only_its_own_host_sees() -> None:
     assert found == 2 * ["rank 3 (host h3) has ended"] + ["rank 3 has ended, as seen here"]
 
 
+def test_a_process_that_ended_once_it_had_reported_its_failure_is_not_the_cause() -> None:
+    group = ranks(3)
+    for rank in group:
+        rank.begin(Call("barrier") if rank is group[2] else SUM)
+    (early,) = explained((group[2], f"rank 2 called barrier; {ALL_ALIKE}", ()))
+    late = explained((group[0], "closed by peer", (2,)), (group[1], "rank 2 has ended", (2,)))
+    for text in (early, *late):
+        assert "rank 2 called barrier" in text, text
+
+
 def test_ranks_that_do_not_answer_are_named() -> None:
     first, second, _ = ranks(3)
     found = explained((first, "closed by peer", ()), (second, "timed out", ()))
