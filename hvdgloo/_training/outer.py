@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -99,6 +99,33 @@ class OuterOptions:
                 "PowerSGD keeps errors from one step to the next, which outer steps have no use for; choose "
                 "Compression.int8 or Compression.bf16, or a larger sync_every"
             )
+
+    def settings(self) -> dict[str, Any]:
+        """Return what ranks have to agree about, by the arguments' names."""
+        kind = self.compression if isinstance(self.compression, type) else type(self.compression)
+        return {
+            "sync_every": self.sync_every,
+            "outer_lr": float(self.lr),
+            "outer_momentum": float(self.momentum),
+            "outer_clip": self.clip,
+            "start": self.start,
+            "fragments": self.fragments,
+            "overlap": self.overlap,
+            "compression": kind.__name__,
+        }
+
+    def fragments_after(self, done: int) -> range | None:
+        """Return the fragments whose outer step begins after so many inner steps."""
+        if done <= self.start:
+            return range(self.fragments)
+        number = self._schedule.get((done - self.start) % self.sync_every)
+        return None if number is None else range(number, number + 1)
+
+    @functools.cached_property
+    def _schedule(self) -> Mapping[int, int]:
+        """The fragments by the number of inner steps in a round after which their outer steps begin."""
+        every, count = self.sync_every, self.fragments
+        return {(number + 1) * every // count % every: number for number in range(count)}
 
 
 def _check_count(name: str, count: object, least: int) -> None:
@@ -229,8 +256,6 @@ class Outer(Generic[T]):
         self._fragments: list[list[str]] = []  # names of variables
         self._divided: list[str] = []  # the names when that was done
         self._sizes: dict[str, int] = {}  # in bytes
-        every, count = options.sync_every, options.fragments
-        self._schedule = {(number + 1) * every // count % every: number for number in range(count)}
         self._changes = self._reducer(options.compression)
         self._averages = self._reducer(_Exact)
 
@@ -286,8 +311,7 @@ class Outer(Generic[T]):
         values = {name: self._variables.value(name) for name in names}
         if not self._shared:
             return lambda: values
-        first = broadcasting(frontend.sharers(options.process_set)[0], options.process_set)
-        pending = [frontend.start(first, [value], in_place=True) for value in values.values()]
+        pending = _start_from_first(frontend, options.process_set, ((None, value) for value in values.values()))
         return lambda: dict(zip(names, [each.result()[0] for each in pending], strict=True))
 
     def count(self) -> None:
@@ -304,15 +328,7 @@ class Outer(Generic[T]):
     def _due_fragments(self) -> range | None:
         """The fragments whose outer step begins after the inner one that was counted last."""
         done = self.iterations
-        return None if done == self._began or self.is_synchronized else self._scheduled(done)
-
-    def _scheduled(self, done: int) -> range | None:
-        """Return the fragments whose outer step begins after so many inner steps."""
-        options = self.options
-        if done <= options.start:
-            return range(options.fragments)
-        number = self._schedule.get((done - options.start) % options.sync_every)
-        return None if number is None else range(number, number + 1)
+        return None if done == self._began or self.is_synchronized else self.options.fragments_after(done)
 
     @property
     def between(self) -> int:
@@ -332,22 +348,13 @@ class Outer(Generic[T]):
     @property
     def precedes_outer_step(self) -> bool:
         """True if an outer step begins after the next inner one, and none is under way."""
-        return self._under_way is None and self._scheduled(self.iterations + 1) is not None
+        return self._under_way is None and self.options.fragments_after(self.iterations + 1) is not None
 
-    def _settings(self) -> dict[str, Any]:
-        """Return what ranks have to agree about, by names for users."""
-        options, variables = self.options, self._variables
-        compression = options.compression
-        kind = compression if isinstance(compression, type) else type(compression)
-        return {
-            "sync_every": options.sync_every,
-            "outer_lr": float(options.lr),
-            "outer_momentum": float(options.momentum),
-            "outer_clip": options.clip,
-            "start": options.start,
-            "fragments": options.fragments,
-            "overlap": options.overlap,
-            "compression": kind.__name__,
+    def _agree(self) -> None:
+        """Compare settings and weights with the other ranks."""
+        frontend, variables = self._frontend, self._variables
+        settings = {
+            **self.options.settings(),
             "inner": self._inner,
             "the number of inner steps so far": self.iterations,
             "the number of inner steps at the last outer step": self.synchronized,
@@ -356,33 +363,10 @@ class Outer(Generic[T]):
             "the averaged variables": {name: variables.describe(name) for name in variables.averaged()},
             "the copied variables": {name: variables.describe(name) for name, _ in variables.copied()},
         }
-
-    def _agree(self) -> None:
-        """Compare settings and weights with the other ranks."""
-        frontend, options = self._frontend, self.options
-        settings = self._settings()
-        most = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(options.process_set))
         own = None
         if frontend.context.config.check_weights and self.is_synchronized:
-            own = self._variables.checksum()  # in the midst of a round they differ
-        received: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
-
-        def start() -> Callable[[], npt.NDArray[np.uint8]]:
-            mine = weights.checksum(np.frombuffer(repr(settings).encode(), np.uint8))
-            return frontend.start_array(most, np.concatenate([weights.to_send(mine), weights.to_send(own)]))
-
-        def use(result: npt.NDArray[np.uint8]) -> None:
-            nonlocal received
-            received = result
-
-        self._exchanges.make("settings", start, use)
-        if not weights.all_equal(received[: weights.LENGTH]):
-            everyones = frontend.allgather_object(settings, process_set=options.process_set)
-            raise MismatchError(_disagreement(frontend.sharers(options.process_set), everyones))
-        if not weights.all_equal(received[weights.LENGTH :]):
-            gather = functools.partial(weights.start_gathering, frontend, own, options.process_set)
-            warn = functools.partial(weights.warn, frontend, options.process_set, remedy=self._remedy)
-            self._exchanges.make("weights", gather, warn)
+            own = variables.checksum()  # in the midst of a round they differ
+        _agree(frontend, self.options.process_set, self._exchanges, settings, own, self._remedy)
 
     # Outer steps
 
@@ -413,7 +397,7 @@ class Outer(Generic[T]):
             overlap: the number of inner steps until the end.
         """
         if not self._takes_part:
-            self._count_step()
+            self.steps += 1
             self.synchronized = self.round_ended = self.iterations
             return
         called, steps, sent = time.monotonic(), self.steps, self._sent
@@ -481,8 +465,8 @@ class Outer(Generic[T]):
         self._exchanges.clear()
 
     def _divide(self) -> None:
-        """Divide the variables into fragments of consecutive ones, as equal in size as can be. Averaged ones that are
-        not trained are in the last. What is sent together is part of one fragment."""
+        """Divide the variables into fragments. Averaged ones that are not trained are in the last. What is sent
+        together is part of one fragment."""
         variables, labels = self._variables, self._labels
         names = [*self._anchor, *(name for name, _ in variables.copied())]
         if names == self._divided:
@@ -490,11 +474,7 @@ class Outer(Generic[T]):
         averaged = set(variables.averaged())
         sizes = {name: variables.nbytes(name) for name in self._anchor}
         trained = [name for name in self._anchor if name not in averaged]
-        count, total, before = self.options.fragments, max(1, sum(sizes[name] for name in trained)), 0
-        fragments: list[list[str]] = [[] for _ in range(count)]
-        for name in trained:
-            fragments[min(count - 1, (2 * before + sizes[name]) * count // (2 * total))].append(name)
-            before += sizes[name]
+        fragments = _fragments(trained, sizes, self.options.fragments)
         others = [name for name in self._anchor if name in averaged]
         if self._shared:
             unnamed = [name for name in names if name not in labels]
@@ -522,11 +502,8 @@ class Outer(Generic[T]):
         exchange.nbytes = sum(self._sizes[name] for name in names)
         # They are written at once, so they wait for an outer step that nothing overlaps with.
         if not exchange.then and options.fragments - 1 in exchange.fragments:
-            first = broadcasting(frontend.sharers(options.process_set)[0], options.process_set)
-            exchange.copies = [
-                frontend.start(first, [tensor], self._labels[name], in_place=True)
-                for name, tensor in variables.copied()
-            ]
+            copied = ((self._labels[name], tensor) for name, tensor in variables.copied())
+            exchange.copies = _start_from_first(frontend, options.process_set, copied)
         return exchange
 
     def _receive(self, exchange: _Exchange[T]) -> dict[str, T]:
@@ -565,7 +542,7 @@ class Outer(Generic[T]):
     def _apply(self, exchange: _Exchange[T], means: Mapping[str, T]) -> None:
         """Step on the averaged changes."""
         options, variables = self.options, self._variables
-        self._count_step()
+        self.steps += 1
         if self.options.fragments - 1 in exchange.fragments:
             self.round_ended = self.iterations
         if not variables.is_finite(list(means.values())):
@@ -585,20 +562,14 @@ class Outer(Generic[T]):
                 continue
             step: Any = mean
             if name not in averaged:
-                step = step * scale if scale != 1.0 else step
+                step, moment = _sgd_step(mean, self._momentum.get(name), scale, factor, lr)
                 if factor:
-                    before: Any = self._momentum.get(name)
-                    moment = self._momentum[name] = step if before is None else before * factor + step
-                    step = moment * factor + step
-                step = step * lr if lr != 1.0 else step
+                    self._momentum[name] = moment
             anchor: Any = self._anchor[name] - step
             self._anchor[name] = anchor
             if then is not None:
                 anchor = anchor + variables.change(name, variables.value(name), then)
             variables.assign(name, anchor)
-
-    def _count_step(self) -> None:
-        self.steps += 1
 
     def _refuse(self) -> None:
         self.refused += 1
@@ -619,11 +590,7 @@ class Outer(Generic[T]):
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs. Its values are never written, so they need not be copied."""
         return {
-            "iterations": self.iterations,
-            "synchronized": self.synchronized,
-            "round_ended": self.round_ended,
-            "steps": self.steps,
-            "refused": self.refused,
+            **dict(zip(_COUNTERS, self.counters(), strict=True)),
             "anchor": dict(self._anchor),
             "momentum": dict(self._momentum),
             "under_way": self._overlapped(),
@@ -642,29 +609,11 @@ class Outer(Generic[T]):
         Raises:
             InvalidArgumentError: (a ValueError) it is not the state of such variables; nothing has changed.
         """
-        variables = self._variables
-        expected = {*_COUNTERS, "anchor", "momentum", "under_way"}
-        if not isinstance(state, Mapping) or expected - set(state):
-            raise InvalidArgumentError("this is not an outer state; load what outer_state_dict() has returned")
-        known = {*variables.trained(), *variables.averaged()}
-        under_way = state["under_way"]
-        then = under_way["then"] if under_way else {}
-        foreign = sorted({*state["anchor"], *state["momentum"], *then} - known)
-        missing = sorted(known - set(state["anchor"])) if state["anchor"] else []
-        if foreign or missing:
-            found = [f"has {name}, which this model lacks" for name in foreign]
-            found += [f"lacks {name}" for name in missing]
-            raise InvalidArgumentError(
-                f"the outer state {found[0]}; load the outer_state_dict() of the same model, with the same parameters "
-                "frozen"
-            )
-        anchor = {name: variables.adopt(name, value) for name, value in state["anchor"].items()}
-        momentum = {name: variables.adopt(name, value) for name, value in state["momentum"].items()}
-        then = {name: variables.adopt(name, value) for name, value in then.items()}
+        anchor, momentum, under_way = _adopted(state, self._variables)
         self.drop()
         self._anchor, self._momentum = anchor, momentum
         self._set_counters([int(state[name]) for name in _COUNTERS])
-        self._resumed = {"began": int(under_way["began"]), "then": then} if under_way else None
+        self._resumed = under_way
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Return to what ``state()`` has returned in this process."""
@@ -707,6 +656,24 @@ class Outer(Generic[T]):
         self._resumed = None
 
 
+def _start_from_first(
+    frontend: Frontend[T], process_set: ProcessSet, tensors: Iterable[tuple[str | None, T]]
+) -> list[Pending[T]]:
+    """Start to write the first rank's tensors into all ranks'; by name, or by the order of the calls."""
+    first = broadcasting(frontend.sharers(process_set)[0], process_set)
+    return [frontend.start(first, [tensor], name, in_place=True) for name, tensor in tensors]
+
+
+def _fragments(names: Sequence[str], sizes: Mapping[str, int], count: int) -> list[list[str]]:
+    """Divide variables into fragments of consecutive ones, as equal in size as can be."""
+    total, before = max(1, sum(sizes[name] for name in names)), 0
+    fragments: list[list[str]] = [[] for _ in range(count)]
+    for name in names:
+        fragments[min(count - 1, (2 * before + sizes[name]) * count // (2 * total))].append(name)
+        before += sizes[name]
+    return fragments
+
+
 _GROUP_BYTES = 4 << 20
 """Size from which variables are not sent together with further ones: each operation has its costs, but the first ones
 are to be on their way while later changes are computed."""
@@ -728,7 +695,72 @@ def _grouped(names: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
     return groups
 
 
+def _sgd_step(change: Any, moment: Any, scale: float, momentum: float, lr: float) -> tuple[Any, Any]:
+    """Return a variable's step by SGD with Nesterov's momentum, and its new moment."""
+    change = change * scale if scale != 1.0 else change
+    if momentum:
+        moment = change if moment is None else moment * momentum + change
+        change = moment * momentum + change
+    return (change * lr if lr != 1.0 else change), moment
+
+
 _COUNTERS = ("iterations", "synchronized", "round_ended", "steps", "refused")
+
+
+def _adopted(state: Any, variables: OuterVariables[T]) -> tuple[dict[str, T], dict[str, T], Mapping[str, Any] | None]:
+    """Return a state's anchor, momentum, and what was under way; raise InvalidArgumentError if it is not the state of
+    such variables."""
+    if not isinstance(state, Mapping) or {*_COUNTERS, "anchor", "momentum", "under_way"} - set(state):
+        raise InvalidArgumentError("this is not an outer state; load what outer_state_dict() has returned")
+    known = {*variables.trained(), *variables.averaged()}
+    under_way = state["under_way"]
+    saved = state["anchor"], state["momentum"], under_way["then"] if under_way else {}
+    foreign = sorted({name for values in saved for name in values} - known)
+    missing = sorted(known - set(state["anchor"])) if state["anchor"] else []
+    found = [f"has {name}, which this model lacks" for name in foreign] + [f"lacks {name}" for name in missing]
+    if found:
+        raise InvalidArgumentError(
+            f"the outer state {found[0]}; load the outer_state_dict() of the same model, with the same parameters "
+            "frozen"
+        )
+    anchor, momentum, then = (
+        {name: variables.adopt(name, value) for name, value in values.items()} for values in saved
+    )
+    return anchor, momentum, {"began": int(under_way["began"]), "then": then} if under_way else None
+
+
+def _agree(
+    frontend: Frontend[Any],
+    process_set: ProcessSet,
+    exchanges: ResumableExchanges,
+    settings: Mapping[str, Any],
+    own: int | None,
+    remedy: str,
+) -> None:
+    """Compare settings, by names for users, and the checksum of weights, if there is one, with the other ranks.
+
+    Raises:
+        MismatchError: settings differ. Different weights only cause a warning.
+    """
+    most = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.MAX, process_set=process_set_id(process_set))
+    received: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+
+    def start() -> Callable[[], npt.NDArray[np.uint8]]:
+        mine = weights.checksum(np.frombuffer(repr(settings).encode(), np.uint8))
+        return frontend.start_array(most, np.concatenate([weights.to_send(mine), weights.to_send(own)]))
+
+    def use(result: npt.NDArray[np.uint8]) -> None:
+        nonlocal received
+        received = result
+
+    exchanges.make("settings", start, use)
+    if not weights.all_equal(received[: weights.LENGTH]):
+        everyones = frontend.allgather_object(settings, process_set=process_set)
+        raise MismatchError(_disagreement(frontend.sharers(process_set), everyones))
+    if not weights.all_equal(received[weights.LENGTH :]):
+        gather = functools.partial(weights.start_gathering, frontend, own, process_set)
+        warn = functools.partial(weights.warn, frontend, process_set, remedy=remedy)
+        exchanges.make("weights", gather, warn)
 
 
 def _disagreement(ranks: Sequence[int], everyones: Sequence[Mapping[str, Any]]) -> str:
