@@ -1,7 +1,8 @@
 """Messages between two ranks of a group: send and recv.
 
 They are in no order with collectives, so each direction between two ranks has a data plane of its own, which its first
-message opens. A message is a header and its tensor's bytes. One that no receive has asked for yet is kept.
+message opens. A message is a header and its tensor's bytes, which travel in the header if they are few. One that no
+receive has asked for yet is kept.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from hvdgloo.types import Buffer
 
 _HEADER = struct.Struct("=qQ")
 """Tag and number of bytes."""
+
+_INLINE = 256 - _HEADER.size
+"""Bytes for which a header has room."""
 
 _HEAD_START = 0.002
 """Seconds after which a channel's thread takes over from a caller that has not come to wait: most come at once, and a
@@ -85,13 +89,16 @@ class Messages:
             record = None if self.record is None else Record(self.record.counters, self.label)
             queue = self._outgoing[to] = OperationQueue(label, record, connect)
         payload = _tensors.content(tensor)
-        header = Buffer.of_array(np.frombuffer(bytearray(_HEADER.pack(tag, payload.nbytes)), np.uint8))
+        packed = np.zeros(_HEADER.size + _INLINE, np.uint8)
+        _HEADER.pack_into(packed.data, 0, tag, payload.nbytes)
+        is_inline = payload.nbytes <= _INLINE
+        if is_inline:
+            packed[_HEADER.size : _HEADER.size + payload.nbytes] = payload.array()
+        header = Buffer.of_array(packed)
 
         def start(backend: Backend) -> base.Work:
-            works = [backend.broadcast(header, _SENDER)]
-            if payload.nbytes:
-                works.append(backend.broadcast(payload, _SENDER))
-            return Several(works)
+            first = backend.broadcast(header, _SENDER)
+            return first if is_inline else Several([first, backend.broadcast(payload, _SENDER)])
 
         operation = Operation(queue, _MESSAGE, start, None, result, self.seconds, "send", payload.nbytes)
         return queue.add(operation, waits=False)
@@ -255,7 +262,7 @@ class Incoming:
         self._connection: Connection | None = None
         self.failure: Exception | None = None
         self._early: deque[tuple[int, torch.Tensor]] = deque()
-        self._header = np.zeros(_HEADER.size, np.uint8)
+        self._header = Buffer.of_array(np.zeros(_HEADER.size + _INLINE, np.uint8))
         self._awaited: base.Work | None = None
         """The next header, under way."""
         self._claimed: Receive | None = None
@@ -339,18 +346,23 @@ class Incoming:
         connection = self._connect()
         if connection is None:
             return []
-        header = Buffer.of_array(self._header)
         if self._awaited is None:
-            self._awaited = connection.backend.broadcast(header, _SENDER)
+            self._awaited = connection.backend.broadcast(self._header, _SENDER)
         if not self._awaited.completes_within(TURN):
             connection.check_peers()
             return []
         self._awaited = None
-        tag, nbytes = _HEADER.unpack(self._header.tobytes())
+        header = self._header.array()
+        tag, nbytes = _HEADER.unpack_from(header.data)
         receive = self._claimed = self._messages.claim(self._source, tag)
         fits = receive is not None and receive.memory.nbytes == nbytes
         memory = receive.memory if receive and fits else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        payload = connection.backend.broadcast(_tensors.content(memory), _SENDER) if nbytes else Done()
+        content = _tensors.content(memory)
+        payload: base.Work = Done()
+        if nbytes <= _INLINE:
+            content.array()[:] = header[_HEADER.size : _HEADER.size + nbytes]
+        else:
+            payload = connection.backend.broadcast(content, _SENDER)
         deadline = time.monotonic() + self._messages.seconds
         while not payload.completes_within(TURN):
             connection.check_peers()
