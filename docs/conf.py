@@ -22,6 +22,7 @@ extensions = ["myst_parser", "sphinx_copybutton", "navigation", "sources"]
 navigation = {
     "Start": (
         "installation",
+        "compatibility",
         "tutorial-torch",
         "tutorial-keras",
         "tutorial-tensorflow",
@@ -29,12 +30,13 @@ navigation = {
         "tutorial-mxnet",
         "tutorial-numpy",
         "tutorial-torch-distributed",
+        "faq",
     ),
-    "Running jobs": ("recipes", "launching", "observing", "tuning", "slow-networks", "elastic", "gpus",
-        "torch-distributed", "spark", "ray", "timeline"),
-    "Questions": ("faq",),
-    "Coming from Horovod": ("migrating", "compatibility"),
-    "Reference": ("api", "api-tensorflow", "api-mxnet", "configuration", "troubleshooting", "security", "changelog"),
+    "Running jobs": ("recipes", "launching", "hosts", "slurm", "kubernetes", "settings-file", "doctor", "elastic",
+        "torch-distributed", "spark", "ray", "gpus", "troubleshooting"),
+    "Seeing and tuning": ("observing", "timeline", "tuning", "slow-networks"),
+    "Coming from Horovod": ("migrating",),
+    "Reference": ("api", "api-tensorflow", "api-mxnet", "configuration", "security", "changelog"),
     "How it works": ("performance", "gpu-report-h100", "life-of-a-tensor", "life-of-a-host"),
 }  # fmt: skip
 """The pages by title of their part, in the order of the side bar. A missing page is an error."""

@@ -33,7 +33,8 @@ one that is by a letter or two. `hvdgloo-run` warns before it starts anything; o
 Rank 0 decides for all ranks how tensors are ordered and fused: only rank 0 reads the fusion threshold, group fusion,
 the cycle time, the cache's capacity and the stall times. Every worker reads its own value of all other settings.
 
-[launching.md](launching.md) describes flags, files and variables for the launcher rather than the workers.
+[Launching](launching.md) describes the launcher's own flags, and [a file for settings](settings-file.md) how to keep
+either in YAML.
 
 | variable | what it does |
 |---|---|

@@ -166,7 +166,7 @@ def test_options_that_are_named_exist(page: Path) -> None:
 
 
 def test_keys_of_the_configuration_file_are_documented(tmp_path: Path) -> None:
-    page = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/settings-file.md").read_text(encoding="utf-8")
     parser = build_parser()
     assert [key for key in parser.keys if f"`{key}`" not in page] == []
     (example,) = (text for text in re.findall(r"```yaml\n(.*?)```", page, re.S) if "num_proc" in text)

@@ -93,7 +93,7 @@ class TestATemplate:
 
 
 class TestRecipes:
-    """The recipes of docs/launching.md, as they stand there, on the bed: pains 16 and 17."""
+    """The recipes of docs/kubernetes.md, as they stand there, on the bed: pains 16 and 17."""
 
     FALSE = """#!/bin/sh
     # Pods and containers are hosts, and the container "trainer" is the host that it is on.
@@ -115,7 +115,7 @@ class TestRecipes:
             program(tmp_path / name, self.FALSE.replace("{python}", sys.executable).replace("{connect}", CONNECT))
         start_up = f"module() {{ [ $1 = load ]; }}; PATH={tmp_path}:$PATH"
         bed = make_bed([HostSpec(name, bashrc=start_up) for name in ("h1", "h2", "h3")])
-        text = (Path(__file__).parents[2] / "docs/launching.md").read_text()
+        text = (Path(__file__).parents[2] / "docs/kubernetes.md").read_text()
         recipes = re.findall(r"^\$ hvdgloo-run (-H \S+) --agent-command '([^'\n]+)' train\.py$", text, re.MULTILINE)
         assert len(recipes) == 6
         (tmp_path / "train.py").write_text(SUM)

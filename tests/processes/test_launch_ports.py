@@ -129,7 +129,7 @@ def test_pain_12_with_the_server_beside_the_agent(bed: Bed, launcher: Launcher) 
 
 
 def test_gloo_s_own_listener_follows_the_system_s_range(make_bed: Callable[..., Bed], launcher: Launcher) -> None:
-    """As docs/launching.md says: its port cannot be chosen through torch, but through the system."""
+    """As docs/hosts.md says: its port cannot be chosen through torch, but through the system."""
     bed = make_bed(["h1", "h2"])
     for host in bed:
         host.run(["sysctl", "-qw", "net.ipv4.ip_local_port_range=40000 40199"], check=True)

@@ -20,7 +20,7 @@ from tests.support.launching import wait_for
 from tests.support.orchestra import Orchestra, blocks, compose, kubernetes, services
 
 PORT = 29400
-PAGE = ROOT / "docs/launching.md"
+PAGE = ROOT / "docs/kubernetes.md"
 
 TRAIN = """
 import json, os, time

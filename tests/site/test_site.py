@@ -191,7 +191,7 @@ def opened(address: str, profile: Path) -> str:
     ("words", "page"),
     [
         ("broadcast_optimizer_state", "api.html"),
-        ("doctor", "launching.html"),
+        ("doctor", "doctor.html"),
         ("rendezvous server cannot be reached", "troubleshooting.html"),
     ],
 )
@@ -203,7 +203,7 @@ def test_the_search_finds_without_a_server(site: Path, tmp_path: Path, words: st
 
 
 def test_what_the_theme_leaves_out_for_screen_readers_and_keyboards_is_there(site: Path, tmp_path: Path) -> None:
-    shown = opened((site / "launching.html").as_uri(), tmp_path)
+    shown = opened((site / "recipes.html").as_uri(), tmp_path)
     captions, blocks = re.findall(r'<p class="caption"[^>]*>', shown), re.findall(r"<pre[^>]*>", shown)
     assert len(captions) == 6
     assert all('aria-level="2"' in caption for caption in captions)
