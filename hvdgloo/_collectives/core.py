@@ -32,6 +32,7 @@ from hvdgloo._engine.conventions import divide_rows
 from hvdgloo._engine.handle import Handle
 from hvdgloo._engine.messages import Request
 from hvdgloo._engine.residual import Residual
+from hvdgloo._job import process
 from hvdgloo._job.context import Context
 from hvdgloo._platform import interrupts
 from hvdgloo.errors import InvalidArgumentError, NotInitializedError
@@ -330,6 +331,7 @@ class Core(Generic[T]):
 
         A rank with no other to reduce with trains exactly as it would without hvdgloo.
         """
+        process.asked_for_ranks()
         ranks = self.context.engine.process_sets.get(process_set_id(process_set), ())
         return ranks if len(ranks) > 1 and self.context.rank in ranks else ()
 

@@ -35,6 +35,7 @@ from hvdgloo._collectives.spec import (
     scattering,
 )
 from hvdgloo._engine.handle import Handle
+from hvdgloo._job import process
 from hvdgloo._job.context import Context
 from hvdgloo.types import Collective, ReduceOp
 
@@ -66,31 +67,35 @@ class Frontend(Core[T]):
 
     def rank(self) -> int:
         """This process's number among all processes of the job, from 0."""
-        return self._context().rank
+        return self._told().rank
 
     def size(self) -> int:
         """Number of processes in the job."""
-        return self._context().size
+        return self._told().size
 
     def local_rank(self) -> int:
         """This process's number among those on its host; for example, to choose a GPU."""
-        return self._context().local_rank
+        return self._told().local_rank
 
     def local_size(self) -> int:
         """Number of processes on this host."""
-        return self._context().local_size
+        return self._told().local_size
 
     def cross_rank(self) -> int:
         """This host's number among the hosts that have a process with this local rank."""
-        return self._context().cross_rank
+        return self._told().cross_rank
 
     def cross_size(self) -> int:
         """Number of hosts that have a process with this local rank."""
-        return self._context().cross_size
+        return self._told().cross_size
 
     def is_homogeneous(self) -> bool:
         """Return whether every host runs the same number of processes."""
-        return self._context().is_homogeneous
+        return self._told().is_homogeneous
+
+    def _told(self) -> Context:
+        process.asked_for_ranks()
+        return self._context()
 
     # allreduce --------------------------------------------------------------------------------------------------------
 

@@ -68,11 +68,13 @@ class ProcessSet:
     def ranks(self) -> list[int]:
         """The members in ascending order. The global set has members only between ``init()`` and ``shutdown()``."""
         if self._ranks is None:
+            process.asked_for_ranks()
             return list(range(process.current().size)) if process.is_initialized() else []
         return list(self._ranks)
 
     def size(self) -> int | None:
         """Number of members; None while the set is not registered."""
+        process.asked_for_ranks()
         return None if self.process_set_id is None else len(self._registered()[1])
 
     def rank(self) -> int:
@@ -104,6 +106,7 @@ class ProcessSet:
 
     def _registered(self) -> tuple[int, list[int]]:
         """This process's global rank, and the members."""
+        process.asked_for_ranks()
         if self._ranks is None:
             return process.current().rank, self.ranks
         process_set_id(self)

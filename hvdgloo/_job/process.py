@@ -155,6 +155,8 @@ def _show(context: Context) -> None:
     configure_logging(context.config, context.rank)
     excepthook.install(context.rank)
     _pin(context)
+    for call in _in_new_context:
+        call(context)
 
 
 def _warn(context: Context) -> None:
@@ -213,6 +215,29 @@ def before_shutdown(wait: Callable[[float], None]) -> None:
             seconds that it may wait.
     """
     _before_shutdown.append(wait)
+
+
+_in_new_context: list[Callable[[Context], None]] = []
+_asked_for_ranks: list[Callable[[], None]] = []
+
+
+def when_in_a_new_context(call: Callable[[Context], None]) -> None:
+    """Call a function with each new Context, before any other code gets it."""
+    _in_new_context.append(call)
+
+
+def when_asked_for_ranks(call: Callable[[], None]) -> None:
+    """Call a function whenever the program asks for this process's rank, or for the number of ranks.
+
+    A front-end whose compiled functions keep such a number as a constant must know of it.
+    """
+    _asked_for_ranks.append(call)
+
+
+def asked_for_ranks() -> None:
+    """Note that the program is about to be told its rank, or the number of ranks."""
+    for call in _asked_for_ranks:
+        call()
 
 
 def groups_begin(groups: Groups, rank: int, size: int) -> Counters | None:

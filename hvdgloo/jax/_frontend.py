@@ -8,7 +8,7 @@ it becomes a primitive (``_primitive``) that runs when the function does; its gr
 does not matter how often ranks trace their functions.
 
 **Sizes.** A traced function's shapes are fixed. So there, all ranks have as many rows; and a call whose shapes depend
-on the number of ranks, or whose gradient does, must be traced again if that changes (``depends_on_size``).
+on the number of ranks, or whose gradient does, must be traced again if that changes (``_retracing``).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.jax._adapter import JaxAdapter
 from hvdgloo.jax._execution import Call, MemoryCore
 from hvdgloo.jax._primitive import collective, is_traced, wait_for_compiled
+from hvdgloo.jax._retracing import depends_on_size
 from hvdgloo.types import Collective, ReduceOp, TensorSpec
 
 Tree = Any
@@ -44,19 +45,13 @@ _LEAF = jax.tree.structure(0)
 
 
 class JaxFrontend(Frontend[Any]):
-    """A Frontend whose methods may also be called in functions that JAX transforms or compiles, and take pytrees.
-
-    Attributes:
-        depends_on_size: a function was traced in which a shape, or a gradient, depends on this rank or on the number of
-            ranks.
-    """
+    """A Frontend whose methods may also be called in functions that JAX transforms or compiles, and take pytrees."""
 
     def __init__(
         self, adapter: TensorAdapter[Any], context: Callable[[], Context], *, module: str | None = None
     ) -> None:
         super().__init__(adapter, context, module=module)
         self.compiled = MemoryCore(context, module)
-        self.depends_on_size = False
 
     # Pytrees ----------------------------------------------------------------------------------------------------------
 
@@ -276,14 +271,14 @@ class JaxFrontend(Frontend[Any]):
         return TensorSpec(spec.dtype, (rows, *others))
 
     def _members_traced(self, operation: CollectiveSpec) -> tuple[int, int]:
-        self.depends_on_size = True
+        depends_on_size()
         return self.members(operation)
 
     def _rules(self, operation: CollectiveSpec, label: str | None, gradients: Sequence[Any]) -> JaxFrontend:
         """Return the Frontend on which the gradient of a call runs its collectives."""
         traced = is_traced(gradients)
         if traced and (operation.collective is not Collective.ALLREDUCE or operation.op is ReduceOp.PRODUCT):
-            self.depends_on_size = True
+            depends_on_size()
         return _Rules(self, None if label is None else f"{label}.gradient", traced)
 
 

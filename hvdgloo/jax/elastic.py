@@ -13,12 +13,12 @@
     train(hvd.elastic.JaxState(params=params, opt_state=optimizer.init(params), step=0))
 
 Compiled functions need not be compiled again when the workers have changed, because a collective is given the job as it
-runs. Where a function's shapes depend on the number of workers, all functions are traced again.
+runs. Where a function's shapes depend on the number of workers, or it calls ``hvd.size()``, ``hvd.rank()`` or the like,
+all are traced again.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -32,7 +32,6 @@ from hvdgloo.elastic import ObjectState, State, run_fn
 from hvdgloo.elastic._values import copied
 from hvdgloo.elastic._variables import VariablesState, failure_in
 from hvdgloo.errors import HorovodInternalError
-from hvdgloo.jax import _frontend
 from hvdgloo.jax._primitive import wait_for_compiled
 from hvdgloo.numpy import _frontend as _numpy_frontend
 
@@ -49,13 +48,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     Args:
         func: takes a state, and whatever else it is given.
     """
-
-    @functools.wraps(func)
-    def begin(*args: Any, **kwargs: Any) -> T:
-        _trace_again_for_another_size()
-        return func(*args, **kwargs)
-
-    return run_fn(begin, failure=_failure_in)
+    return run_fn(func, failure=_failure_in)
 
 
 def _failure_in(error: BaseException) -> HorovodInternalError | None:
@@ -63,21 +56,6 @@ def _failure_in(error: BaseException) -> HorovodInternalError | None:
     if failure is not None:
         wait_for_compiled()  # so that nothing of the failed step runs in the job's next epoch
     return failure
-
-
-_place: tuple[int, int] | None = None
-"""Rank and size that shapes of functions were traced for; None before the first epoch."""
-
-
-def _trace_again_for_another_size() -> None:
-    """Have JAX forget its compiled functions if some have shapes, or gradients, for another rank or size."""
-    global _place
-    frontend = _frontend.FRONTEND
-    place = frontend.rank(), frontend.size()
-    if frontend.depends_on_size and place != _place:
-        jax.clear_caches()
-        frontend.depends_on_size = False
-    _place = place
 
 
 @dataclass(frozen=True)
@@ -181,10 +159,6 @@ class JaxState(VariablesState):
     def restore(self) -> None:
         """Give the attributes the values that were saved last."""
         self._assign(copied(self._saved_state), self._kept, self._devices)
-
-    def reset(self) -> None:
-        """Adapt compiled functions to a job whose workers have changed."""
-        _trace_again_for_another_size()
 
     def sync(self) -> None:
         """Give all workers the attributes of one, and save them; collective."""

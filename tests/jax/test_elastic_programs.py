@@ -83,6 +83,11 @@ ELASTIC = """
         traced.append("everyones")
         return hvd.allgather(x[None])
 
+    @jax.jit
+    def place(x):
+        ranks = hvd.global_process_set
+        return x + jnp.array([hvd.rank(), hvd.size(), hvd.local_size(), ranks.rank(), ranks.size(), len(ranks.ranks)])
+
     def changes(sizes):
         return [size for size, before in zip(sizes, [0, *sizes]) if size != before]
 
@@ -96,6 +101,9 @@ ELASTIC = """
             params, velocity = step(state.params, state.velocity, hvd.rank() + 1.0)
             if os.environ.get("GATHERS"):
                 assert everyones(velocity).shape == (hvd.size(), 3)
+            if os.environ.get("ASKS"):
+                rank, size = hvd.rank(), hvd.size()
+                assert place(0).tolist() == [rank, size, size, rank, size, size]
             state.params, state.velocity = params, velocity
             state.sizes.append(hvd.size())
             state.reached += 1.0 if hvd.size() == 1 else 1.5  # the mean of the ranks' contributions
@@ -122,8 +130,9 @@ def test_an_elastic_job_goes_on_without_compiling_again(tmp_path: Path, survivor
     assert follow_changes(tmp_path, survivor=survivor) == 1
 
 
-def test_an_elastic_job_compiles_again_where_shapes_have_its_size(tmp_path: Path) -> None:
-    assert follow_changes(tmp_path, survivor=0, GATHERS="1") > 1
+@pytest.mark.parametrize("uses", ["GATHERS", "ASKS"])
+def test_an_elastic_job_compiles_again_what_has_its_size_in_shapes_or_numbers(tmp_path: Path, uses: str) -> None:
+    assert follow_changes(tmp_path, survivor=0, **{uses: "1"}) > 1
 
 
 def follow_changes(folder: Path, *, survivor: int, **environ: str) -> int:

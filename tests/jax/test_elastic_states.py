@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,14 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hvdgloo._collectives.compression import NoneCompressor
 from hvdgloo._collectives.frontend import Frontend
+from hvdgloo._collectives.process_sets import global_process_set
+from hvdgloo._collectives.spec import CollectiveSpec
+from hvdgloo._job import process
 from hvdgloo._job.context import Context
 from hvdgloo.errors import MismatchError
-from hvdgloo.jax import elastic
+from hvdgloo.jax import _retracing, elastic
+from hvdgloo.jax._adapter import JaxAdapter
 from hvdgloo.jax._frontend import JaxFrontend
+from hvdgloo.jax._optimizer import reduced
 from hvdgloo.jax.elastic import JaxState
+from hvdgloo.numpy import _frontend as numpy_frontend
 from hvdgloo.numpy._adapter import NumpyAdapter
-from tests.jax.support import frontend_of, on_ranks
+from hvdgloo.rendezvous._elastic.messages import Alone
+from hvdgloo.types import Collective
+from tests.jax.support import on_ranks
 from tests.support.world import World
 
 
@@ -185,25 +195,59 @@ def test_a_commit_that_fails_changes_nothing() -> None:
     on_ranks(body)
 
 
-@pytest.mark.parametrize("depends", [False, True], ids=["any size", "this size"])
-def test_functions_are_traced_again_where_sizes_are_in_their_shapes(
-    depends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+PLAN = Alone(rank=1, size=3, local_rank=1, local_size=2, cross_rank=0, cross_size=2)
+SIZED: dict[str, Callable[[JaxFrontend, Any], Any]] = {
+    "an allgather": lambda frontend, x: frontend.allgather(x),
+    "a gradient": lambda frontend, x: jax.grad(lambda x: frontend.broadcast(x, 0).sum())(x),
+    "size()": lambda frontend, x: x * frontend.size(),
+    "rank()": lambda frontend, x: x * frontend.rank(),
+    "local_size()": lambda frontend, x: x * frontend.local_size(),
+    "another front-end's size()": lambda frontend, x: x * numpy_frontend.FRONTEND.size(),
+    "a process set's size()": lambda frontend, x: x * (global_process_set.size() or 0),
+    "a process set's rank()": lambda frontend, x: x * global_process_set.rank(),
+    "an optimizer of a single process": lambda frontend, x: reduced(
+        frontend, x, CollectiveSpec(Collective.ALLREDUCE), NoneCompressor, 1, global_process_set
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [*SIZED, "an allreduce"])
+def test_functions_are_traced_again_where_they_depend_on_sizes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traced = []
     with World(1, "inline") as world:
-        frontend = frontend_of(world.contexts[0])
-        monkeypatch.setattr(elastic._frontend, "FRONTEND", frontend)
-        monkeypatch.setattr(elastic, "_place", (0, 2))
+        first, second = world.contexts[0], copy.copy(world.contexts[0])
+        second.plan = PLAN  # so it tells other numbers, and its collectives end at once
+        frontend = JaxFrontend(JaxAdapter(), process.current)
 
         @jax.jit
         def step(x: Any) -> Any:
             traced.append(x)
-            return (frontend.allgather if depends else frontend.allreduce)(x)
+            return SIZED[kind](frontend, x) if kind in SIZED else frontend.allreduce(x)
 
-        step(jnp.ones(3))
-        elastic._trace_again_for_another_size()
-        step(jnp.ones(3))
-        assert len(traced) == 1 + depends
-        elastic._trace_again_for_another_size()
-        step(jnp.ones(3))
-        assert len(traced) == 1 + depends, "the size is the same"
+        def enter(context: Context) -> None:
+            monkeypatch.setattr(process, "_current", context)
+            _retracing._entered(context)
+            step(jnp.ones(3))
+
+        monkeypatch.setattr(_retracing, "_depends", False)
+        enter(first)
+        enter(first)
+        assert len(traced) == 1, "the numbers are the same"
+        enter(second)
+        assert len(traced) == 1 + (kind in SIZED)
+
+
+def test_a_newcomer_traces_again_what_it_traced_when_it_was_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told the numbers that it would have, but its collectives had one rank."""
+    cleared: list[bool] = []
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(True))
+    monkeypatch.setattr(_retracing, "_depends", True)
+    with World(2, "inline") as world:
+        formed = world.contexts[0]
+        alone = copy.copy(formed)
+        alone.plan = Alone(*(getattr(formed, name) for name in Alone.__struct_fields__))
+        _retracing._entered(alone)
+        del cleared[:]
+        monkeypatch.setattr(_retracing, "_depends", True)
+        _retracing._entered(formed)
+        assert cleared == [True]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
+import itertools
 import logging
 import os
 import threading
@@ -143,3 +145,43 @@ def test_without_it_collectives_are_callbacks_and_one_line_says_so(
         "collectives in compiled functions run as callbacks, which takes longer: this version of jaxlib cannot "
         "call them directly (version 1.0)"
     ]
+
+
+def test_two_threads_that_compile_their_first_collective_at_once_register_one_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    second_is_here, registered = threading.Event(), []
+
+    class Observed:
+        """The lock, which tells when the second thread is about to wait for it."""
+
+        def __init__(self) -> None:
+            self._lock, self._count = threading.Lock(), itertools.count()
+
+        def __enter__(self) -> None:
+            if next(self._count) == 1:
+                second_is_here.set()
+            self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    asked = itertools.count()
+
+    def problem() -> str:
+        if next(asked) == 1:
+            second_is_here.set()
+        assert second_is_here.wait(20)
+        return ""
+
+    monkeypatch.setattr(primitive, "_choosing", Observed())
+    monkeypatch.setattr(primitive, "_chosen", functools.cache(primitive._chosen.__wrapped__))
+    monkeypatch.setattr(ffi, "problem", problem)
+    monkeypatch.setattr(ffi, "register", lambda name, execute: registered.append(name))
+    found: list[bool] = []
+    threads = [threading.Thread(target=lambda: found.append(primitive._uses_callbacks())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert (found, registered) == ([False, False], [primitive.TARGET])
