@@ -74,7 +74,10 @@ class _Variables:
     def change(self, name: str, before: Array, after: Array | None = None) -> Array:
         now = self.value(name) if after is None else after
         with np.errstate(invalid="ignore"):
-            return np.asarray(np.where(before == now, before.dtype.type(0), before - now))
+            change = np.asarray(before - now)
+        if not _is_finite(change):
+            change[before == now] = 0  # inf - inf
+        return change
 
     def assign(self, name: str, value: Array) -> None:
         variable = self._variables[name]
@@ -90,7 +93,7 @@ class _Variables:
         return np.array(value, own.dtype)
 
     def is_finite(self, values: Sequence[Array]) -> bool:
-        return all(bool(np.isfinite(value).all()) for value in values)
+        return all(_is_finite(value) for value in values)
 
     def norm(self, values: Sequence[Array]) -> float:
         return math.sqrt(sum(float(np.square(value, dtype=np.float64).sum()) for value in values))
@@ -99,6 +102,12 @@ class _Variables:
         found = [self.value(name).ravel() for name in self._trained]
         samples = [value[weights.samples_of(value.size)].astype(np.float64) for value in found if value.size]
         return weights.checksum(np.concatenate(samples)) if samples else None
+
+
+def _is_finite(value: Array) -> bool:
+    # A sum reads each element once. Finite elements may add up to an infinity, but never the other way round.
+    with np.errstate(invalid="ignore", over="ignore"):
+        return bool(np.isfinite(value.sum())) or bool(np.isfinite(value).all())
 
 
 class OuterOptimizer:

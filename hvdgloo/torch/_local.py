@@ -84,7 +84,8 @@ class _ModelVariables:
 
     def change(self, name: str, before: Tensor, after: Tensor | None = None) -> Tensor:
         now = self._tensor(name).detach() if after is None else after
-        return (before - now).masked_fill_(before == now, 0)
+        change = before - now
+        return change if _is_finite(change) else change.masked_fill_(before == now, 0)  # inf - inf
 
     def assign(self, name: str, value: Tensor) -> None:
         with torch.no_grad():
@@ -101,13 +102,18 @@ class _ModelVariables:
         return _wide(value.to(own.device, torch.float32 if own.dtype in _NARROW else own.dtype))
 
     def is_finite(self, values: Sequence[Tensor]) -> bool:
-        return all(bool(torch.isfinite(value).all()) for value in values)
+        return all(_is_finite(value) for value in values)
 
     def norm(self, values: Sequence[Tensor]) -> float:
         return math.sqrt(sum(float(value.double().square().sum()) for value in values))
 
     def checksum(self) -> int | None:
         return checksum_of(self._parameters[name] for name in self.trained())
+
+
+def _is_finite(value: Tensor) -> bool:
+    # A sum reads each element once. Finite elements may add up to an infinity, but never the other way round.
+    return bool(torch.isfinite(value.sum())) or bool(torch.isfinite(value).all())
 
 
 class _HostRanks(ProcessSet):

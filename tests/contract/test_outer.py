@@ -484,6 +484,19 @@ class WithBuffers(nn.Module):
         self.register_buffer("own", torch.full((1,), float(rank)), persistent=False)
 
 
+def test_large_changes_are_applied_though_their_sum_is_infinite(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        model = nn.Linear(8, 8, bias=False)
+        optimizer = local(context, sgd(model), model, 1)
+        for parameter in model.parameters():
+            parameter.data.fill_(0.0)
+            parameter.grad = torch.full_like(parameter, -2e38)
+        optimizer.step()
+        assert all(value.unique().tolist() == pytest.approx([2e37]) for value in model.parameters())
+
+    world(1).run(rank_body)
+
+
 def test_floating_buffers_are_averaged_and_others_are_the_first_rank_s(world: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         model = WithBuffers(context.rank)

@@ -88,6 +88,17 @@ def test_variables_too_large_for_one_operation_are_averaged_all(
     world(2).run(rank_body)
 
 
+def test_large_changes_are_applied_though_their_sum_is_infinite(world: MakeWorld) -> None:
+    def rank_body(context: Context) -> None:
+        variable = np.zeros(4, np.float32)
+        outer = outer_of(context, [variable], 1)
+        variable += np.float32(2e38)
+        outer.step()
+        np.testing.assert_array_equal(variable, np.float32(2e38))
+
+    world(1).run(rank_body)
+
+
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_resumed_loop_equals_an_uninterrupted_one_bit_by_bit(world: MakeWorld, at: int) -> None:
     options: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_clip": 3.0}
