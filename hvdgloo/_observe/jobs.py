@@ -83,16 +83,19 @@ def published(job: JobFile, folder: str) -> Iterator[None]:
 
 
 def jobs(folder: str) -> list[JobFile]:
-    """List the running jobs that were published, the newest first.
+    """List this user's running jobs, the newest first.
 
-    Files of launchers and agents that were killed are removed, which wakes no process.
+    Files of other users are passed over: the directory of this user may have been filled by root, or be shared by
+    containers whose users differ. Files of launchers and agents that were killed are removed, which wakes no process.
     """
     remove_stale(folder)
     found = []
     for name in _names(folder):
         path = os.path.join(folder, name)
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=_without_waiting) as file:
+                if os.fstat(file.fileno()).st_uid != os.geteuid():
+                    continue
                 job = from_json(file.read(), JobFile)
                 over = _is_free(file)
         except (OSError, ValueError):
@@ -104,6 +107,10 @@ def jobs(folder: str) -> list[JobFile]:
         else:
             found.append(job)
     return sorted(found, key=lambda job: job.started, reverse=True)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)  # a named pipe would be waited for
 
 
 def _is_free(file: BinaryIO) -> bool:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from hvdgloo._platform.tables import aligned
 from hvdgloo.runner.agent.facts import Facts
 from hvdgloo.runner.doctor.rules import Clock, Finding, Severity, Visit, listed, size, verdict
 from hvdgloo.version import __version__
@@ -137,13 +138,7 @@ def _addresses(visits: Sequence[Visit]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, *rows]
-    widths = [
-        max((len(line[column]) for line in lines if column < len(line)), default=0) for column in range(len(head))
-    ]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines
-    )
+    return "\n".join(aligned([head, *rows]))
 
 
 # Findings.

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from html import escape
 from typing import Any
 
+from hvdgloo._platform.tables import aligned
 from hvdgloo.config import settings as declarations
 from hvdgloo.runner.tuning.campaign import OTHER_PLANE, Again, Campaign
 from hvdgloo.runner.tuning.measure import Found, Measured, Setup
@@ -113,7 +114,7 @@ def _sweep_table(campaign: Campaign) -> str:
         times = [measured.sweep.get(size) for _, measured in planes]
         rows.append([_size(size), *("" if each is None else _time(each) for each in times)])
     legend = [f"({number}) {name}" for number, (name, _) in enumerate(planes, 1)]
-    return "\n".join([*_aligned(rows), *legend])
+    return "\n".join([*aligned(rows, right=range(len(names))), *legend])
 
 
 def _found(found: Found) -> str:
@@ -206,11 +207,6 @@ def _reservation(campaign: Campaign) -> list[str]:
 def _share(part: float) -> str:
     """Describe the first part of something, in percent."""
     return "less than the first 1 %" if part < 0.01 else f"the first {100 * part:.0f} %"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 # Values.

@@ -161,6 +161,7 @@ GRAPH: dict[str, set[str]] = {
         "runner.worker",
     },
     "hvdgloo.runner.doctor": {
+        "_platform",
         "config",
         "rendezvous",
         "runner",

@@ -116,6 +116,32 @@ def test_any_job_can_be_looked_at_and_leaves_nothing_behind(launcher: Launcher, 
     assert list(private.iterdir()) == []
 
 
+def test_top_lists_several_jobs_and_shows_the_one_that_is_left(launcher: Launcher, private: Path) -> None:
+    script = launcher.script(STEPS)
+    killed = launcher.start("-np", "1", warm.python(*warm.NUMPY), script, "first")
+    wait_for(lambda: private.is_dir() and len(jobs.jobs(str(private))) == 1, PATIENCE, "the first job's file")
+    other = launcher.start("-np", "1", warm.python(*warm.NUMPY), script, "second")
+    wait_for(lambda: len(jobs.jobs(str(private))) == 2, PATIENCE, "the second job's file")
+    listed = shown_by_top()
+    rows = [line.split() for line in listed.splitlines()[2:]]
+    assert {(int(row[-4]), row[-1]) for row in rows} == {(killed.pid, "first"), (other.pid, "second")}
+    assert shown_by_top(str(killed.pid)).splitlines()[0].endswith("worker.py first")
+    killed.kill()
+    killed.wait(PATIENCE)
+    wait_for(lambda: len(jobs.jobs(str(private))) == 1, PATIENCE, "the killed job's file to be recognised as stale")
+    assert shown_by_top().splitlines()[0].endswith("worker.py second")
+    end(launcher)
+    assert other.wait(PATIENCE) == 0
+    wait_for(lambda: not launcher.living(), PATIENCE, "the end of all processes")
+    assert [path.name for path in private.iterdir() if path.suffix in (".job", ".sock")] == []
+
+
+def shown_by_top(*arguments: str) -> str:
+    out = io.StringIO()
+    assert top.main(arguments, out, os.environ) == 0
+    return out.getvalue()
+
+
 def test_page_shows_output_and_who_has_failed(launcher: Launcher, private: Path) -> None:
     with (launcher.folder / "err").open("wb") as err:
         flags = ("-np", "2", "--page", "--grace-period", "20")

@@ -247,11 +247,16 @@ def test_a_job_is_named_by_its_id_or_its_launcher(published: Published, folder: 
         assert top(name, "--once")[0] == 0
     with pytest.raises(
         ConfigError,
-        match=r"several jobs match; name one of these:\n  \w{12}  for \d+ d( \d+ h)?  hvdgloo-run\\tx\n  \w{12}",
+        match=r"several jobs match; name one of these:\n  job +runs for  launcher  command\n"
+        r"(  \w{12}  \d+ d( \d+ h)?  +\d+  hvdgloo-run\\tx\n?){2}$",
     ):
         top("--once")
     with pytest.raises(ConfigError, match="there is no job nix; these are running"):
         top("nix")
+    status, listed = top()
+    assert status == 0
+    assert listed.startswith("You are running 2 jobs on this host; hvdgloo-run top JOB shows one of them:\n  job ")
+    assert str(other.pid) in listed
     other.end()
     assert top("--once")[0] == 0
 

@@ -23,6 +23,7 @@ from hvdgloo._observe.words import duration
 from hvdgloo._platform.files import create
 from hvdgloo._platform.runtime import runtime_folder
 from hvdgloo._platform.spelling import in_one_line, suggestions
+from hvdgloo._platform.tables import aligned
 from hvdgloo.errors import ConfigError, MissingDependencyError
 
 _DESCRIPTION = """\
@@ -30,9 +31,10 @@ Show a running job: what its ranks do, which of them make the others wait, and
 its events. On the screen, arrow keys scroll through the ranks, and q quits.
 """
 _EPILOG = """\
-JOB is the beginning of a job's id, or its launcher's process id; it can be left
-out if you run only one job on this host. For a job elsewhere, give the link
-that its launcher printed (--page), in quotes; as in a browser, it works once.
+JOB is the beginning of a job's id, or its launcher's process id. Without it,
+the job is shown that you are running on this host; if there are several, they
+are listed. For a job elsewhere, give the link that its launcher printed
+(--page), in quotes; as in a browser, it works once.
 
 Exit status: 0, also if the job ends meanwhile; 1 if it does not answer; 2 if
 there is no such job, or it cannot be shown.
@@ -74,6 +76,12 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
         stdout.write(f"{find(options.job, environ).token}\n")
         return 0
     elsewhere = options.job is not None and "://" in options.job
+    if options.job is None and not (options.trace or options.link or options.json or options.once):
+        running = jobs(runtime_folder(environ))
+        if len(running) > 1:
+            stdout.write(f"You are running {len(running)} jobs on this host; hvdgloo-run top JOB shows one of them:\n")
+            stdout.write(_listed(running) + "\n")
+            return 0
     if not (options.trace or options.link or options.json):
         _need_rich()
     source = of_link(options.job) if elsewhere else of_job(find(options.job, environ))
@@ -113,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("job", nargs="?", metavar="JOB", help="the job to show (default: the only one)")
+    parser.add_argument("job", nargs="?", metavar="JOB", help="the job to show (default: the only one, or a list)")
     parser.add_argument(
         "--trace",
         type=_steps,
@@ -149,10 +157,12 @@ def find(which: str | None, environ: Mapping[str, str]) -> JobFile:
 
 def _listed(found: Sequence[JobFile]) -> str:
     now = time.time()
-    return "\n".join(
-        f"  {job.id[:12]}  for {duration(round(max(0.0, now - job.started)))}  {in_one_line(job.command)}"
+    rows = [
+        (job.id[:12], duration(round(max(0.0, now - job.started))), str(job.pid), in_one_line(job.command))
         for job in found
-    )
+    ]
+    lines = aligned([("job", "runs for", "launcher", "command"), *rows], right=(1, 2))
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def _steps(text: str) -> int:

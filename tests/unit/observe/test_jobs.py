@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,25 @@ def test_what_is_no_job_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "d.job").mkdir()
     assert jobs(str(tmp_path)) == []
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_files_of_other_users_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with published(JOB, str(tmp_path)):
+        another = os.geteuid() + 1
+        monkeypatch.setattr("os.geteuid", lambda: another)
+        assert jobs(str(tmp_path)) == []
+        monkeypatch.undo()
+        assert jobs(str(tmp_path)) == [JOB]
+
+
+@pytest.mark.timeout(10)
+def test_neither_a_named_pipe_nor_a_link_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.job")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with published(JOB, str(elsewhere)):
+        (tmp_path / "b.job").symlink_to(elsewhere / "0123456789ab.job")
+        assert jobs(str(tmp_path)) == []
 
 
 def test_where_there_is_no_folder_there_are_no_jobs(tmp_path: Path) -> None:
