@@ -1,7 +1,7 @@
 """Slow networks: a reduction and training steps with each form in which gradients can cross between hosts.
 
-    python benchmarks/slow_networks.py [--rates 100mbit,1gbit,10gbit] [--layout 2x2] [--only reduction,resnet50,pause]
-        [--megabytes 102] [--rounds 5] [--quick] [--json FILE]
+    python benchmarks/slow_networks.py [--rates 100mbit,1gbit,10gbit] [--layout 2x2]
+        [--only reduction,resnet50,pause,inner,inner-small] [--megabytes 102] [--rounds 5] [--quick] [--json FILE]
 
 Hosts are network namespaces of this machine (the tests' bed; Linux, root), whose links ``tc tbf`` limits in both
 directions. One job measures everything: in each round every way has its turn, so that whatever disturbs the machine
@@ -20,8 +20,14 @@ many parameters whose computation is a pause of 0.4 s, as for a program that wai
 LocalSGD is an eighth of the eight from one outer step to the next. Of either case, a rank has a copy of the network for
 each way, in all some 3 GB.
 
+``inner`` is what LocalSGD adds to the steps in which nothing is sent: steps of ``resnet50`` by turns with the plain
+optimizer ("alone"). ``inner-small`` is the same for a perceptron of 25 layers, whose step takes a few milliseconds. The
+network is not used, so one rate will do, and a processor for each rank tells most:
+``--only inner,inner-small --rates 10gbit --layout 2x1``.
+
 A time is the slowest rank's, and so is the processor time of its process; bytes are what the busiest host has sent over
-its interface, with all headers and acknowledgements. Printed is the least of all rounds, and what it is of ``full``'s.
+its interface, with all headers and acknowledgements. Printed is the least of all rounds, and what it is of ``full``'s;
+where there is none, of what "alone" takes.
 "codec" is the processor time of encoding and decoding. Ranks share this machine's processors, so with few of them the
 processor time counts more than on real hosts.
 """
@@ -30,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import subprocess
 import sys
@@ -50,6 +57,7 @@ PAUSE, LAYERS = 0.4, 16
 FIGURES = ("seconds", "processor", "codec", "sent")
 
 Step = Callable[[], object]
+Build = Callable[[], tuple[Any, Callable[[Any], Any]]]
 
 
 @dataclass(frozen=True)
@@ -202,7 +210,40 @@ def compressor(wire: str) -> Any:
     return type(wire, (hvd.Compression.none,), {"wire": WireFormat(wire)})
 
 
-def trainings(build: Callable[[], tuple[Any, Callable[[Any], Any]]]) -> dict[str, tuple[Step, int]]:
+def training(build: Build, wrapped: Callable[[Any, Any], tuple[Any, Any]]) -> Step:
+    """Return a training step.
+
+    Args:
+        build: see ``trainings``.
+        wrapped: takes the network and its optimizer, and returns those that step.
+    """
+    import torch
+
+    torch.manual_seed(1)
+    network, loss = build()
+    network, optimizer = wrapped(network, torch.optim.SGD(network.parameters(), lr=1e-4))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(network).backward()
+        optimizer.step()
+
+    return step
+
+
+def inner_steps(build: Build, steps: int) -> dict[str, tuple[Step, int]]:
+    """Return the plain optimizer's steps and LocalSGD's inner ones, so many in a turn."""
+    import hvdgloo.torch as hvd
+
+    never = 1 << 40
+    ways = {
+        "alone": training(build, lambda network, sgd: (network, sgd)),
+        "LocalSGD": training(build, lambda network, sgd: (network, hvd.LocalSGD(sgd, network, sync_every=never))),
+    }
+    return {way: (step, steps) for way, step in ways.items()}
+
+
+def trainings(build: Build) -> dict[str, tuple[Step, int]]:
     """Return the ways to train a network.
 
     Args:
@@ -214,19 +255,7 @@ def trainings(build: Callable[[], tuple[Any, Callable[[Any], Any]]]) -> dict[str
 
     import hvdgloo.torch as hvd
 
-    def stepping(network: Any, loss: Callable[[Any], Any], optimizer: Any) -> Step:
-        def step() -> None:
-            optimizer.zero_grad()
-            loss(network).backward()
-            optimizer.step()
-
-        return step
-
-    def made(wrapped: Callable[[Any, Any], tuple[Any, Any]]) -> Step:
-        torch.manual_seed(1)
-        network, loss = build()
-        network, optimizer = wrapped(network, torch.optim.SGD(network.parameters(), lr=1e-4))
-        return stepping(network, loss, optimizer)
+    made = functools.partial(training, build)
 
     def distributed(wire: str) -> Step:
         return made(
@@ -338,10 +367,22 @@ def pausing(nbytes: int, seconds: float) -> tuple[Any, Callable[[Any], Any]]:
     return Network(), lambda network: network(torch.zeros(())).sum()
 
 
+def perceptron() -> tuple[Any, Callable[[Any], Any]]:
+    """Return a network whose step is short, and its loss."""
+    import torch
+    from torch import nn
+
+    layers = [layer for _ in range(25) for layer in (nn.Linear(128, 128), nn.ReLU())]
+    given = torch.randn(64, 128)
+    return nn.Sequential(*layers), lambda network: network(given).square().mean()
+
+
 CASES: dict[str, Callable[[Task], dict[str, tuple[Step, int]]]] = {
     "reduction": reductions,
     "resnet50": lambda task: trainings(lambda: resnet50(task.width)),
     "pause": lambda task: trainings(lambda: pausing(task.nbytes, task.pause)),
+    "inner": lambda task: inner_steps(lambda: resnet50(task.width), 5),
+    "inner-small": lambda task: inner_steps(perceptron, 200),
 }
 
 
@@ -393,21 +434,22 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     shown = None
     for row in rows:
         least = {figure: min(row[figure]) for figure in FIGURES}
-        beside = next(r for r in rows if (r["case"], r["rate"], r["way"]) == (row["case"], row["rate"], "full"))
-        of_full = {figure: least[figure] / min(beside[figure]) for figure in ("seconds", "processor", "sent")}
+        its = {r["way"]: r for r in rows if (r["case"], r["rate"]) == (row["case"], row["rate"])}
+        standard = "full" if "full" in its else "alone"
+        beside = its[standard]
+        of_it = {figure: least[figure] / min(beside[figure]) for figure in ("seconds", "processor", "sent")}
         if (row["case"], row["rate"]) != shown:
             shown = row["case"], row["rate"]
-            print(f"{row['case']} at {row['rate']}; in brackets of full:")
+            print(f"{row['case']} at {row['rate']}; in brackets of {standard}:")
         line = (
-            f"  {row['way']:17s} {least['seconds']:8.3f} s ({of_full['seconds']:.2f})   processor "
-            f"{least['processor'] * 1e3:6.0f} ms ({of_full['processor']:.2f})   sent {least['sent'] / 1e6:7.2f} MB "
-            f"({of_full['sent']:.3f})"
+            f"  {row['way']:17s} {least['seconds']:8.3f} s ({of_it['seconds']:.2f})   processor "
+            f"{least['processor'] * 1e3:6.0f} ms ({of_it['processor']:.2f})   sent {least['sent'] / 1e6:7.2f} MB "
+            f"({of_it['sent']:.3f})"
         )
         if least["codec"]:
             line += f"   codec {least['codec'] * 1e3:.0f} ms ({least['codec'] / min(beside['processor']):.2f})"
-        alone = [r for r in rows if (r["case"], r["rate"], r["way"]) == (*shown, "alone")]
-        if alone and row["way"] != "alone":
-            line += f"   {min(alone[0]['seconds']) / least['seconds']:.0%} of the speed alone"
+        if "alone" in its and row["way"] != "alone":
+            line += f"   {min(its['alone']['seconds']) / least['seconds']:.0%} of the speed alone"
         print(line, flush=True)
 
 

@@ -211,6 +211,11 @@ class _Exchange(Generic[T]):
     norm: float = 0.0
     nbytes: int = 0
 
+    @property
+    def overlaps(self) -> bool:
+        """True if inner steps are made meanwhile; also of a fragment that has no variables."""
+        return self.ends > self.began
+
 
 class Outer(Generic[T]):
     """The outer optimizer of one model.
@@ -501,7 +506,7 @@ class Outer(Generic[T]):
             (self._averages if name in averaged else self._changes).ready(name, change, final=True)
         exchange.nbytes = sum(self._sizes[name] for name in names)
         # They are written at once, so they wait for an outer step that nothing overlaps with.
-        if not exchange.then and options.fragments - 1 in exchange.fragments:
+        if not exchange.overlaps and options.fragments - 1 in exchange.fragments:
             copied = ((self._labels[name], tensor) for name, tensor in variables.copied())
             exchange.copies = _start_from_first(frontend, options.process_set, copied)
         return exchange
@@ -548,7 +553,7 @@ class Outer(Generic[T]):
         if not variables.is_finite(list(means.values())):
             self._refuse()
             return
-        if not exchange.then and len(exchange.fragments) == options.fragments:
+        if not exchange.overlaps and len(exchange.fragments) == options.fragments:
             self.synchronized = self.iterations
         averaged = set(variables.averaged())
         plain = exchange.began <= options.start

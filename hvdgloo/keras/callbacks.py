@@ -137,7 +137,8 @@ class LocalSGDCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[mi
 
     Args:
         sync_every: batches from one outer step to the next; with ``steps_per_execution``, executions.
-        outer_lr, outer_momentum, outer_clip, start, compression, process_set: as for ``hvdgloo.numpy.OuterOptimizer``.
+        outer_lr, outer_momentum, outer_clip, start, fragments, overlap, compression, process_set: as for
+            ``hvdgloo.numpy.OuterOptimizer``.
 
     Raises:
         InvalidArgumentError: (a ValueError) when training begins: the optimizer is distributed, or Keras runs on JAX.

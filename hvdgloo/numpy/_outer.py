@@ -125,11 +125,15 @@ class OuterOptimizer:
     afterwards the variables have the same bits on all ranks. Make it on all ranks once they have the same values, after
     a broadcast. In an elastic job commit only when ``is_synchronized``, and keep ``state_dict()`` in the state.
 
+    With ``fragments`` or ``overlap``, variables are the same on all ranks only after ``finish()``: call it before a
+    commit, too.
+
     Args:
         variables: floating-point numpy arrays, which are written; or variables of TensorFlow, Keras or MXNet. A list in
             the same order on all ranks, or a dict by name.
         statistics: variables that are averaged, but not trained, such as batch normalisation's.
-        sync_every, outer_lr, outer_momentum, outer_clip, start, compression, process_set: as for ``LocalSGD``.
+        sync_every, outer_lr, outer_momentum, outer_clip, start, fragments, overlap, compression, process_set: as for
+            ``LocalSGD``. Statistics are averaged with the last fragment.
 
     Raises:
         InvalidArgumentError: (a ValueError) an argument cannot be used.
@@ -148,6 +152,8 @@ class OuterOptimizer:
         outer_momentum: float = 0.0,
         outer_clip: float | None = None,
         start: int = 0,
+        fragments: int = 1,
+        overlap: int = 0,
         compression: Compressor[Array] = Compression.none,
         process_set: ProcessSet = global_process_set,
         statistics: Iterable[Any] | Mapping[str, Any] = (),
@@ -157,13 +163,16 @@ class OuterOptimizer:
             raise InvalidArgumentError("there are no variables to average; pass a list or a dict of them")
         for name, variable in (*trained.items(), *averaged.items()):
             _check(name, variable)
-        options = OuterOptions(sync_every, outer_lr, outer_momentum, outer_clip, start, compression, process_set)
+        options = OuterOptions(
+            sync_every, outer_lr, outer_momentum, outer_clip, start, compression, process_set, fragments, overlap
+        )
         self.frontend.context  # noqa: B018 - raises before init()
         self._outer = Outer(self.frontend, _Variables(trained, averaged), options, inner="rank", remedy=_REMEDY)
         self._outer.begin()
 
     def step(self) -> None:
-        """Count an inner step, after it; every ``sync_every``-th call makes an outer step, with all ranks.
+        """Count an inner step, after it; every ``sync_every``-th call makes an outer step, with all ranks. With
+        ``fragments``, each of them has its own in a round; with ``overlap``, a later call completes it.
 
         Raises:
             HorovodInternalError: the exchange failed.
@@ -175,13 +184,15 @@ class OuterOptimizer:
         self.frontend.end_step()
 
     def finish(self) -> None:
-        """Make an outer step if there was an inner one since the last; collective."""
+        """Complete what is under way, and make an outer step if there was an inner one since all ranks had the same
+        values; collective."""
         self._outer.begin()
         self._outer.finish()
 
     @property
     def is_synchronized(self) -> bool:
-        """True if there was no inner step since the last outer one, so that all ranks have the same values."""
+        """True if there was no inner step since all ranks had the same values: after an outer step, or with
+        ``fragments`` or ``overlap`` after ``finish()``."""
         return self._outer.is_synchronized
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 
 from hvdgloo._backends import gpu, nccl  # noqa: E402
 from hvdgloo._backends.cuda import Gpu  # noqa: E402
-from hvdgloo._backends.select import Planes, plane_settings  # noqa: E402
+from hvdgloo._backends.select import Planes, gloo_provider, plane_settings  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._engine import executor  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
@@ -30,6 +30,7 @@ from hvdgloo.errors import BackendError, HorovodInternalError, RendezvousError  
 from hvdgloo.rendezvous import MemoryStore  # noqa: E402
 from hvdgloo.topology import Host, Topology, Worker  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
+from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
 from tests.support.environment import entries, seen_by_c  # noqa: E402
 from tests.support.gpus import Simulated, on_gpu, simulated  # noqa: E402
@@ -88,6 +89,32 @@ def test_an_even_reducescatter_is_nccl_s_own(gpus: Simulated, monkeypatch: pytes
     with World(SIZE, open_device=planes()) as world:
         world.run(body)
     assert calls[0].made == ["reducescatter"] * SIZE * len(kinds)
+
+
+@pytest.mark.skipif(gloo_provider("auto") != "torch", reason="torch's Gloo encodes")
+def test_gradients_that_nccl_would_have_to_encode_end_the_job_with_the_remedy(gpus: Simulated) -> None:
+    def body(context: Context) -> None:
+        hvd = frontend_of(context)
+        assert hvd.allreduce(on_gpu(torch.ones(300)), op=ReduceOp.SUM).tolist() == [2.0] * 300
+        reason = r"w cannot cross between hosts as int8: CUDA tensors travel over NCCL here.*--gpu-operations gloo"
+        with pytest.raises(HorovodInternalError, match=reason):
+            hvd.allreduce(on_gpu(torch.ones(300)), name="w", compression=Compression.int8)
+
+    with World(2, "gloo", open_device=planes(), wire_threshold=0) as world:
+        world.run(body)
+
+
+@pytest.mark.skipif(gloo_provider("auto") != "torch", reason="torch's Gloo encodes")
+def test_with_that_remedy_they_are_encoded_in_host_memory(gpus: Simulated) -> None:
+    def body(context: Context) -> None:
+        hvd, values = frontend_of(context), torch.linspace(-1.0, 1.0, 300)
+        total = torch.tensor(
+            hvd.allreduce(on_gpu(values), op=ReduceOp.SUM, name="w", compression=Compression.int8).tolist()
+        )
+        assert 1e-4 < (total - 2 * values).norm() / (2 * values).norm() < 2e-2
+
+    with World(2, "gloo", open_device=planes(operations="gloo"), wire_threshold=0) as world:
+        world.run(body)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.int16, torch.uint16], ids=str)

@@ -440,6 +440,27 @@ def test_counters_of_the_first_rank_wait_for_finish_if_steps_overlap(world: Make
     world(2).run(rank_body)
 
 
+def test_counters_wait_for_finish_also_if_the_last_fragment_has_no_variables(world: MakeWorld) -> None:
+    """More than half of the elements are in the last variable, which is the middle of the model."""
+
+    def rank_body(context: Context) -> None:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(count)) for count in (2, 30)])
+        model.register_buffer("count", torch.tensor(0))
+        optimizer = local(context, torch.optim.SGD(model.parameters(), lr=0.1), model, 8, fragments=4, overlap=1)
+        for done in range(1, 17):
+            for parameter in model:
+                parameter.grad = torch.full_like(parameter, context.rank + 1.0)
+            model.count += context.rank + 1
+            optimizer.step()
+            assert model.count.item() == done * (context.rank + 1)
+        optimizer.finish()
+        assert model.count.item() == 16
+        for parameter in model:
+            assert parameter.tolist() == pytest.approx([-0.1 * 16 * (context.size + 1) / 2] * parameter.numel())
+
+    world(2).run(rank_body)
+
+
 def test_small_variables_travel_in_one_operation(world: MakeWorld) -> None:
     def rank_body(context: Context) -> int:
         model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])

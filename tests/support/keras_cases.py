@@ -204,10 +204,20 @@ def local_sgd_meets_every_so_many_batches() -> None:
     every.fit(own(X), own(Y), batch_size=per, epochs=2, shuffle=False, verbose=0, callbacks=[callback(1)])
     for got, expected in zip(every.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
-    some.fit(own(X), own(Y), batch_size=per, epochs=2, shuffle=False, verbose=0, callbacks=[callback(3)])
-    everyones = hvd.allgather_object([weight.tobytes() for weight in some.get_weights()])
-    assert all(weights == everyones[0] for weights in everyones)
-    assert not np.array_equal(some.get_weights()[0], every.get_weights()[0]) or hvd.size() == 1
+    streamed = dense()
+    streamed.compile(optimizer=keras.optimizers.SGD(0.05), loss="mse")
+    # Also at the end of each epoch, of four batches. In fragments, the first meets after the second batch of each.
+    for model, options, steps in (
+        (some, {"sync_every": 3}, 4),
+        (streamed, {"sync_every": 4, "fragments": 2, "overlap": 1}, 6),
+    ):
+        before = hvd.metrics().outer_steps
+        meets = callback(**options)
+        model.fit(own(X), own(Y), batch_size=per, epochs=2, shuffle=False, verbose=0, callbacks=[meets])
+        assert hvd.metrics().outer_steps - before == steps
+        everyones = hvd.allgather_object([weight.tobytes() for weight in model.get_weights()])
+        assert all(weights == everyones[0] for weights in everyones)
+        assert not np.array_equal(model.get_weights()[0], every.get_weights()[0]) or hvd.size() == 1
     distributed = dense()
     distributed.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss="mse")
     error = raised(InvalidArgumentError, lambda: distributed.fit(own(X), own(Y), callbacks=[callback(2)], verbose=0))

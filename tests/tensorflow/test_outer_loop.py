@@ -31,3 +31,26 @@ def test_variables_of_a_loop_are_averaged_every_so_many_steps(dtype: str) -> Non
 
     with World(2) as made:
         assert len(set(made.run(rank_body))) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_variables_of_a_loop_are_averaged_in_fragments_while_it_goes_on(dtype: str) -> None:
+    def rank_body(context: Context) -> bytes:
+        class Own(OuterOptimizer):
+            frontend = Frontend(NumpyAdapter(), lambda: context)
+
+        matrix, scalar = tf.Variable(tf.zeros((2, 3), dtype)), tf.Variable(tf.zeros((6,), dtype))
+        outer = Own([matrix, scalar], 4, fragments=2, overlap=1)
+        for done in range(1, 6):
+            matrix.assign_add(tf.ones((2, 3), dtype) * context.rank)
+            scalar.assign_add(tf.ones((6,), dtype) * context.rank)
+            outer.step()
+            own = done * context.rank
+            assert float(matrix.numpy()[0, 0]) == (own if done < 3 else 1 + (done - 2) * context.rank)
+            assert float(scalar.numpy()[0]) == (own if done < 5 else 2 + context.rank)
+        outer.finish()
+        assert scalar.numpy().astype(float).tolist() == [2.5] * 6
+        return bytes(matrix.numpy().tobytes())
+
+    with World(2) as made:
+        assert len(set(made.run(rank_body))) == 1

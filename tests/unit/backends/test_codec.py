@@ -139,6 +139,24 @@ def test_adding_is_decoding_and_then_adding(
 
 
 @both
+@every_form
+def test_values_that_are_converted_in_several_pieces_are_those_of_each_piece(
+    library: Callable[[WireFormat], Codec], form: WireFormat
+) -> None:
+    used, generator = library(form), np.random.default_rng(3)
+    count = 2 * codec.PIECE + used.block + 1
+    edges = list(range(0, count, codec.PIECE))
+    values = (
+        generator.standard_normal(count).astype(np.float32) * np.repeat(np.float32([1, 1e3, 1e-3]), codec.PIECE)[:count]
+    )
+    each = np.concatenate([decoded(library(form), values[begin : begin + codec.PIECE]) for begin in edges])
+    assert np.array_equal(decoded(used, values), each)
+    total = np.ones(count, np.float32)
+    used.decode(encoded(used, values), total, add=True)
+    assert np.array_equal(total, 1 + each)
+
+
+@both
 @pytest.mark.parametrize("form", QUANTISED, ids=str)
 @pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
 def test_a_block_with_an_infinity_or_a_nan_is_nan_and_no_other_block(

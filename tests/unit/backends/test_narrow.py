@@ -34,9 +34,10 @@ every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few blocks in a piece, and several chunks in a tensor."""
+    """A few blocks in a piece, several chunks in a tensor, and pieces in more than one room, which they do not fill."""
     monkeypatch.setattr(narrow, "PIECE", 512)
     monkeypatch.setattr(narrow, "CHUNK", 24 * 256)
+    monkeypatch.setattr(narrow, "_ROOM", 1500)
 
 
 class Flat:
