@@ -66,7 +66,8 @@ def test_sigterm_costs_no_step(tmp_path: Path) -> None:
 
 # On hosts of their own.
 
-PAGE = ROOT / "docs/elastic.md"
+PAGE = ROOT / "docs/kubernetes.md"
+SLURM = ROOT / "docs/slurm.md"
 PORT = 29400
 BUSY = 40.0
 """Seconds that anything may take where a Python starts on a busy machine."""
@@ -122,7 +123,7 @@ def image(tmp_path: Path) -> Path:
 @pytest.mark.timeout(180)  # mostly a tenth of it
 def test_the_recipe_for_kubernetes(make_bed: Callable[..., Bed], image: Path) -> None:
     """Scaled up and down; a pod is killed, and so is the rendezvous, in the middle of training."""
-    (text,) = blocks(PAGE, "Kubernetes", "yaml")
+    (text,) = blocks(PAGE, "An elastic job on Kubernetes", "yaml")
     assert [pod.name for pod in kubernetes(text, SECRETS)] == ["elastic-rendezvous-0", *WORKERS[:3]]
     grown = kubernetes(text.replace("replicas: 3", "replicas: 4"), SECRETS)
     orchestra = Orchestra(make_bed(["h1", "h2", "h3", "h4", "h5"]), grown, services(text), image)
@@ -154,7 +155,7 @@ WORKERS = ("elastic-0", "elastic-1", "elastic-2", "elastic-3")
 
 @pytest.mark.timeout(180)  # mostly a tenth of it
 def test_the_recipe_for_docker_compose(make_bed: Callable[..., Bed], image: Path) -> None:
-    (text,) = blocks(PAGE, "Docker Compose", "yaml")
+    (text,) = blocks(PAGE, "An elastic job with Docker Compose", "yaml")
     pods = compose(text.replace("replicas: 2", "replicas: 3"), {"HVDGLOO_SECRET": "ab" * 32})  # --scale worker=3
     orchestra = Orchestra(make_bed(["h1", "h2", "h3", "h4"]), pods, {"rendezvous": "rendezvous-0"}, image)
     job = Pods(orchestra, "rendezvous-0")
@@ -175,7 +176,7 @@ def test_the_recipe_for_docker_compose(make_bed: Callable[..., Bed], image: Path
 @pytest.mark.timeout(180)  # mostly a tenth of it
 def test_the_recipe_for_slurm(bed: Bed, image: Path) -> None:
     """A job of two nodes, of which one fails, and a second job whose worker joins; srun is false, and ssh real."""
-    (text,) = blocks(PAGE, "Slurm", "sh")
+    (text,) = blocks(SLURM, "Elastic jobs", "sh")
     text = text.replace("10.0.0.5", bed["h1"].address)
     srun = image / "srun"
     srun.write_text(
