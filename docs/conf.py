@@ -37,7 +37,7 @@ navigation = {
     "Seeing and tuning": ("observing", "timeline", "tuning", "slow-networks"),
     "Coming from Horovod": ("migrating",),
     "Reference": ("api", "api-tensorflow", "api-mxnet", "configuration", "security", "changelog"),
-    "How it works": ("performance", "gpu-report-h100", "life-of-a-tensor", "life-of-a-host"),
+    "How it works": ("performance", "performance-history", "gpu-report-h100", "life-of-a-tensor", "life-of-a-host"),
 }  # fmt: skip
 """The pages by title of their part, in the order of the side bar. A missing page is an error."""
 

@@ -188,7 +188,7 @@ def optimizer_step(model: nn.Module, optimizer: Any, compile_: Compile) -> Step:
 
 
 def users_own_step(model: nn.Module, optimizer: Any, compile_: Compile) -> Step:
-    """The update alone is compiled, as docs/performance.md says."""
+    """The update alone is compiled, as docs/compatibility.md says."""
     plain = optimizer.__reduce_ex__(2)[1][0]
     plain.step = compile_(plain.step)
     return optimizer_step(model, optimizer, lambda step: step)
