@@ -33,10 +33,10 @@ navigation = {
         "faq",
     ),
     "Running jobs": ("recipes", "launching", "hosts", "slurm", "kubernetes", "settings-file", "doctor", "elastic",
-        "torch-distributed", "spark", "ray", "gpus", "troubleshooting"),
+        "torch-distributed", "spark", "ray", "tf-data-service", "gpus", "troubleshooting"),
     "Seeing and tuning": ("observing", "timeline", "tuning", "slow-networks"),
     "Coming from Horovod": ("migrating",),
-    "Reference": ("api", "api-tensorflow", "api-mxnet", "configuration", "security", "changelog"),
+    "Reference": ("api", "api-tensorflow", "api-mxnet", "configuration", "security", "security-protocols", "changelog"),
     "How it works": ("performance", "performance-history", "gpu-report-h100", "life-of-a-tensor", "life-of-a-host"),
 }  # fmt: skip
 """The pages by title of their part, in the order of the side bar. A missing page is an error."""
