@@ -40,7 +40,7 @@ from hvdgloo._engine.messages import (
     frame,
 )
 from hvdgloo._engine.planes import DEPTH
-from hvdgloo._engine.stacks import THREAD_PREFIX, python_stacks
+from hvdgloo._engine.threads import ThreadOwner, python_stacks
 from hvdgloo._net import framing
 from hvdgloo._net.handshake import Link
 from hvdgloo._platform import interrupts
@@ -70,7 +70,7 @@ _ANSWER_SECONDS = 0.2
 """Seconds that a caller who asks what ranks wait for stays patient while another thread has the turn."""
 
 
-class Control:
+class Control(ThreadOwner):
     """Owns the control thread of one rank.
 
     Args:
@@ -140,21 +140,7 @@ class Control:
         # What the thread that has the turn may do: wait briefly for other ranks; take longer, since it waits anyway.
         self._may_wait, self._caller_waits = True, False
         executor.set_callbacks(on_room=self.room, on_failure=self.data_plane_failed)
-        self._thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}control-{rank}", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    @property
-    def native_id(self) -> int:
-        """The system's id of the running thread."""
-        assert self._thread.native_id is not None
-        return self._thread.native_id
-
-    def join(self, timeout: float) -> bool:
-        """Wait for the thread to end; False if it has not ended within ``timeout`` seconds."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        super().__init__(f"control-{rank}", self._run)
 
     def submitted(self, *, waits: bool) -> None:
         """An operation was filed; callable from any thread.

@@ -24,9 +24,9 @@ from hvdgloo._engine.member import Member
 from hvdgloo._engine.messages import Leave, Observe, Request, Tune
 from hvdgloo._engine.offering import Offers
 from hvdgloo._engine.offers import PLACES
+from hvdgloo._engine.open_timelines import OpenTimelines
 from hvdgloo._engine.planes import Group
 from hvdgloo._engine.settings import Choice
-from hvdgloo._engine.stacks import THREAD_PREFIX
 from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo._net.descriptors import close_keeping_numbers
 from hvdgloo._net.handshake import Link
@@ -114,6 +114,7 @@ class Engine:
     Attributes:
         wire: the form in which gradients cross between hosts if the program does not choose one.
         wire_threshold: bytes below which they cross as they are.
+        timelines: the traces of this rank's operations.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Engine:
         self._forked = False
         self._closing = threading.Lock()
         self._executor = Executor(
-            f"{THREAD_PREFIX}data-{rank}",
+            f"data-{rank}",
             self._groups,
             self._open_group,
             fusion_threshold=settings.fusion_threshold,
@@ -188,7 +189,7 @@ class Engine:
             aggregator = Aggregator(position, {0: everyone}, patience, settings.operation_timeout)
         self._coordinator = coordinator
         self._in_tree = position is not None
-        self._timelines: dict[bool, Timeline] = {}  # the program's own (False), and one that an observer asked for
+        self.timelines = OpenTimelines(rank, self._show_timelines)
         self._control = Control(
             rank,
             links,
@@ -312,7 +313,7 @@ class Engine:
         request = persistent.request
         signature = (persistent.template or persistent).signature
         if signature is None or signature.number < 0:
-            self._validate(request)
+            _check(request, self.members_of(request.process_set, request.name))
         results = inputs if request.collective.sized_late else outputs or ()
         if len(inputs) != len(request.tensors) or len(results) != len(request.tensors):
             raise InvalidArgumentError(
@@ -355,47 +356,7 @@ class Engine:
         submits from now on, or an earlier one that is not yet ordered."""
         self._control.say(Tune(*astuple(choice)))
 
-    def start_timeline(
-        self, path: str, *, clock_offset: float = 0.0, mark_cycles: bool = False, asked_for: bool = False
-    ) -> bool:
-        """Trace operations into a file from now on, until ``stop_timeline`` or the end.
-
-        Args:
-            asked_for: by an observer of the job: such a trace and the program's own are independent of each other.
-
-        Returns:
-            False if such a trace is already being written, or the engine has ended: then nothing was done.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
-        with self._closing:
-            if asked_for in self._timelines or self._closed or self._forked:
-                return False
-            from hvdgloo._engine.timeline import Timeline
-
-            self._timelines[asked_for] = Timeline(path, self.rank, clock_offset, mark_cycles=mark_cycles)
-            self._show_timelines()
-            return True
-
-    def stop_timeline(self, *, asked_for: bool = False) -> None:
-        """End that trace, if there is one; its file is complete then."""
-        if not self._forked:  # a forked child has neither the trace nor its writer's thread
-            with self._closing:
-                self._stop_timeline(asked_for)
-
-    def _stop_timeline(self, asked_for: bool) -> None:
-        timeline = self._timelines.pop(asked_for, None)
-        if timeline is not None:
-            self._show_timelines()
-            timeline.close()
-
-    def _show_timelines(self) -> None:
-        timeline: Timeline | Timelines | None = next(iter(self._timelines.values()), None)
-        if len(self._timelines) > 1:
-            from hvdgloo._engine.timeline import Timelines
-
-            timeline = Timelines(*self._timelines.values())
+    def _show_timelines(self, timeline: Timeline | Timelines | None) -> None:
         self._member.timeline = self._executor.timeline = timeline
         if self.counters is not None:
             self.counters.timeline = timeline
@@ -442,8 +403,7 @@ class Engine:
                         (backend.close if ended else backend.abandon)()
                     except Exception:  # one that does not end well must not keep the others from it
                         logger.exception("the %s data plane was not closed", backend.name)
-            for asked_for in list(self._timelines):
-                self._stop_timeline(asked_for)
+            self.timelines.close()
             if self._coordinator is not None and self._coordinator.undecided and not reason:
                 logger.warning("%s", self._coordinator.undecided)
             if ended and is_silent:
@@ -456,19 +416,6 @@ class Engine:
         self._groups.clear()  # the Context, which others may still refer to, keeps no memory
         self._control.clear_callbacks()
         self._executor.clear_callbacks()
-
-    def _validate(self, request: Request) -> None:
-        members = self.members_of(request.process_set, request.name)
-        for spec in request.tensors:
-            if request.collective.reduces:
-                _check_arithmetic(request, spec)
-            if request.collective.along_rows and not spec.shape:
-                raise InvalidArgumentError(
-                    f"{request.name}: a zero-dimensional tensor has no first dimension for {request.collective.value}; "
-                    "give it one (reshape to (1,))"
-                )
-        if request.collective.has_root:
-            _check_root(request, members)
 
     @property
     def process_sets(self) -> dict[int, tuple[int, ...]]:
@@ -550,14 +497,28 @@ class Engine:
     def _after_fork_in_child(self) -> None:
         """A forked child that kept a connection open would hide this rank's death from its peers."""
         self._forked = True
+        self.timelines.after_fork_in_child()
         if self.counters is not None:
-            self.counters.timeline = None  # its writer is the parent's
+            self.counters.timeline = None
         close_keeping_numbers(self._control.peers.descriptors)
         for group in self._groups.values():
             for backend in group.backends:
                 forget = getattr(backend, "after_fork_in_child", None)
                 if forget is not None:
                     forget()
+
+
+def _check(request: Request, members: Sequence[int]) -> None:
+    for spec in request.tensors:
+        if request.collective.reduces:
+            _check_arithmetic(request, spec)
+        if request.collective.along_rows and not spec.shape:
+            raise InvalidArgumentError(
+                f"{request.name}: a zero-dimensional tensor has no first dimension for {request.collective.value}; "
+                "give it one (reshape to (1,))"
+            )
+    if request.collective.has_root:
+        _check_root(request, members)
 
 
 def _check_arithmetic(request: Request, spec: TensorSpec) -> None:

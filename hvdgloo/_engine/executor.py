@@ -25,6 +25,7 @@ from hvdgloo._engine.fusion import Bucket, Part, Planner
 from hvdgloo._engine.messages import Response, Tune
 from hvdgloo._engine.planes import DEPTH, Group
 from hvdgloo._engine.submission import Submission
+from hvdgloo._engine.threads import ThreadOwner
 from hvdgloo._engine.transfer import Batch, Phases, Transfer, begin, deliver
 from hvdgloo._observe.counters import Counters
 from hvdgloo._platform.queues import take_within
@@ -75,7 +76,7 @@ _SLOWEST_NETWORK = 1 << 20
 """
 
 
-class Executor:
+class Executor(ThreadOwner):
     """Owns the data thread.
 
     Args:
@@ -131,7 +132,7 @@ class Executor:
         self._is_stuck = False
         self._pause = _SHORTEST_PAUSE
         self.timeline: Timeline | Timelines | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        super().__init__(name, self._run)
 
     @property
     def backlog(self) -> int:
@@ -168,13 +169,7 @@ class Executor:
 
     def start(self) -> None:
         _let_go(())
-        self._thread.start()
-
-    @property
-    def native_id(self) -> int:
-        """The system's id of the running thread."""
-        assert self._thread.native_id is not None
-        return self._thread.native_id
+        super().start()
 
     def execute(self, batch: Batch, *, may_wait: bool = True, caller_waits: bool = False) -> None:
         """Queue one batch, or execute it here if it is quick.
@@ -292,13 +287,6 @@ class Executor:
         logger.warning("the data thread has not ended %g s after the job did; it is left as it is", _STUCK_SECONDS)
         for operation in list(self._unresolved):
             operation.handle.resolve(error=error)
-
-    def join(self, timeout: float) -> bool:
-        """Wait for the thread to end; False if it has not ended within ``timeout`` seconds."""
-        if self._thread.ident is None:
-            return True
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
 
     # The data thread.
 

@@ -110,7 +110,7 @@ class Context:
         return self.topology.is_homogeneous
 
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
-        """Trace collectives; on rank 0, or if ``path`` has ``{rank}`` in it, on every rank; see ``Engine``.
+        """Trace collectives; on rank 0, or if ``path`` has ``{rank}`` in it, on every rank; see ``OpenTimelines``.
 
         Ranks are numbered as in the whole job, even in a world of only some of them: two worlds must not write to one
         file. In an elastic job each epoch but the first has a file of its own (``path.e2.json``), and a newcomer writes
@@ -125,12 +125,12 @@ class Context:
             path = f"{stem}.e{self.topology.epoch}{suffix}"
         if "{rank}" in path or self.job_rank == 0:
             own = path.replace("{rank}", str(self.job_rank))
-            self.engine.start_timeline(own, clock_offset=self.clock_offset, mark_cycles=mark_cycles)
+            self.engine.timelines.start(own, clock_offset=self.clock_offset, mark_cycles=mark_cycles)
 
     def stop_timeline(self) -> None:
         """End the trace, if there is one; its file is complete then."""
         self.traced = None
-        self.engine.stop_timeline()
+        self.engine.timelines.stop()
 
     def metrics(self) -> Metrics:
         """Return this process's counts so far; nothing but zeros with ``HVDGLOO_OBSERVE=0``."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hvdgloo._engine.open_timelines import OpenTimelines
 from hvdgloo._job.reporting import Reporting
 from hvdgloo._net.event_loop import WakeUp
 from hvdgloo._observe.counters import Counters
@@ -16,7 +17,6 @@ from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hvdgloo._engine.timeline import Timeline
     from hvdgloo._observe import samples
     from hvdgloo._observe.reporter import RankInEpoch, Reporter
 
@@ -61,8 +61,7 @@ class GroupReporting:
     ) -> None:
         self._counters, self._groups = counters, groups
         self._rank, self._size = rank, size
-        self._lock = threading.Lock()
-        self._timelines: dict[bool, Timeline] = {}  # the program's own (False), and one that an observer asked for
+        self._timelines = OpenTimelines(rank, partial(setattr, counters, "timeline"))
         self._reporting: Reporting | None = None
         path = config.first_timeline
         if path and timeline_number > 1:
@@ -70,7 +69,7 @@ class GroupReporting:
             path = f"{root}-{timeline_number}{extension}"
         if path and ("{rank}" in path or self._rank == 0):
             try:
-                self._start_timeline(path.replace("{rank}", str(self._rank)), asked_for=False)
+                self._timelines.start(path.replace("{rank}", str(self._rank)))
             except ConfigError as error:
                 logger.warning("%s", error)
         # Processes that a worker has started have its environment, but other ranks.
@@ -95,8 +94,7 @@ class GroupReporting:
         if self._reporting is not None:
             self._reporting.close()
             self._counters.lateness = None
-        for asked_for in list(self._timelines):
-            self._stop_timeline(asked_for)
+        self._timelines.close()
 
     # What the Reporter asks, see ``reporter.Subject`` ----------------------------------------------------------------
 
@@ -122,28 +120,7 @@ class GroupReporting:
         return self._groups.missing(least), ()
 
     def start_trace(self, path: str) -> bool:
-        return self._start_timeline(path, asked_for=True)
+        return self._timelines.start(path, asked_for=True)
 
     def stop_trace(self) -> None:
-        self._stop_timeline(asked_for=True)
-
-    def _start_timeline(self, path: str, *, asked_for: bool) -> bool:
-        from hvdgloo._engine.timeline import Timeline
-
-        with self._lock:
-            self._timelines[asked_for] = Timeline(path, self._rank)
-            self._show_timelines()
-        return True
-
-    def _stop_timeline(self, asked_for: bool) -> None:
-        with self._lock:
-            timeline = self._timelines.pop(asked_for, None)
-            if timeline is not None:
-                self._show_timelines()
-                timeline.close()
-
-    def _show_timelines(self) -> None:
-        from hvdgloo._engine.timeline import Timelines
-
-        open_now = [*self._timelines.values()]
-        self._counters.timeline = Timelines(*open_now) if len(open_now) > 1 else next(iter(open_now), None)
+        self._timelines.stop(asked_for=True)

@@ -61,7 +61,7 @@ class _Rank:
         topology = engine.topology
         self.place = RankInEpoch(engine.rank, topology.size, topology.epoch)
         self.oldest_pending: Callable[[], tuple[str, float]] = engine.oldest_pending
-        self.stop_trace: Callable[[], None] = partial(engine.stop_timeline, asked_for=True)
+        self.stop_trace: Callable[[], None] = partial(engine.timelines.stop, asked_for=True)
 
     def planes(self) -> Sequence[samples.Plane]:
         topology = self._engine.topology
@@ -96,4 +96,4 @@ class _Rank:
         return missing, [*stacks.items()]
 
     def start_trace(self, path: str) -> bool:
-        return self._engine.start_timeline(path, clock_offset=self._clock_offset, asked_for=True)
+        return self._engine.timelines.start(path, clock_offset=self._clock_offset, asked_for=True)

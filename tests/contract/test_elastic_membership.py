@@ -17,7 +17,7 @@ import pytest
 
 from hvdgloo._collectives import process_sets
 from hvdgloo._collectives.process_sets import ProcessSet
-from hvdgloo._engine.stacks import python_stacks
+from hvdgloo._engine.threads import python_stacks
 from hvdgloo._job import elastic
 from hvdgloo._job.control_plane import World
 from hvdgloo._job.elastic import _Why

@@ -63,7 +63,7 @@ def test_rank_0_s_timeline_shows_when_each_rank_came(tmp_path: Path, monkeypatch
             seen.set()
         handle.wait(10)
         if ctx.rank == 0:
-            ctx.engine.stop_timeline()
+            ctx.engine.timelines.stop()
         after = allreduce(ctx, "allreduce.after", np.ones(1))
         assert result(after)[0] == 6
 

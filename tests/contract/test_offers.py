@@ -413,9 +413,9 @@ def test_during_a_timeline_everything_is_ordered(world: Callable[..., World], tm
         for on in (True, False):
             if context.rank == 0:
                 if on:
-                    context.engine.start_timeline(str(tmp_path / "timeline.json"))
+                    context.engine.timelines.start(str(tmp_path / "timeline.json"))
                 else:
-                    context.engine.stop_timeline()
+                    context.engine.timelines.stop()
             frontend.barrier()
             total(frontend, 1.0, "y")
             before = member_of(context).turn

@@ -92,8 +92,8 @@ def test_phases_enclose_each_other(world: MakeWorld, tmp_path: Path) -> None:
         frontend.alltoall(np.ones(2), name="all")
         frontend.reducescatter(np.ones(2), name="part")
         frontend.barrier()
-        context.engine.stop_timeline()
-        context.engine.stop_timeline()
+        context.engine.timelines.stop()
+        context.engine.timelines.stop()
         frontend.allreduce(np.ones(3), name="after")
 
     backend = world(2)
@@ -133,7 +133,7 @@ def test_what_travels_with_the_agreement_is_shown_so(tmp_path: Path) -> None:
     def rank_body(context: Context) -> None:
         context.start_timeline(str(tmp_path / "trace"))
         frontend_of(context).allreduce(np.ones(3), name="tiny")
-        context.engine.stop_timeline()
+        context.engine.timelines.stop()
 
     with World(2, "inline") as made:
         made.run(rank_body)
@@ -150,7 +150,7 @@ def test_every_rank_writes_its_own_and_merging_puts_them_on_one_clock(
         context.clock_offset = ahead[context.rank]
         context.start_timeline(str(tmp_path / "trace.{rank}.json"))
         frontend_of(context).allreduce(np.ones(50_000), name="x")
-        context.engine.stop_timeline()
+        context.engine.timelines.stop()
 
     with World(2, "local") as made:
         made.run(rank_body)
@@ -319,7 +319,7 @@ def test_nothing_is_kept_of_operations_that_rank_0_does_not_execute(tmp_path: Pa
         with pytest.raises(MismatchError):
             frontend.allreduce(np.ones(2 + context.rank), name="wrong")
         frontend.barrier()
-        timeline = context.engine._timelines.get(False)
+        timeline = context.engine.timelines._open.get(False)
         return len(timeline._first_arrival) if timeline is not None else 0
 
     with World(3, "local") as made:

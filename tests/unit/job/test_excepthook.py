@@ -18,7 +18,7 @@ import hvdgloo.numpy as hvd
 from hvdgloo import elastic
 from hvdgloo._collectives import frontend
 from hvdgloo._engine.handle import Handle
-from hvdgloo._engine.stacks import python_stacks
+from hvdgloo._engine.threads import python_stacks
 from hvdgloo._job import excepthook
 from hvdgloo._platform import own_frames, stall_causes
 from hvdgloo.elastic import State
