@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from hvdgloo._observe import curves as drawn
-from hvdgloo._observe import stragglers, view
+from hvdgloo._observe import stragglers, traffic, view
 from hvdgloo._observe.members import Host, Rank, Waits, columns
 from hvdgloo._observe.output import Output
 from hvdgloo._observe.progress import Pace, done
@@ -18,7 +18,7 @@ from hvdgloo._observe.rates import HostWindow, Rates, Window
 from hvdgloo._observe.samples import HostSample, Lateness, Missing, Note, Observation, Progress, Sample
 from hvdgloo._observe.series import Recording, brief
 from hvdgloo._observe.settings import changed, units
-from hvdgloo._observe.words import duration, progress, share, size
+from hvdgloo._observe.words import progress
 
 _POINTS = 512
 _POINTS_OF_HEAT = 256
@@ -26,7 +26,6 @@ _EVENTS = 500
 _LONGEST_TEXT = 2000
 _LONGEST_MORE = 16 * 1024
 _LONGEST_NAME = 100
-_PLANES = 64
 _LOGGED = 64  # names of numbers that the program logs
 _LEAVERS = 64  # hosts that left or were lost, and are still shown
 _MOST_RANKS = 65536  # in a job without ``placed``: a forged sample could claim any number
@@ -58,7 +57,7 @@ class Model:
         self._stragglers_known: dict[int, float] = {}
         self._pace = Pace()
         self._progress: Progress | None = None
-        self._series: Recording[str] = Recording(job.started, _POINTS, curves=2 * _PLANES + _LOGGED)
+        self._series: Recording[str] = Recording(job.started, _POINTS, curves=2 * traffic.MOST_PLANES + _LOGGED)
         self._heat: Recording[int] = Recording(job.started, _POINTS_OF_HEAT, total=True, curves=_MOST_RANKS)
         self._hot: dict[int, float] = {}  # seconds by rank since the last tick
         self._changed = True
@@ -220,10 +219,10 @@ class Model:
         self._ticked = now
         for rank in self._ranks.values():
             rank.rates = self._rates(rank, now)
-        planes = self._planes()
+        planes = traffic.planes(self._ranks.values())
         late = self._late(now)
         self._sum_up(now)
-        self._job.outer = self._outer(now)
+        self._job.outer = traffic.outer_steps(self._ranks.values(), None if self._over else now)
         if not self._over:
             self._record(now, planes)
         self._heat.add(now, self._hot)
@@ -340,55 +339,6 @@ class Model:
 
     # How a tick comes to its values.
 
-    def _planes(self) -> list[view.PlaneUse]:
-        found: dict[tuple[str, int, str, str], view.PlaneUse] = {}
-        # By the identity of a plane's use: bytes, and errors and forms of encoded gradients.
-        crossed: Counter[int] = Counter()
-        errors: dict[int, float] = {}
-        forms: dict[int, str] = {}
-
-        def use(name: str, process_set: int, device: str, why: str) -> view.PlaneUse | None:
-            key = (name, process_set, device, why)
-            if key not in found and len(found) < _PLANES:
-                found[key] = view.PlaneUse(name, process_set, device, why[:_LONGEST_TEXT], 0, 0, 0, 0.0)
-            return found.get(key)
-
-        for rank in self._ranks.values():
-            sample = rank.window.last
-            if sample is None:
-                continue
-            own: dict[tuple[str, int], view.PlaneUse] = {}
-            for opened in sample.planes:
-                used = use(opened.name, opened.process_set, opened.device, opened.why)
-                if used:
-                    used.ranks += 1
-                    own.setdefault((opened.name, opened.process_set), used)
-            for flow in sample.flows:
-                used = own.get((flow.plane, flow.process_set))
-                if used is None:
-                    why = "small tensors travel with the negotiation" if flow.plane == "agreement" else ""
-                    used = use(flow.plane, flow.process_set, "cpu", why)
-                    if used:
-                        used.ranks += 1
-                if used:
-                    used.operations += flow.operations
-                    used.bytes += flow.bytes
-                    crossed[id(used)] += flow.wire_bytes
-                    if flow.form:
-                        errors[id(used)] = max(errors.get(id(used), 0.0), flow.wire_error)
-                        forms[id(used)] = flow.form
-                    used.bytes_per_second += rank.rates.flows.get((flow.plane, flow.process_set), 0.0)
-        steps = sum(rank.window.last.steps.count for rank in self._ranks.values() if rank.window.last)  # of all ranks
-        for plane in found.values():
-            plane.bytes_per_second = brief(plane.bytes_per_second)
-            if form := forms.get(id(plane)):
-                if steps:
-                    part = f"{size(crossed[id(plane)] / steps)} a step instead of {size(plane.bytes / steps)}"
-                else:
-                    part = f"{100 * crossed[id(plane)] / plane.bytes:.0f} % of the bytes" if plane.bytes else "nothing"
-                plane.crossed = f"between hosts: {part} ({form}), error {100 * errors[id(plane)]:.2g} %"
-        return sorted(found.values(), key=lambda plane: (plane.process_set, -plane.bytes, plane.name, plane.why))
-
     def _late(self, now: float) -> list[view.Straggler]:
         if any(rank.fate in ("failed", "lost") for rank in self._ranks.values()):
             # All ranks wait for these: the stragglers from before tell more.
@@ -440,20 +390,6 @@ class Model:
                 None if part is None else brief(part),
                 None if remaining is None else brief(remaining),
             )
-
-    def _outer(self, now: float) -> str:
-        """Return a sentence about the ranks' outer steps; empty if they make none."""
-        making = [(rank, last) for rank in self._ranks.values() if (last := rank.window.last) and last.outer.count]
-        if not making:
-            return ""
-        count, nbytes = sum(last.outer.count for _, last in making), sum(last.outer.bytes for _, last in making)
-        text = f"an outer step every {making[0][1].outer.every} steps, {size(nbytes / count)} each"
-        if not self._over:
-            since = min(now - rank.window.heard + last.at - last.outer.ended for rank, last in making)
-            text += f", the last {duration(max(0.0, round(since, 1)))} ago"
-        if seconds := sum(last.steps.seconds for _, last in making):
-            text += f", {share(min(1.0, sum(last.outer.seconds for _, last in making) / seconds))} of the time"
-        return text
 
     def _record(self, now: float, planes: Sequence[view.PlaneUse]) -> None:
         if self._finishing:
