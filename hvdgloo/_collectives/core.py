@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from hvdgloo._collectives.adapter import Tape, TensorAdapter
 from hvdgloo._collectives.adjoints import ADJOINTS, send_back
 from hvdgloo._collectives.compression import Compressor
+from hvdgloo._collectives.job_functions import JobFunctions
 from hvdgloo._collectives.naming import names_of
 from hvdgloo._collectives.persistent import Pending, PersistentOperation
 from hvdgloo._collectives.process_sets import ProcessSet, global_process_set, process_set_id
@@ -56,7 +57,7 @@ class _Session(Generic[T]):
         self.join: Handle | None = None  # under way
 
 
-class Core(Generic[T]):
+class Core(JobFunctions, Generic[T]):
     """The machinery of one framework's collectives on one Context; ``Frontend`` adds the names that users know.
 
     Args:
@@ -66,8 +67,8 @@ class Core(Generic[T]):
     """
 
     def __init__(self, adapter: TensorAdapter[T], context: Callable[[], Context], *, module: str | None = None) -> None:
+        super().__init__(context)
         self.adapter = adapter
-        self._context = context
         self._module = module
         self._lock = threading.Lock()
         self._bound: tuple[Context, _Session[T]] | None = None
@@ -294,7 +295,19 @@ class Core(Generic[T]):
                 raise error if name in str(error) else InvalidArgumentError(f"{name}: {error}") from None
         return [broadcast.result()[0] for broadcast in pending]
 
-    def _join(self) -> int:
+    def join(self, device: int = -1) -> int:
+        """Say that this rank has no more data; return when all ranks have said so.
+
+        Until then the others' allreduces go on without it: it adds zeros to their sums, averages still divide by all
+        ranks, and minima, maxima and products are of the others alone. Other collectives fail meanwhile. The same
+        applies to operations that a rank submitted before it joined and that the others never submit.
+
+        Args:
+            device: ignored; accepted for programs that pass it.
+
+        Returns:
+            the rank that came last, the same on all ranks.
+        """
         context, session = self._bind()
         held = interrupts.hold()
         try:
@@ -351,11 +364,6 @@ class Core(Generic[T]):
         memory = self.adapter.allocate(replace(self.adapter.describe(like), device="cpu"), like)
         self.adapter.export(memory, writable=True).array().fill(0)
         return self.adapter.deliver(memory, like, in_place=False)
-
-    @property
-    def context(self) -> Context:
-        """The Context that collectives run in; raises NotInitializedError without one."""
-        return self._context()
 
     def end_step(self) -> None:
         """A training step has ended; see ``Context.end_step``. Nothing is counted before ``init()``."""

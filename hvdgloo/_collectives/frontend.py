@@ -14,12 +14,12 @@ Adding a collective: a member of ``types.Collective``, its methods here, their n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from hvdgloo._collectives import logged, objects, process_sets
+from hvdgloo._collectives import logged, objects
 from hvdgloo._collectives.adapter import TensorAdapter
 from hvdgloo._collectives.compression import Compressor, NoneCompressor
 from hvdgloo._collectives.core import Core, T
@@ -35,7 +35,6 @@ from hvdgloo._collectives.spec import (
     scattering,
 )
 from hvdgloo._engine.handle import Handle
-from hvdgloo._job import process
 from hvdgloo._job.context import Context
 from hvdgloo.types import Collective, ReduceOp
 
@@ -62,40 +61,6 @@ class Frontend(Core[T]):
             usable), one of them was lost or shut down, or the data plane failed. Asynchronous forms raise it when they
             are waited for.
     """
-
-    # Who and where ----------------------------------------------------------------------------------------------------
-
-    def rank(self) -> int:
-        """This process's number among all processes of the job, from 0."""
-        return self._told().rank
-
-    def size(self) -> int:
-        """Number of processes in the job."""
-        return self._told().size
-
-    def local_rank(self) -> int:
-        """This process's number among those on its host; for example, to choose a GPU."""
-        return self._told().local_rank
-
-    def local_size(self) -> int:
-        """Number of processes on this host."""
-        return self._told().local_size
-
-    def cross_rank(self) -> int:
-        """This host's number among the hosts that have a process with this local rank."""
-        return self._told().cross_rank
-
-    def cross_size(self) -> int:
-        """Number of hosts that have a process with this local rank."""
-        return self._told().cross_size
-
-    def is_homogeneous(self) -> bool:
-        """Return whether every host runs the same number of processes."""
-        return self._told().is_homogeneous
-
-    def _told(self) -> Context:
-        process.asked_for_ranks()
-        return self._context()
 
     # allreduce --------------------------------------------------------------------------------------------------------
 
@@ -449,23 +414,6 @@ class Frontend(Core[T]):
         """Return once every rank has called it."""
         self.start(CollectiveSpec(Collective.BARRIER, process_set=process_set_id(process_set)), [], waits=True).result()
 
-    # join -------------------------------------------------------------------------------------------------------------
-
-    def join(self, device: int = -1) -> int:
-        """Say that this rank has no more data; return when all ranks have said so.
-
-        Until then the others' allreduces go on without it: it adds zeros to their sums, averages still divide by all
-        ranks, and minima, maxima and products are of the others alone. Other collectives fail meanwhile. The same
-        applies to operations that a rank submitted before it joined and that the others never submit.
-
-        Args:
-            device: ignored; accepted for programs that pass it.
-
-        Returns:
-            the rank that came last, the same on all ranks.
-        """
-        return self._join()
-
     # The program's own numbers ---------------------------------------------------------------------------------------
 
     def log(
@@ -517,32 +465,6 @@ class Frontend(Core[T]):
             epoch=epoch,
             epochs=epochs,
         )
-
-    # Process sets -----------------------------------------------------------------------------------------------------
-
-    def add_process_set(self, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-        """Register a set of ranks. Collective over all ranks of the job, in the same order on each.
-
-        Args:
-            process_set: the set, or its global ranks.
-
-        Returns:
-            the registered set.
-
-        Raises:
-            InvalidArgumentError: (a ValueError) ranks that do not exist, or a set of the same ranks is already
-                registered.
-            MismatchError: the ranks disagree about the set.
-        """
-        return process_sets.add(self.context, process_set)
-
-    def remove_process_set(self, process_set: ProcessSet) -> bool:
-        """Forget a registered set. Collective over all ranks of the job.
-
-        Returns:
-            False, with nothing done, for a set that is not registered and for the global one.
-        """
-        return process_sets.remove(self.context, process_set)
 
 
 class NamedFrontend(Frontend[T]):

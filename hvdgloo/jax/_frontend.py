@@ -226,9 +226,9 @@ class JaxFrontend(Frontend[Any]):
         self._check_eager(operation, ())
         return super().numbered_array(operation, array, name)
 
-    def _join(self) -> int:
+    def join(self, device: int = -1) -> int:
         self._check_eager(CollectiveSpec(Collective.JOIN), ())
-        return super()._join()
+        return super().join(device)
 
     @staticmethod
     def _check_eager(operation: CollectiveSpec, tensors: Sequence[Any]) -> None:
