@@ -37,6 +37,11 @@ def progress(
     return parts
 
 
+def left(seconds: float | None) -> list[str]:
+    """Return the time that remains in words, "about 5 min left"; nothing if it is not known."""
+    return [] if seconds is None else [f"about {duration(round(seconds))} left"]
+
+
 def size(count: float) -> str:
     """Format a number of bytes: ``12 B``, ``3.4 MB``."""
     units = ("B", "kB", "MB", "GB", "TB", "PB")

@@ -68,18 +68,26 @@ class RunProgress:
 
     def _text(self) -> str:
         job = self._job
+        parts = self._place()
         ranks = f"{job.size} rank{'s' if job.size != 1 else ''}"
         if self._reader is not None and (waiting := self._reader.waiting(WAITING_AFTER)):
-            steps = f", {job.steps:,} step{'s' if job.steps != 1 else ''}" if job.steps else ""
-            return f"{ranks}{steps}: {_described(waiting)}"
-        if job.steps:
-            rate = f", {words.number(job.steps_per_second)} steps/s" if job.steps_per_second else ""
-            done = f"{job.steps:,} step{'s' if job.steps != 1 else ''}{rate}"
-        elif job.bytes_per_second:
-            done = f"{words.size(job.bytes_per_second)}/s"
-        else:
-            return ""
-        return f"{ranks}, {done}{self._slowest()}"
+            return f"{', '.join([ranks, *parts])}: {_described(waiting)}"
+        if job.progress is not None:
+            parts += words.left(job.progress.remaining)
+        if job.steps and job.steps_per_second:
+            parts.append(f"{words.number(job.steps_per_second)} steps/s")
+        elif job.bytes_per_second and not job.steps:
+            parts.append(f"{words.size(job.bytes_per_second)}/s")
+        return f"{', '.join([ranks, *parts])}{self._slowest()}" if parts else ""
+
+    def _place(self) -> list[str]:
+        """Return the progress as the program tells it with ``hvd.log``; otherwise the number of steps."""
+        job = self._job
+        if told := job.progress:
+            known = words.progress(told.step, told.steps, told.epoch, told.epochs, told.share)
+            if told.step is not None or told.epoch is not None:
+                return known
+        return [f"{job.steps:,} step{'s' if job.steps != 1 else ''}"] if job.steps else []
 
     def _slowest(self) -> str:
         if not self._stragglers:

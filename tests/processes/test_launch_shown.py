@@ -379,10 +379,11 @@ hvd.allreduce(np.ones(4, np.float32), name="next" if hvd.rank() else "val_loss")
 
 
 def test_on_a_terminal_a_line_says_how_far_the_job_is_and_goes_away(private: Path, tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text(TRAINS)
+    logs = TRAINS.replace("time.sleep(0.1)", "hvd.log(loss=0.5, epoch=1, epochs=4); time.sleep(0.1)")
+    (tmp_path / "worker.py").write_text(logs)
     command = ("-m", "hvdgloo.runner", "-np", "2", warm.python(*warm.NUMPY), "worker.py")
     with terminal(*command, env=clean_environment(), cwd=tmp_path, columns=120) as screen:
-        screen.wait_for(r"(?m)^2 ranks, .+/s.*, \d+(\.\d)? s$", PATIENCE)
+        screen.wait_for(r"(?m)^2 ranks, 50 %, epoch 2 of 4, .+/s.*, \d+(\.\d)? s$", PATIENCE)
         (tmp_path / "end").touch()
         assert screen.end(PATIENCE) == 0
         assert not re.search(r"(?m)^2 ranks", screen.text)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hvdgloo._observe.view import STATES, Host, Job, Ranks, Snapshot
-from hvdgloo._observe.words import duration, measured, number, progress, share, size
+from hvdgloo._observe.words import duration, left, measured, number, progress, share, size
 from hvdgloo._platform.spelling import in_one_line
 
 _STYLES = {
@@ -142,9 +142,9 @@ def _job(snapshot: Snapshot) -> list[RenderableType]:
 def _logged(job: Job) -> list[RenderableType]:
     """Build a line with the training's progress and one with the numbers that the program logs."""
     told = job.progress
-    facts = [] if told is None else progress(told.step, told.steps, told.epoch, told.epochs, told.share)
-    if told is not None and told.remaining is not None:
-        facts.append(f"about {duration(round(told.remaining))} left")
+    facts: list[str] = []
+    if told is not None:
+        facts = progress(told.step, told.steps, told.epoch, told.epochs, told.share) + left(told.remaining)
     numbers = [f"{in_one_line(name)} {measured(value)}" for name, value in job.logged.items()]
     return [Text("  ".join(line), no_wrap=True, overflow="ellipsis") for line in (facts, numbers) if line]
 

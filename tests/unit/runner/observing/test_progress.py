@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdgloo._observe.view import Job, Snapshot, Straggler, Update
+from hvdgloo._observe.view import Job, Progress, Snapshot, Straggler, Update
 from hvdgloo.runner.console.console import Window
 from hvdgloo.runner.console.progress import Backoff
 from hvdgloo.runner.console.startup_view import SHOW_AFTER, LiveDisplay
@@ -49,10 +49,17 @@ def test_it_says_how_many_ranks_how_fast_who_is_slowest_and_for_how_long() -> No
         (Job(size=2, steps=5, steps_per_second=123.4), "2 ranks, 5 steps, 123 steps/s, 9.0 s"),
         (Job(size=2, bytes_per_second=2_500_000.0), "2 ranks, 2.5 MB/s, 9.0 s"),
         (Job(size=2, bytes_per_second=999.0), "2 ranks, 999 B/s, 9.0 s"),
+        (
+            Job(size=2, steps=77, steps_per_second=5.0, progress=Progress(17, 50, 2, 10, 0.236, 305.2)),
+            "2 ranks, 23 %, epoch 3 of 10, step 18 of 50, about 5 min 5 s left, 5 steps/s, 9.0 s",
+        ),
+        (Job(size=2, bytes_per_second=999.0, progress=Progress(epoch=0)), "2 ranks, epoch 1, 999 B/s, 9.0 s"),
+        (Job(size=2, steps=7, progress=Progress(steps=500, share=0.0)), "2 ranks, 7 steps, 9.0 s"),
+        (Job(size=2, progress=Progress(epochs=10)), ""),
     ],
 )
 def test_it_has_what_is_known(job: Job, text: str) -> None:
-    assert shown(News(Snapshot(job=job)), elapsed=9.0) == [text]
+    assert shown(News(Snapshot(job=job)), elapsed=9.0) == ([text] if text else [])
 
 
 @pytest.mark.parametrize("news", [None, News(), News(Snapshot(job=Job(size=4)))], ids=["no news", "nothing", "idle"])
@@ -74,6 +81,12 @@ def test_a_program_that_does_not_use_hvdgloo_has_no_line(news: News | None) -> N
 def test_a_job_that_hangs_says_which_rank_waits_for_which_operation(waits: dict[int, str], text: str) -> None:
     news = News(Snapshot(job=Job(size=len(waits), steps=120, steps_per_second=0.1), stragglers=[SLOW]), waits=waits)
     assert shown(news, elapsed=9.0, width=300) == [f"{len(waits)} ranks, 120 steps: {text}, 9.0 s"]
+
+
+def test_a_job_that_hangs_says_how_far_the_program_was() -> None:
+    job = Job(size=2, steps=120, progress=Progress(19, 100, 1, 3, 0.4, 60.0))
+    line = "2 ranks, 40 %, epoch 2 of 3, step 20 of 100: rank 0 waits for a, rank 1 for b, 9.0 s"
+    assert shown(News(Snapshot(job=job), waits={0: "a", 1: "b"}), elapsed=9.0) == [line]
 
 
 def test_a_job_that_hangs_before_its_first_step_has_a_line() -> None:
