@@ -211,10 +211,10 @@ def _processor(candidate: Candidate, others: Sequence[Candidate]) -> str:
     if usual is None or not here:
         return ""
     if here > 2 * usual + 0.5:
-        return f"its process keeps {here:.1f} cores busy, other ranks' processes {usual:.1f}"
+        return f"its process keeps {words.cores(here)} busy, other ranks' processes {words.cores(usual)}"
     if usual >= 0.5 and here < usual / 3:
         return (
-            f"its process keeps only {here:.1f} cores busy, other ranks' processes {usual:.1f}: "
+            f"its process keeps only {words.cores(here)} busy, other ranks' processes {words.cores(usual)}: "
             "it waits for something, such as a disk or the network"
         )
     return ""

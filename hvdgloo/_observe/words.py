@@ -52,6 +52,14 @@ def size(count: float) -> str:
     return f"{number(count if power else round(count))} {units[power]}"
 
 
+def cores(value: float) -> str:
+    """Format processor time per second: "9 % of a core", "1.53 cores"."""
+    if value < 0.995:
+        return f"{share(value)} of a core"
+    text = number(value)
+    return f"{text} core{'' if text == '1' else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Format a duration: ``120 µs``, ``14 ms``, ``3.2 s``, ``2 min 5 s``, ``3 h 20 min``, ``2 d 4 h``."""
     if not seconds:

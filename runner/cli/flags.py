@@ -93,7 +93,7 @@ leave nothing behind.
 
 _USAGE = f"""\
 {PROGRAM} [options] [--] command ...
-       {PROGRAM} doctor | tune | top | timeline merge ..."""
+       {PROGRAM} doctor | tune | top | timeline merge | report compare ..."""
 
 _BRIEF = f"""\
 usage: {_USAGE}
@@ -123,7 +123,8 @@ Each of these has a --help of its own:
   {PROGRAM} doctor -H h1:2,h2:2     is everything there that the job needs?
   {PROGRAM} tune -H h1:2,h2:2       which settings suit these hosts?
   {PROGRAM} top                     what is the running job doing?
-{PROGRAM} timeline merge all.json trace.*.json puts traces in one file.
+{PROGRAM} timeline merge all.json trace.*.json puts traces in one file,
+{PROGRAM} report compare before.json after.json tells what became slower.
 """
 
 _KNOWN = """\
@@ -144,6 +145,7 @@ program. Everything after it belongs to it. Examples:
   hvdgloo-run top                     what is the running job doing?
   hvdgloo-run tune -H h1:2,h2:2       which settings suit these hosts?
   hvdgloo-run timeline merge all.json trace.*.json    ranks' traces in one file
+  hvdgloo-run report compare before.json after.json   what became slower?
 
 Exit status: 0 if all workers succeeded, otherwise the status of the first one
 that failed (128+N if signal N ended it), or of the failure that an elastic job

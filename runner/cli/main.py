@@ -102,6 +102,16 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
         from hvdgloo.runner.cli import trace_merge
 
         return _print(trace_merge.main(argv[1:]) + "\n", stdout, stderr)
+    if argv[:2] == ["report", "compare"]:
+        from hvdgloo.runner.cli import report_comparison
+
+        interrupts.raise_again()
+        try:
+            report_comparison.main(argv[2:], stdout)
+            stdout.flush()
+            return 0
+        except OSError as error:
+            return _unwritable(error, stdout, stderr)
     if argv[:1] == ["top"]:
         from hvdgloo._observe.top import command as top
 

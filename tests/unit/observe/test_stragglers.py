@@ -149,11 +149,11 @@ def test_on_a_single_host_shares_of_its_time_are_said_without_comparison() -> No
         ),
         (
             Rates(step_seconds=0.1, before_first=0.005, cpu=7.9),
-            "its process keeps 7.9 cores busy, other ranks' processes 1.0",
+            "its process keeps 7.9 cores busy, other ranks' processes 1 core",
         ),
         (
             Rates(step_seconds=0.1, before_first=0.005, cpu=0.1),
-            "its process keeps only 0.1 cores busy, other ranks' processes 1.0: "
+            "its process keeps only 10 % of a core busy, other ranks' processes 1 core: "
             "it waits for something, such as a disk or the network",
         ),
     ],
