@@ -23,6 +23,7 @@ from hvdgloo._observe.words import progress
 _POINTS = 512
 _POINTS_OF_HEAT = 256
 _EVENTS = 500
+_OUTER_STEPS = 100  # a mark each on charts that are some hundred pixels wide
 _LONGEST_TEXT = 2000
 _LONGEST_MORE = 16 * 1024
 _LONGEST_NAME = 100
@@ -54,6 +55,8 @@ class Model:
         self._settings: dict[str, Any] = {}
         self._events: deque[view.Event] = deque(maxlen=_EVENTS)
         self._number = 0
+        self._outer_steps: deque[float] = deque(maxlen=_OUTER_STEPS)
+        self._outer_count = 0
         self._stragglers_known: dict[int, float] = {}
         self._pace = Pace()
         self._progress: Progress | None = None
@@ -286,6 +289,10 @@ class Model:
         if sample.settings is not None:
             self._settings = sample.settings
         self._log(sample, now)
+        if sample.outer.count != self._outer_count:
+            self._outer_count = sample.outer.count
+            if sample.outer.ended > 0:  # by its host's clock, which may not agree with this one
+                self._outer_steps.append(round(now - max(0.0, sample.at - sample.outer.ended), 2))
         if sample.lateness is not None:
             before: dict[int, float] = {}
             if self._lateness and self._lateness_of == sample.pid and self._lateness.rounds <= sample.lateness.rounds:
@@ -427,6 +434,7 @@ class Model:
         hosts = [host.show() for host in self._hosts.values()]
         waits = list(self._lateness.waits) if self._lateness else []
         changed_settings = changed(self._settings)
+        outer_steps = list(self._outer_steps)
         first_new = told.events[-1].number if told.events else 0
         update = view.Update(
             job=msgspec.structs.replace(job),
@@ -437,6 +445,7 @@ class Model:
             stragglers=late if late != told.stragglers else None,
             waits=waits if waits != told.waits else None,
             events=[event for event in self._events if event.number > first_new] or None,
+            outer_steps=outer_steps if outer_steps != told.outer_steps else None,
             series=drawn.series(self._series, self._series.unread()),
             heat=drawn.heat(self._heat, self._heat.unread()),
             settings=self._settings if self._settings != told.settings else None,
@@ -452,6 +461,7 @@ class Model:
             stragglers=late,
             waits=waits,
             events=list(self._events),
+            outer_steps=outer_steps,
             settings=self._settings,
             changed=changed_settings,
             units=units() if self._settings else {},

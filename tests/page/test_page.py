@@ -177,6 +177,25 @@ def test_events_are_marked_on_the_charts_and_read_under_the_pointer(show: Show, 
         until(lambda chart=chart: browser.text(f"{chart} .time").startswith("20"), "the time is read elsewhere")
 
 
+def test_outer_steps_have_short_marks_on_the_charts(show: Show, browser: Chromium) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    job = SimulatedJob(slow=None, meets_every=200)
+    job.advance(60)
+    show(job)
+    assert len(job.observatory.snapshot().outer_steps) == 3
+    browser.wait_for("#marks", "Short lines mark outer steps; point at one to read it.")
+    job.observatory.event("note", "saved a checkpoint", 0)
+    job.advance(1)
+    browser.wait_for("#marks", "Short lines mark outer steps, dashed lines mark events; point at one to read it.")
+    over = browser.find("#plots figure:nth-child(2) .u-over")
+    browser.run("arguments[0].scrollIntoView({block: 'center'})", over)
+    share = (job.observatory.snapshot().outer_steps[0] - 1_700_000_000) / 61
+    width = browser.run("return arguments[0].clientWidth", over)
+    ActionChains(browser.driver).move_to_element_with_offset(over, round((share - 0.5) * width), 0).perform()
+    until(lambda: "outer step" in browser.text("#plots figure:nth-child(2) .time"), "the mark is read")
+
+
 def test_settings_that_were_changed_come_first_with_units_and_without_nulls(show: Show, browser: Chromium) -> None:
     job = minute()
     settings = {"params.fusion_threshold_mb": 32.0, "params.cycle_time_ms": 5.0, "timeline.filename": None}

@@ -80,7 +80,18 @@ class Reader:
 
     def _apply(self, data: dict[str, Any]) -> None:
         seen = self.seen
-        for name in ("job", "hosts", "planes", "stragglers", "waits", "settings", "changed", "units", "output"):
+        for name in (
+            "job",
+            "hosts",
+            "planes",
+            "stragglers",
+            "waits",
+            "outer_steps",
+            "settings",
+            "changed",
+            "units",
+            "output",
+        ):
             if data.get(name) is not None:
                 seen[name] = data[name]
         seen["events"] = (seen["events"] + (data.get("events") or []))[-500:]
@@ -212,6 +223,26 @@ def test_with_steps_it_is_bytes_a_step() -> None:
     observatory.tick()
     (plane,) = observatory.snapshot().planes
     assert plane.crossed == "between hosts: 25.9 MB a step instead of 102 MB (int8), error 0.9 %"
+
+
+def test_outer_steps_are_marked_by_the_launcher_s_clock_and_the_latest_are_kept() -> None:
+    clock = Clock(2000.0)
+    observatory = watched(clock)
+    subscription = observatory.subscribe()
+    for count in (1, 1, 2):  # the second sample has nothing new
+        clock.now += 1.0
+        outer = OuterSteps(count, 10 * count, 0.1, 8, ended=500.0 + count)
+        observatory.observe("h", sample(at=500.0 + count + 0.25, steps=Steps(33, 20.0), outer=outer))
+        observatory.tick()
+    assert observatory.snapshot().outer_steps == [2000.75, 2002.75]
+    reader = Reader(subscription)
+    reader.read()
+    assert reader.seen["outer_steps"] == [2000.75, 2002.75]
+    for count in range(3, 300):
+        outer = OuterSteps(count, 10 * count, 0.1, 8, ended=500.0)
+        observatory.observe("h", sample(at=500.0, steps=Steps(33, 20.0), outer=outer))
+    observatory.tick()
+    assert len(observatory.snapshot().outer_steps) == 100
 
 
 def test_outer_steps_are_a_sentence_and_metrics() -> None:

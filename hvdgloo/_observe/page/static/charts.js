@@ -106,23 +106,39 @@ const MARKED = new Set(["failure", "stall", "warning", "elastic", "host", "tunin
 const MOST_MARKS = 100;
 /** Distance in pixels from which a mark is read. */
 const NEAR_MARK = 6;
+/** Height in pixels of an outer step's mark. */
+const OUTER_MARK = 9;
 
-/** Return the marks that all charts have: the latest events of these kinds. */
-const marksOf = (events) => events.filter(({ kind }) => MARKED.has(kind)).slice(-MOST_MARKS);
+/** Kind of the marks of outer steps, which are many. */
+const OUTER_STEP = "outer step";
 
-/** Draw a dashed line for each event. */
+/** Return the marks that all charts have: outer steps, and the latest events of these kinds. */
+const marksOf = ({ events, outer_steps: outer }) => [
+  ...outer.map((at) => ({ at, kind: OUTER_STEP, text: "outer step" })),
+  ...events.filter(({ kind }) => MARKED.has(kind)).slice(-MOST_MARKS),
+];
+
+/** Return the explanation of the marks. */
+function describeMarks(marks) {
+  const outer = marks.some(({ kind }) => kind === OUTER_STEP);
+  const kinds = [...(outer ? ["short lines mark outer steps"] : []), ...(marks.some(({ kind }) => kind !== OUTER_STEP) ? ["dashed lines mark events"] : [])];
+  return `${capital(kinds.join(", "))}; point at one to read it.`;
+}
+
+/** Draw a dashed line for each event, and a short one at the bottom for each outer step. */
 function drawMarks(plot, marks) {
   const { ctx, bbox } = plot;
   const [min, max] = [plot.scales.x.min, plot.scales.x.max];
   ctx.save();
   ctx.lineWidth = uPlot.pxRatio;
-  ctx.setLineDash([4 * uPlot.pxRatio, 3 * uPlot.pxRatio]);
   for (const { at, kind } of marks) {
     if (at < min || at > max) continue;
     const x = Math.round(plot.valToPos(at, "x", true)) + 0.5;
+    const height = kind === OUTER_STEP ? OUTER_MARK * uPlot.pxRatio : bbox.height;
     ctx.strokeStyle = colour.of(GRAVE.has(kind) ? "bad" : "muted");
+    ctx.setLineDash(kind === OUTER_STEP ? [] : [4 * uPlot.pxRatio, 3 * uPlot.pxRatio]);
     ctx.beginPath();
-    ctx.moveTo(x, bbox.top);
+    ctx.moveTo(x, bbox.top + bbox.height - height);
     ctx.lineTo(x, bbox.top + bbox.height);
     ctx.stroke();
   }
@@ -406,6 +422,7 @@ class Charts {
     dom.byId("too-short").hidden = !short;
     dom.byId("plots").hidden = dom.byId("spans").hidden = short;
     dom.byId("marks").hidden = short || !this._view.marks.length;
+    dom.setText(dom.byId("marks"), describeMarks(this._view.marks));
     if (short) dom.setText(dom.byId("too-short"), tooShort(job));
     else for (const chart of this._charts) chart.render(series, job);
   }
