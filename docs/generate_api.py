@@ -1,10 +1,16 @@
-"""Write docs/api.md from the docstrings of what hvdgloo.torch, hvdgloo.numpy and hvdgloo.run export.
+"""Write docs/api.md from the docstrings of what hvdgloo.torch, hvdgloo.numpy and hvdgloo.run export, and from the
+examples in docs/api-examples.
+
+Docstrings are shared by all front-ends, so the examples, which are not, stand in a file for each front-end. Its lines
+before the first ``# %%`` precede every example. Each ``# %% name, name`` begins the example of these functions, which
+must name all that the page describes. A comment behind a ``print`` tells what rank 0 of two prints; tests compare.
 
 python docs/generate_api.py
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import importlib
 import inspect
@@ -14,8 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from hvdgloo._collectives.process_sets import global_process_set
+from hvdgloo.elastic import State
 
 PAGE = Path(__file__).parent / "api.md"
+EXAMPLES = Path(__file__).parent / "api-examples"
+WIDTH = 88
+"""The longest signature that stays on one line."""
 
 HEAD = """\
 # API
@@ -88,17 +98,19 @@ def text() -> str:
     listed = {name for names in SECTIONS.values() for name in names}
     if listed != set(torch.__all__):
         raise SystemExit(f"SECTIONS and hvdgloo.torch.__all__ differ: {listed ^ set(torch.__all__)}")
-    parts = [HEAD + _raises(frontend)]
+    examples, launching = Examples("torch"), Examples("run")
+    parts = [HEAD + _raises(frontend), examples.before()]
     for title, names in SECTIONS.items():
         parts.append(f"## {title}\n")
         for name in names:
             mark = "" if name in numpy.__all__ else " *torch*"
-            parts.append(_entry(name, getattr(torch, name), mark))
+            parts.append(_entry(name, getattr(torch, name), mark, examples.of("hvdgloo.torch", name)))
     parts.append("## More\n")
     for module, name, where in MORE:
-        parts.append(
-            (f"{where}:\n\n" if where else "") + _entry(name, getattr(importlib.import_module(module), name), "")
-        )
+        shown = (launching if module == "hvdgloo.run" else examples).of(module, name)
+        value = getattr(importlib.import_module(module), name)
+        parts.append((f"{where}:\n\n" if where else "") + _entry(name, value, "", shown))
+    examples.end()
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -110,28 +122,102 @@ def page(head: str, *sections: tuple[str, str, tuple[str, ...]]) -> str:
         sections: for each the title, the module, and the names in it.
     """
     parts = [head]
+    files = {front_end: Examples(front_end) for front_end in dict.fromkeys(each[1].split(".")[1] for each in sections)}
+    seen = set()
     for title, module, names in sections:
         loaded = importlib.import_module(module)
+        examples = files[module.split(".")[1]]
         parts.append(f"## {title}\n")
-        parts += [_entry(name, getattr(loaded, name), "") for name in names]
+        if examples not in seen:
+            parts.append(examples.before())
+            seen.add(examples)
+        parts += [_entry(name, getattr(loaded, name), "", examples.of(module, name)) for name in names]
+    for examples in seen:
+        examples.end()
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _entry(name: str, value: Any, mark: str) -> str:
+class Examples:
+    """The examples of a front-end, from its file.
+
+    Attributes:
+        preamble: the lines before each of them.
+        by_name: programs by the functions they show.
+    """
+
+    def __init__(self, front_end: str) -> None:
+        text = (EXAMPLES / f"{front_end}.py").read_text(encoding="utf-8")
+        head, *cells = re.split(r"^# %% ", text, flags=re.MULTILINE)
+        self.preamble = head.rpartition('"""\n')[2].strip()
+        self.by_name: dict[str, str] = {}
+        self._shown: set[str] = set()
+        for cell in cells:
+            names, _, program = cell.partition("\n")
+            for name in names.split(", "):
+                if name in self.by_name:
+                    raise SystemExit(f"{front_end}.py has two examples of {name}")
+                self.by_name[name] = program.strip()
+
+    def of(self, module: str, name: str) -> str:
+        """Return a function's example as Markdown; names that a page has twice have their module's name before them."""
+        key = next((key for key in (f"{module.rpartition('.')[2]}.{name}", name) if key in self.by_name), None)
+        if key is None:
+            raise SystemExit(f"{module}.{name} has no example in {EXAMPLES.name}")
+        self._shown.add(key)
+        return f"*Example*\n\n```python\n{self.by_name[key]}\n```\n"
+
+    def end(self) -> None:
+        """Refuse examples of functions that the page does not have."""
+        if set(self.by_name) != self._shown:
+            raise SystemExit(f"examples of what the page does not describe: {set(self.by_name) - self._shown}")
+
+    def before(self) -> str:
+        """Return the text that belongs at the beginning of a page."""
+        return (
+            "Each example is a program of two ranks, after these lines. The comments tell what rank 0 prints.\n\n"
+            f"```python\n{self.preamble}\n```\n"
+        )
+
+
+def _entry(name: str, value: Any, mark: str, example: str) -> str:
+    lines = [f"### `{name}`{mark}\n"]
     if isinstance(value, enum.Enum):
-        return f"### `{name}`{mark}\n\nA reduction.\n"
-    shown = name
-    if inspect.isclass(value) or callable(value):
-        shown += _signature(value)
-    lines = [f"### `{name}`{mark}\n", f"```\n{shown}\n```\n" if shown != name else "", _prose(value)]
+        lines.append(_attribute(type(value), value.name))
+    elif value is global_process_set:
+        lines.append("The set of all ranks of the job, a `ProcessSet`.\n")
+    else:
+        made = not inspect.isclass(value) or not (dataclasses.is_dataclass(value) or _signature(value) == "()")
+        if callable(value) and made:  # programs do not make the other classes' objects
+            lines.append(f"```\n{_wrapped(name, value)}\n```\n")
+        lines.append(_prose(value))
+    lines.append(example)
     if inspect.isclass(value) and not issubclass(value, BaseException):
         for member, function in inspect.getmembers(value):
             own = any(member in vars(base) for base in value.__mro__ if base.__module__.startswith("hvdgloo."))
-            documented = (inspect.isfunction(function) or isinstance(function, property)) and function.__doc__
-            if own and documented and not member.startswith("_"):
-                signature = "" if isinstance(function, property) else _signature(function)
+            described = inspect.isfunction(function) or inspect.isclass(function) or isinstance(function, property)
+            # What Keras calls is not for users, and what all elastic states have in common is described once.
+            told = not (function.__doc__ or "Called by Keras").startswith("Called by Keras")
+            told = told and (value is State or function is not getattr(State, member, None))
+            if own and described and told and not member.startswith("_"):
+                signature = _signature(function) if inspect.isfunction(function) else ""
                 lines.append(f"**`{name}.{member}{signature}`**\n\n{_prose(function)}")
     return "\n".join(line for line in lines if line)
+
+
+def _attribute(kind: type, name: str) -> str:
+    """Return what a class's docstring tells about an attribute."""
+    section, _ = _divide((inspect.getdoc(kind) or "").partition("Attributes:\n")[2])
+    (told,) = (item.removeprefix(f"{name}: ") for item in _items(section) if item.startswith(f"{name}: "))
+    return _code(told[0].upper() + told[1:]) + "\n"
+
+
+def _wrapped(name: str, value: Any) -> str:
+    """Return a function's signature, with a line for each parameter if it is long."""
+    signature = _signature(value)
+    if len(name + signature) <= WIDTH:
+        return name + signature
+    parameters = re.split(r", (?![^(]*\))", signature[1:-1])
+    return f"{name}(\n" + "".join(f"    {parameter},\n" for parameter in parameters) + ")"
 
 
 def _signature(value: Any) -> str:
@@ -150,7 +236,7 @@ def _signature(value: Any) -> str:
 
 def _prose(value: Any) -> str:
     """Convert a docstring to Markdown: sections become lists."""
-    doc = inspect.getdoc(value) or ""
+    doc = (inspect.getdoc(value) or "").replace("\n::\n", "")  # what is indented is code without it, too
     out: list[str] = []
     for block in re.split(r"\n(?=(?:Args|Returns|Raises|Attributes):\n)", doc):
         head, _, rest = block.partition("\n")

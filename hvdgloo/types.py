@@ -159,7 +159,21 @@ _NO_TOTALS = frozenset({"rank", "size", "last_step", "since_outer_step", "memory
 
 
 class ReduceOp(enum.IntEnum):
-    """The operation that combines elements. The numbers are Horovod's public constants."""
+    """The operation that combines the elements a, b, ... of n ranks. The numbers are Horovod's public constants.
+
+    Attributes:
+        AVERAGE: ``(a + b + ...) / n``, where n is the size of the process set; an integer is truncated toward zero. For
+            gradients it yields the gradient of the mean loss, if all ranks' batches have one size.
+        SUM: ``a + b + ...``; the gradient of a loss that is summed over the batch.
+        ADASUM: an adaptive sum of floating-point tensors on the CPU: two ranks' tensors yield
+            ``(1 - a·b / (2 a·a)) a + (1 - a·b / (2 b·b)) b``, where ``·`` is the inner product. Parallel gradients are
+            averaged and orthogonal ones added, so the learning rate need not grow with the number of ranks. More ranks
+            are combined in pairs of neighbours, and the results in pairs again. Source: Maleki et al., "Scaling
+            Distributed Training with Adaptive Summation", MLSys 2021 ([arXiv 2006.02924](https://arxiv.org/abs/2006.02924)).
+        MIN: ``min(a, b, ...)``; NaN if any of them is NaN.
+        MAX: ``max(a, b, ...)``; NaN if any of them is NaN.
+        PRODUCT: ``a * b * ...``.
+    """
 
     AVERAGE = 0
     SUM = 1

@@ -82,7 +82,7 @@ class Frontend(Core[T]):
             average: deprecated: True for ``op=Average``, False for ``op=Sum``.
             name: what matches the ranks' calls.
             compression: how the tensor travels.
-            op: Average (default), Sum, Min, Max or Product. An integers' average is truncated toward zero.
+            op: Average (default), Sum, Adasum, Min, Max or Product. An integers' average is truncated toward zero.
             prescale_factor: multiplies each rank's tensor before, ...
             postscale_factor: ... and the result after; integers are truncated toward zero both times.
             process_set: the ranks that take part.

@@ -9,6 +9,6 @@ __all__ = ["Compression"]
 
 
 class Compression(compression.Compression, adapter=JaxAdapter()):
-    """The compressors to choose from."""
+    """The compressors to choose from: how tensors travel in fewer bytes, at the price of rounding."""
 
     bf16 = compression.BF16Compressor

@@ -14,7 +14,7 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Compression(compression.Compression):
-    """The compressors to choose from."""
+    """The compressors to choose from: how tensors travel in fewer bytes, at the price of rounding."""
 
     bf16: Any
 

@@ -143,7 +143,7 @@ class _JaxCasts:
 
 
 class Compression(compression.Compression, adapter=_JaxCasts()):
-    """The compressors to choose from."""
+    """The compressors to choose from: how tensors travel in fewer bytes, at the price of rounding."""
 
     bf16 = compression.BF16Compressor
 

@@ -9,4 +9,4 @@ __all__ = ["Compression"]
 
 
 class Compression(compression.Compression, adapter=NumpyAdapter()):
-    """The compressors to choose from."""
+    """The compressors to choose from: how tensors travel in fewer bytes, at the price of rounding."""

@@ -10,7 +10,7 @@ __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "Non
 
 
 class Compression(compression.Compression, adapter=TensorFlowAdapter()):
-    """The compressors to choose from."""
+    """The compressors to choose from: how tensors travel in fewer bytes, at the price of rounding."""
 
     bf16 = compression.BF16Compressor
 

@@ -29,7 +29,11 @@ Tensor = torch.Tensor
 
 
 class PowerSGD:
-    """A compressor for one DistributedOptimizer, which keeps its state.
+    """A compressor for one DistributedOptimizer, which keeps its state: a gradient's matrix M travels as two thin ones.
+
+    ``M = P Q^T`` approximately, with P of shape (n, r) and Q of shape (m, r), found by one step of subspace iteration
+    that begins with the last step's Q. What is left out of M is added to the next gradient. Source: Vogels, Karimireddy
+    and Jaggi, "PowerSGD", NeurIPS 2019, arXiv 1905.13727.
 
     Args:
         rank: r, the width of the factors; more is more exact and more to send.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import api_examples
 from tests.support.pages import ROOT, generated, run_program
 from tests.support.tutorials import follow
 
@@ -25,6 +27,11 @@ def test_the_readmes_program_trains(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.timeout(300)  # two jobs, one after the other; mostly a tenth of it
 def test_the_tutorial_of_mxnet(tmp_path: Path) -> None:
     follow("docs/tutorial-mxnet.md", tmp_path)
+
+
+@pytest.mark.timeout(120)  # mostly a tenth of it
+def test_every_example_of_mxnet_prints_what_the_page_says(tmp_path: Path) -> None:
+    api_examples.run("mxnet", tmp_path, sys.executable)
 
 
 @pytest.mark.parametrize("page", ["hvdgloo/mxnet/__init__.py", "docs/compatibility.md", "README.md", "Makefile"])

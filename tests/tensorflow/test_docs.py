@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import warm
+from tests.support import api_examples, warm
 from tests.support.frameworks import need_installed
 from tests.support.launching import launcher_in
 from tests.support.pages import ROOT, generated, program, run_program
@@ -94,3 +94,20 @@ assert (jax.process_count(), jax.device_count(), float(total)) == (2, 2, 3.0)
     assert done.returncode == 0, done.stderr
     said = sorted(line.partition(">:")[2] for line in done.stdout.splitlines() if "devices" in line)
     assert said == [f"process {rank} of 2, 2 devices" for rank in range(2)]
+
+
+@pytest.mark.timeout(300)  # mostly a tenth of it
+def test_every_example_of_tensorflow_prints_what_the_page_says(tmp_path: Path) -> None:
+    """Beside a compute job, which one of them uses and ends."""
+    python = warm.python(*warm.TENSORFLOW, **QUIET)
+    compute = ("-m", "hvdgloo.tensorflow.data.compute_worker", "service.json", "--timeout", "200")
+    with launcher_in(tmp_path) as launcher:
+        job = launcher.start("-np", "1", "--", python, *compute, env=QUIET)
+        api_examples.run("tensorflow", tmp_path, python, QUIET, timeout=200)
+        output, errors = job.communicate(timeout=50)
+    assert job.returncode == 0, output + errors
+
+
+@pytest.mark.timeout(300)
+def test_every_example_of_keras_prints_what_the_page_says(tmp_path: Path) -> None:
+    api_examples.run("keras", tmp_path, warm.python(*warm.TENSORFLOW, **QUIET), QUIET, timeout=200)
