@@ -141,7 +141,8 @@ class OuterVariables(Protocol[T]):
     """
 
     def trained(self) -> Sequence[str]:
-        """Return the names of the variables that the inner optimizer changes."""
+        """Return the names of the variables that the inner optimizer changes: the same object while these are the
+        same."""
 
     def averaged(self) -> Sequence[str]:
         """Return the names of other variables that are averaged, such as batch normalisation's statistics."""
@@ -249,6 +250,7 @@ class Outer(Generic[T]):
         self._remedy = remedy
         self._anchor: dict[str, T] = {}  # of averaged variables too: their last averages
         self._momentum: dict[str, T] = {}
+        self._anchored: tuple[object, object] = None, None  # the names and the anchor when none was missing
         self._context: object = None  # in which ranks have agreed
         self._takes_part = False  # in the process set
         self._shared = False  # with other ranks
@@ -302,13 +304,16 @@ class Outer(Generic[T]):
 
     def _anchor_new(self) -> None:
         """Take the anchors of variables that have none: all ranks have the same value of a trained one now."""
-        variables = self._variables
+        variables, names = self._variables, self._variables.trained()
+        if self._anchored[0] is names and self._anchored[1] is self._anchor:
+            return
         if not self._anchor:
             # Unlike trained variables, these may have changed since they were broadcast: a forward pass has just run.
             self._exchanges.make("averaged", self._from_first, self._anchor.update)
-        for name in variables.trained():
+        for name in names:
             if name not in self._anchor:
                 self._anchor[name] = variables.value(name)
+        self._anchored = names, self._anchor
 
     def _from_first(self) -> Callable[[], dict[str, T]]:
         """Start to send the first rank's averaged variables to all."""

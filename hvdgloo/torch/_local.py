@@ -8,8 +8,10 @@ rest, which ranks do together every so many steps, is ``hvdgloo._training.outer`
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _REMEDY = "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) on all ranks before the first step"
 
+_is_trained = operator.attrgetter("requires_grad")
+
 _NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -51,9 +55,15 @@ class _ModelVariables:
     def __init__(self, model: torch.nn.Module, parameters: Mapping[str, Tensor]) -> None:
         self._model = model
         self._parameters = parameters
+        self._are_trained: list[bool] = []
+        self._trained: list[str] = []
 
     def trained(self) -> Sequence[str]:
-        return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+        are_trained = list(map(_is_trained, self._parameters.values()))  # in every inner step, so it has to be fast
+        if are_trained != self._are_trained:
+            self._trained = list(itertools.compress(self._parameters, are_trained))
+            self._are_trained = are_trained
+        return self._trained
 
     def averaged(self) -> Sequence[str]:
         return [name for name, buffer in self._buffers() if buffer.is_floating_point()]
@@ -182,6 +192,9 @@ class LocalSession(Session):
 
     def _is_shared(self) -> bool:
         return self._host is not None and self._host.is_shared
+
+    def _may_be_shared(self) -> bool:
+        return self._host is not None
 
     def job_ended(self) -> None:
         super().job_ended()

@@ -224,12 +224,16 @@ class Session:
         self._labels = None
         self.reducer.hold()
         # A lone rank may be joined by others, while a backward pass runs or the next is about to.
-        if active or context.config.elastic:
+        if active or (context.config.elastic and self._may_be_shared()):
             self.parameters.track()
 
     def _is_shared(self) -> bool:
         """Return whether this rank shares gradients with others in the current Context."""
         return self.frontend.is_shared(self.options.process_set)
+
+    def _may_be_shared(self) -> bool:
+        """Return whether this rank could share gradients with others in some Context."""
+        return True
 
     def job_ended(self) -> None:
         """Keep an unfinished step's gradients out of the next Context, on all ranks, now that this one is closed.

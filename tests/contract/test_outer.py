@@ -173,6 +173,18 @@ def test_between_two_outer_steps_nothing_is_sent(world: MakeWorld) -> None:
         assert third[0] == sixth[0] == 4
 
 
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
+def test_where_ranks_never_share_gradients_no_hook_runs_in_a_backward_pass(world: MakeWorld, elastic: bool) -> None:
+    def rank_body(context: Context) -> None:
+        model = make_model()
+        optimizer = local(context, sgd(model), model, 3)
+        for _ in range(3):
+            step(optimizer, model, part_of(context))
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+    world(2, elastic=elastic).run(rank_body)
+
+
 def test_a_model_in_half_precision_keeps_small_changes(world: MakeWorld) -> None:
     """A change of less than half a unit in the last place of bfloat16 in each outer step adds up."""
 
