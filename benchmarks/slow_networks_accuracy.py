@@ -80,6 +80,7 @@ def ways() -> dict[str, Callable[[Any, Any], Any]]:
         "LocalSGD 8": local(8),
         "LocalSGD 8, int8": local(8, compression=hvd.Compression.int8),
         "LocalSGD 16": local(16),
+        "LocalSGD 16, 4 fragments, overlap 2": local(16, fragments=4, overlap=2),
         "LocalSGD 64": local(64),
         "DiLoCo 16, momentum 0.5": diloco(16, outer_momentum=0.5),
         "DiLoCo 16": diloco(16),

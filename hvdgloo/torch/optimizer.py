@@ -174,8 +174,8 @@ def DiLoCo(  # noqa: N802 - as above
     """``LocalSGD`` with an outer momentum, by default with the paper's settings (arXiv 2311.08105), for long
     pre-training with hundreds of steps from one outer step to the next.
 
-    In short runs these settings train worse than ``LocalSGD``, and ``outer_momentum=0.5`` is as good or better; try
-    ``LocalSGD`` first. Everything else is as there.
+    In short runs these settings train worse than ``LocalSGD`` or differ more from seed to seed, and
+    ``outer_momentum=0.5`` is as good or better; try ``LocalSGD`` first. Everything else is as there.
     """
     return LocalSGD(
         optimizer,
