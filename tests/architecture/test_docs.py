@@ -130,6 +130,10 @@ WITHOUT_EFFECT = {
 """Variables of Horovod's that nothing here reads."""
 
 
+LONG = {"performance.md", "troubleshooting.md", "api.md", "api-tensorflow.md", "api-mxnet.md"}
+"""Pages in which users look something up rather than read them; they may have more than 4,000 words."""
+
+
 def _ids(page: Path) -> str:
     return page.name
 
@@ -196,6 +200,11 @@ def test_files_that_contributors_are_sent_to_exist(page: Path) -> None:
     named = set(re.findall(r"`([\w/.*]+/[\w*]+\.(?:py|md))`", page.read_text(encoding="utf-8")))
     roots = (ROOT, ROOT / "hvdgloo", page.parent)
     assert [name for name in sorted(named) if not any(next(root.glob(name), None) for root in roots)] == []
+
+
+def test_no_page_is_too_long_to_be_read() -> None:
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (ROOT / "docs").glob("*.md")}
+    assert {name: count for name, count in words.items() if count > 4000 and name not in LONG} == {}
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
