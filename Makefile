@@ -38,6 +38,8 @@ WHEELS ?=
 VENV_TF ?= .venv-tf
 READY_TF := $(VENV_TF)/.ready
 TENSORFLOW ?= tensorflow-cpu==2.21.0 keras==3.15.1 jax==0.10.2 optax==0.2.8
+# flax brings orbax along. The documentation of hvdgloo.jax has programs for these.
+WITH_JAX ?= flax==0.12.8 equinox==0.13.8
 TF_KERAS ?= tf_keras==2.21.0
 TESTS_TF ?= tests/contract tests/architecture tests/unit/test_horovod_surface.py
 
@@ -301,7 +303,8 @@ $(READY_TF): $(READY)
 	rm -rf $(VENV_TF)
 	$(PYTHON) -m venv $(VENV_TF)
 	$(call SHARE,$(VENV_TF))
-	$(INSTALL) $(VENV_TF)/bin/python "TensorFlow, Keras and JAX (400 MB to fetch)" $(TENSORFLOW)
+	$(INSTALL) $(VENV_TF)/bin/python "TensorFlow, Keras and JAX (430 MB to fetch)" \
+	    $(TENSORFLOW) $(WITH_JAX)
 	$(INSTALL) $(VENV_TF)/bin/python "tf_keras (2 MB to fetch)" --no-deps $(TF_KERAS)
 	$(INSTALL) $(VENV_TF)/bin/python "hvdgloo" --editable . --no-deps
 	touch $@

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hvdgloo.rendezvous._elastic.events import Rules
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
+from tests.jax.support import caching_in
 from tests.support import warm
+from tests.support.frameworks import need_installed
 from tests.support.job import Job
 
 pytestmark = pytest.mark.timeout(120)  # seconds; mostly a tenth of it
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ENVIRON = {"JAX_PLATFORMS": "cpu"}
 
 LOST = """
@@ -151,6 +158,26 @@ def follow_changes(folder: Path, *, survivor: int, **environ: str) -> int:
     before, times = said.split("] ")[:2], said.split("] ")[2]
     assert before == ["[2, 1, 2", "[1, 2"], ended
     return int(times)
+
+
+def test_the_elastic_example_loses_a_worker_and_gains_others(tmp_path: Path) -> None:
+    """It reaches the fixed job's accuracy all the same, and newcomers find compiled functions in JAX's cache."""
+    need_installed("optax")
+    env = {**os.environ, **ENVIRON, **caching_in(tmp_path / "cache")}
+    arguments = ("--python", python(), "--training", str(EXAMPLES / "jax_digits_elastic.py"), "--epochs", "40")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo_elastic.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=env,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"was killed by signal 9 \(SIGKILL\); 1 of 2 workers went on", done.stdout)) == 2
+    assert re.search(r"workers? went on, with \d new one", done.stdout)
+    (accuracy,) = re.findall(r"test accuracy averaged over \d ranks: ([\d.]+)%", done.stdout)
+    assert float(accuracy) >= 96.0
+    assert len(re.findall("all ranks hold identical parameters", done.stdout)) == 1
 
 
 ENDS = """

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import Launcher, launcher_in
+from tests.jax.support import caching_in
+from tests.support.frameworks import need_installed
+from tests.support.launching import Launcher, clean_environment, launcher_in
 from tests.support.tutorials import follow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -33,6 +38,38 @@ def test_the_example_learns_to_read_and_goes_on_from_its_checkpoint(launcher: La
     (accuracy,) = re.findall(r"test accuracy averaged over 2 ranks: ([\d.]+)%", done.stdout)
     assert float(accuracy) >= 96.0
     assert len(re.findall("all ranks hold identical parameters", done.stdout)) == 1
+
+
+@pytest.mark.timeout(130)  # two jobs; mostly a fifth of it
+def test_the_example_of_flax_nnx_learns_to_read_and_goes_on_from_its_checkpoint(launcher: Launcher) -> None:
+    need_installed("flax")
+    program, saved = str(EXAMPLES / "jax_nnx_digits.py"), launcher.folder / "saved"
+    env = {**ENV, **caching_in(launcher.folder / "cache")}  # the second job need not compile what the first one has
+    for ranks, epochs in (("1", "1"), ("2", "6")):
+        done = launcher.run("-np", ranks, program, "--epochs", epochs, "--checkpoints", str(saved), env=env, timeout=58)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "resuming after epoch 1" in done.stdout
+    (accuracy,) = re.findall(r"test accuracy averaged over 2 ranks: ([\d.]+)%", done.stdout)
+    assert float(accuracy) >= 96.0
+    assert len(re.findall("all ranks hold identical parameters", done.stdout)) == 1
+    assert sorted(checkpoint.name for checkpoint in saved.iterdir()) == ["5", "6"]
+
+
+@needs_optax
+@pytest.mark.timeout(130)  # seconds; mostly a tenth of it
+def test_the_benchmark_measures_each_way(tmp_path: Path) -> None:
+    found, program = tmp_path / "times.json", EXAMPLES.parent / "benchmarks/jax_steps.py"
+    command = [sys.executable, str(program), "--quick", "--json", str(found)]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = json.loads(found.read_text())
+    alone = ["allreduce", "tiny jit", "tiny jax", "tiny numpy"]
+    assert list(measured["hvdgloo"]) == ["none", "inside", "outside", *alone]
+    assert list(measured["jax.distributed"]) == ["none", "jax.distributed"]
+    times = [seconds for job in measured.values() for seconds in job.values()]
+    assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in times)
+    least = {way: min(seconds) for way, seconds in measured["hvdgloo"].items()}
+    assert f"inside / outside: {least['inside'] / least['outside']:.2f} (aim: at most 0.8)" in done.stdout
 
 
 UNUSED = """
