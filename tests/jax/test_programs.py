@@ -15,7 +15,7 @@ import pytest
 from tests.jax.support import caching_in
 from tests.support.frameworks import need_installed
 from tests.support.launching import Launcher, clean_environment, launcher_in
-from tests.support.tutorials import follow
+from tests.support.tutorials import follow, sections
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 needs_optax = pytest.mark.skipif(importlib.util.find_spec("optax") is None, reason="optax is not installed")
@@ -172,7 +172,12 @@ def test_several_devices_in_one_call_are_refused(launcher: Launcher) -> None:
     assert done.stdout.count("True") == 2
 
 
-@needs_optax
-@pytest.mark.timeout(200)  # several jobs, one after the other; mostly a tenth of it
-def test_the_tutorial_of_jax(tmp_path: Path) -> None:
-    follow("docs/tutorial-jax.md", tmp_path, env=ENV)
+SECTIONS = sections("docs/tutorial-jax.md")
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.timeout(130)  # seconds for up to two jobs; mostly a tenth of it
+def test_the_tutorial_of_jax(section: str, tmp_path: Path) -> None:
+    for package in SECTIONS[section]:
+        need_installed(package)
+    follow("docs/tutorial-jax.md", tmp_path, env=ENV, section=section)

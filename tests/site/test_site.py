@@ -166,7 +166,7 @@ def test_every_page_can_be_reached_from_the_side_bar(site: Path) -> None:
     assert {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")} - {"index.html"} <= listed
 
 
-@pytest.mark.parametrize("name", ["api", "api-tensorflow", "api-mxnet"])
+@pytest.mark.parametrize("name", ["api", "api-tensorflow", "api-jax", "api-mxnet"])
 def test_every_function_has_a_place_in_the_api(site: Path, name: str) -> None:
     headings = re.findall(r"^### (`\w+`.*)$", (ROOT / f"docs/{name}.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings

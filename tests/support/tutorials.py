@@ -18,6 +18,18 @@ from tests.support.launching import clean_environment
 from tests.support.pages import ROOT
 
 
+def sections(page: str) -> dict[str, frozenset[str]]:
+    """Return the titles of a page's sections with programs, each with the packages that these import."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = {}
+    for section in text.split("\n## ")[1:]:
+        programs = "".join(re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
+        if programs:
+            imports = re.findall(r"^\s*(?:import|from) (\w+)", programs, re.MULTILINE)
+            found[section.partition("\n")[0]] = frozenset(imports)
+    return found
+
+
 @dataclass(frozen=True)
 class File:
     """A program to be saved."""

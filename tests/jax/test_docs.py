@@ -1,0 +1,49 @@
+"""Statements of the pages about JAX, tested. The tutorial is followed by test_programs.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hvdgloo.jax as hvd
+from tests.support import warm
+from tests.support.elastic_examples import follow_three_sizes
+from tests.support.elastic_launch import Job
+from tests.support.frameworks import need_installed
+from tests.support.launching import launcher_in
+from tests.support.pages import ROOT, generated, program, run_program
+
+ENVIRON = {"JAX_PLATFORMS": "cpu"}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with launcher_in(tmp_path) as launcher:
+        yield Job(launcher)
+
+
+def test_the_api_page_is_what_the_docstrings_say() -> None:
+    written = (ROOT / "docs/api-jax.md").read_text(encoding="utf-8")
+    assert written == generated("api_jax"), "run: python docs/generate_api_jax.py"
+
+
+def test_every_public_name_is_on_an_api_page() -> None:
+    pages = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("api.md", "api-jax.md"))
+    assert set(hvd.__all__) <= set(re.findall(r"^### `(\w+)`", pages, re.MULTILINE))
+
+
+def test_the_elastic_program_trains_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    need_installed("optax")
+    run_program("docs/elastic.md", "JaxState")
+    assert re.search(r"trained by 1 workers, loss 0\.0\d+", capsys.readouterr().out)
+
+
+@pytest.mark.timeout(240)  # seconds; mostly a tenth of it
+def test_the_elastic_program_trains_at_the_rate_for_the_workers_that_are_there(job: Job) -> None:
+    need_installed("optax")
+    text = program("docs/elastic.md", "JaxState").replace("state.step < 60", 'not os.path.exists("over")')
+    rate = "optax.tree_utils.tree_get(state.opt_state, 'learning_rate')"
+    follow_three_sizes(job, text, rate, 0.05, warm.python("hvdgloo.jax", **ENVIRON), **ENVIRON)
