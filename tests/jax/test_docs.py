@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hvdgloo.jax as hvd
-from tests.support import warm
+from tests.support import api_examples, warm
 from tests.support.elastic_examples import follow_three_sizes
 from tests.support.elastic_launch import Job
 from tests.support.frameworks import need_installed
@@ -33,6 +33,12 @@ def test_the_api_page_is_what_the_docstrings_say() -> None:
 def test_every_public_name_is_on_an_api_page() -> None:
     pages = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("api.md", "api-jax.md"))
     assert set(hvd.__all__) <= set(re.findall(r"^### `(\w+)`", pages, re.MULTILINE))
+
+
+@pytest.mark.timeout(130)  # mostly a tenth of it
+def test_every_example_of_the_api_page_prints_what_it_says(tmp_path: Path) -> None:
+    need_installed("optax")
+    api_examples.run("jax", tmp_path, warm.python("hvdgloo.jax", **ENVIRON), ENVIRON)
 
 
 def test_the_elastic_program_trains_alone(capsys: pytest.CaptureFixture[str]) -> None:
