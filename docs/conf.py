@@ -18,7 +18,7 @@ author = "hvdgloo contributors"
 release = version = __version__
 language = "en"
 
-extensions = ["myst_parser", "sphinx_copybutton", "navigation", "sources"]
+extensions = ["myst_parser", "sphinx_copybutton", "navigation", "sources", "excerpts"]
 navigation = {
     "Start": (
         "installation",
@@ -54,5 +54,6 @@ html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 html_copy_source = False
 html_show_copyright = False
-# Off, since summaries of search results are fetched from the pages, which browsers refuse for a site on disk.
+# Off, since Sphinx's summaries of results are fetched from the pages, which browsers refuse for a site on disk; the
+# extension "excerpts" has others.
 html_show_search_summary = False

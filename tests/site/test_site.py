@@ -193,6 +193,8 @@ def opened(address: str, profile: Path) -> str:
         ("broadcast_optimizer_state", "api.html"),
         ("doctor", "doctor.html"),
         ("rendezvous server cannot be reached", "troubleshooting.html"),
+        ("DDP", "tutorial-torch-distributed.html"),
+        ("torchrun", "slurm.html"),
     ],
 )
 def test_the_search_finds_without_a_server(site: Path, tmp_path: Path, words: str, page: str) -> None:
@@ -200,6 +202,10 @@ def test_the_search_finds_without_a_server(site: Path, tmp_path: Path, words: st
     found = Page()
     found.feed(shown.partition('id="search-results"')[2])
     assert page in {urlsplit(link).path for link in found.links}, shown
+    excerpts = re.findall(r'<p class="context">(.*?)</p>', shown, re.DOTALL)
+    assert len(excerpts) > len(found.links) / 2
+    assert any(words.lower() in re.sub(r"<[^>]*>", "", excerpt).lower() for excerpt in excerpts), excerpts
+    assert any('class="highlighted"' in excerpt for excerpt in excerpts), excerpts
 
 
 def test_what_the_theme_leaves_out_for_screen_readers_and_keyboards_is_there(site: Path, tmp_path: Path) -> None:
