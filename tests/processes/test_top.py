@@ -24,7 +24,7 @@ from hvdgloo._observe.page.page import Page
 from hvdgloo._observe.top import command, source
 from hvdgloo._observe.top.source import GoneError, decoded, of_link
 from hvdgloo._observe.trace_control import BusyError, Trace
-from hvdgloo.errors import ConfigError, MissingDependencyError
+from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous._page_server.server import PageServer
 from hvdgloo.runner.cli.main import main
@@ -222,13 +222,12 @@ def test_tracing_must_have_been_allowed(published: Published) -> None:
             top("--trace", steps)
 
 
-def test_without_rich_there_is_json(published: Published, server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rich_it_is_plain_text(published: Published, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, drawn = top("--once")
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    link = server.link()
-    with pytest.raises(MissingDependencyError, match=r"pip install 'hvdgloo\[top\]', or use --json"):
-        top(link)
-    assert json.loads(top(link, "--once", "--json")[1])["job"]["size"] == 4  # the link was not used up
+    _, text = top("--once")
+    assert [line.split() for line in text.splitlines()] == [line.split() for line in drawn.splitlines()]
 
 
 def test_a_job_elsewhere_is_read_by_its_link(server: PageServer) -> None:
@@ -378,9 +377,20 @@ def test_the_launcher_s_command_line_knows_it(folder: Path, capsys: pytest.Captu
     assert "usage: hvdgloo-run top" in capsys.readouterr().out
 
 
-def test_on_a_terminal(published: Published, server: PageServer, folder: Path) -> None:
+WITHOUT_RICH = """if True:
+    import importlib.util, sys
+    find_spec = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, package=None: None if name == "rich" else find_spec(name, package)
+    sys.modules["rich"] = None
+    from hvdgloo.runner.cli.main import main
+    sys.exit(main(["top", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("program", [("-m", "hvdgloo.runner", "top"), ("-c", WITHOUT_RICH)], ids=["rich", "plain"])
+def test_on_a_terminal(published: Published, server: PageServer, folder: Path, program: tuple[str, ...]) -> None:
     """It takes the whole screen, keys work, and what was seen last stays when the job is over."""
-    with started("--interval", "0.2", runtime=folder.parent) as screen:
+    with started("--interval", "0.2", runtime=folder.parent, program=program) as screen:
         screen.wait_for(r"Rank 3 \(h2\) was last in", PATIENCE)
         assert b"\x1b[?1049h" in screen.raw  # the alternate screen
         first = rows(screen)
@@ -421,10 +431,12 @@ def test_a_reader_that_goes_away_ends_it(published: Published, folder: Path) -> 
         assert process.stderr.read() == b""
 
 
-def started(*arguments: str, runtime: Path) -> AbstractContextManager[Terminal]:
+def started(
+    *arguments: str, runtime: Path, program: tuple[str, ...] = ("-m", "hvdgloo.runner", "top")
+) -> AbstractContextManager[Terminal]:
     """``top`` on a terminal, for a user with this runtime folder."""
     env = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
-    return terminal("-m", "hvdgloo.runner", "top", *arguments, env=env, cwd=runtime)
+    return terminal(*program, *arguments, env=env, cwd=runtime)
 
 
 def rows(screen: Terminal) -> list[str]:

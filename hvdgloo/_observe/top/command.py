@@ -12,8 +12,8 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn, TextIO
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn, Protocol, TextIO
 
 from hvdgloo._observe.jobs import JobFile, jobs
 from hvdgloo._observe.top.source import OTHER_VERSION, GoneError, Source, decoded, of_job, of_link
@@ -24,7 +24,7 @@ from hvdgloo._platform.files import create
 from hvdgloo._platform.runtime import runtime_folder
 from hvdgloo._platform.spelling import in_one_line, suggestions
 from hvdgloo._platform.tables import aligned
-from hvdgloo.errors import ConfigError, MissingDependencyError
+from hvdgloo.errors import ConfigError
 
 _DESCRIPTION = """\
 Show a running job: what its ranks do, which of them make the others wait, and
@@ -68,7 +68,6 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
 
     Raises:
         ConfigError: an argument cannot be used, there is no such job, or it cannot be shown.
-        MissingDependencyError: the package that draws it on a terminal is not installed.
         GoneError: the job does not answer.
     """
     options = build_parser().parse_args(arguments)
@@ -82,8 +81,6 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
             stdout.write(f"You are running {len(running)} jobs on this host; hvdgloo-run top JOB shows one of them:\n")
             stdout.write(_listed(running) + "\n")
             return 0
-    if not (options.trace or options.link or options.json):
-        _need_rich()
     source = of_link(options.job) if elsewhere else of_job(find(options.job, environ))
     try:
         if options.trace:
@@ -93,7 +90,7 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
         elif options.json:
             _print_json(source, stdout, options.interval, once=options.once)
         elif options.once or not stdout.isatty():
-            _print_once(source, stdout)
+            _drawing().write(_settled(source), stdout, whole=True)
         else:
             _watch(source, stdout, options.interval)
     except KeyboardInterrupt:
@@ -102,14 +99,6 @@ def main(arguments: Sequence[str], stdout: TextIO, environ: Mapping[str, str]) -
         source.close()
     stdout.flush()
     return 0
-
-
-def _need_rich() -> None:
-    """Check, before a link is used up, that the package that draws tables is installed."""
-    if importlib.util.find_spec("rich") is None:
-        raise MissingDependencyError(
-            "top needs the package rich to draw on a terminal: pip install 'hvdgloo[top]', or use --json"
-        )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -205,14 +194,22 @@ def _plain(data: bytes) -> str:
         raise ConfigError(OTHER_VERSION) from None
 
 
-def _print_once(source: Source, stdout: TextIO) -> None:
-    from rich.console import Console  # which --json and --link do without
+class Drawing(Protocol):
+    """A way to draw snapshots: a module."""
 
-    from hvdgloo._observe.top.screen import ENDLESS, Screen
+    def live(self, stdout: TextIO) -> AbstractContextManager[Callable[[Snapshot, int], None]]: ...
+    def write(self, snapshot: Snapshot, stdout: TextIO, *, whole: bool) -> None: ...
 
-    endless = not stdout.isatty()  # a pipe or a file gets everything
-    console = Console(file=stdout, highlight=False, width=ENDLESS if endless else None)
-    console.print(Screen(_settled(source), whole=True, endless=endless), end="")
+
+def _drawing() -> Drawing:
+    """Return the way to draw: with colours by rich where it is installed, otherwise in plain text."""
+    if importlib.util.find_spec("rich") is None:
+        from hvdgloo._observe.top import plain
+
+        return plain
+    from hvdgloo._observe.top import screen  # which --json and --link do without
+
+    return screen
 
 
 def _trace(source: Source, steps: int, stdout: TextIO) -> None:
@@ -247,16 +244,11 @@ def _settled(source: Source) -> Snapshot:
 
 
 def _watch(source: Source, stdout: TextIO, interval: float) -> None:
-    from rich.console import Console
-    from rich.live import Live
-
-    from hvdgloo._observe.top.screen import Screen
-
-    console = Console(file=stdout, highlight=False)
+    drawing = _drawing()
     snapshot, first = decoded(source.snapshot()), 0
-    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+    with _keys() as pressed, drawing.live(stdout) as show:
         while True:
-            live.update(Screen(snapshot, first=first), refresh=True)
+            show(snapshot, first)
             deadline = time.monotonic() + interval
             keys = ""
             while not keys and (left := deadline - time.monotonic()) > 0:
@@ -272,8 +264,8 @@ def _watch(source: Source, stdout: TextIO, interval: float) -> None:
             except GoneError:
                 break
     # The last snapshot stays readable when the screen is gone.
-    console.print(Screen(snapshot), end="")
-    console.print("The job is over.")
+    drawing.write(snapshot, stdout, whole=False)
+    stdout.write("The job is over.\n")
 
 
 @contextmanager

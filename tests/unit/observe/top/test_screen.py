@@ -8,7 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from hvdgloo._observe.top.screen import ENDLESS, Screen, order
+from hvdgloo._observe.top.content import order
+from hvdgloo._observe.top.screen import ENDLESS, Screen
 from hvdgloo._observe.view import Snapshot
 from hvdgloo._observe.words import duration, measured, number, share, size
 from tests.support.observed import SimulatedJob
