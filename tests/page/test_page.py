@@ -229,6 +229,24 @@ def test_printing_draws_what_was_never_in_sight_in_the_light_theme(show: Show, b
     assert browser.run("return document.documentElement.style.colorScheme") == "light dark"
 
 
+def test_failures_that_followed_from_another_rank_s_are_not_red(show: Show, browser: Chromium) -> None:
+    shown = show(minute(slow=None))
+    shown.job.lose(2, "exited with status 1")
+    shown.job.lose(0, "exited with status 1")
+    shown.advance()
+    browser.wait_for("#event-list", "rank 0 (h1) exited with status 1")
+    assert len(browser.texts("#event-list .grave")) == 2  # which of them is to blame is not known yet
+    shown.job.observatory.ended(1, "rank 2 exited with status 1", causes=[2])
+    shown.advance()
+    browser.wait_for("#event-list", "rank 2 exited with status 1")
+    until(lambda: len(browser.texts("#event-list .grave")) == 1, "only the cause is red")
+    assert browser.text("#event-list .grave p").startswith("rank 2 (h2) exited with status 1")
+    browser.run("const kind = document.querySelector('#event-kind'); kind.value = 'failure';"
+                "kind.dispatchEvent(new Event('change'))")  # fmt: skip
+    until(lambda: len(browser.texts("#event-list .event")) == 2, "failures alone")
+    assert len(browser.texts("#event-list .grave")) == 1
+
+
 def test_lines_of_ranks_that_were_stopped_with_a_failure_are_not_red(show: Show, browser: Chromium) -> None:
     job = minute()
     for rank in (1, 2):

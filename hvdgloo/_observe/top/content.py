@@ -1,4 +1,4 @@
-"""What ``top`` shows of a snapshot, from the top down: the job, its hosts, stragglers, events, ranks. Pure: lines and
+"""Content of ``top`` for a snapshot, from the top down: the job, its hosts, stragglers, events, ranks. Pure: lines and
 cells are texts with styles, which are drawn by rich (``screen``) or as plain text (``plain``).
 """
 
@@ -250,11 +250,16 @@ def _stragglers(snapshot: Snapshot) -> list[Line]:
 
 def _events(snapshot: Snapshot) -> list[Line]:
     shown = {straggler.rank for straggler in snapshot.stragglers[:_STRAGGLERS]}  # just above
+    ended = {
+        rank
+        for rank, state in zip(snapshot.ranks.rank, snapshot.ranks.state, strict=True)
+        if STATES[state] == "ended" and snapshot.job.state == "failed"  # only because another rank had failed
+    }
     events = [event for event in snapshot.events if event.kind != "straggler" or event.rank not in shown]
     return [
         _line(
             f"{time.strftime('%H:%M:%S', time.localtime(event.at))}  {in_one_line(event.text)}",
-            "red" if event.kind in ("failure", "stall") else "",
+            "red" if event.kind == "stall" or (event.kind == "failure" and event.rank not in ended) else "",
         )
         for event in events[-_EVENTS:]
     ]

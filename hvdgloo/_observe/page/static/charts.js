@@ -113,9 +113,12 @@ const OUTER_MARK = 9;
 const OUTER_STEP = "outer step";
 
 /** Return the marks that all charts have: outer steps, and the latest events of these kinds. */
-const marksOf = ({ events, outer_steps: outer }) => [
-  ...outer.map((at) => ({ at, kind: OUTER_STEP, text: "outer step" })),
-  ...events.filter(({ kind }) => MARKED.has(kind)).slice(-MOST_MARKS),
+const marksOf = (store) => [
+  ...store.outer_steps.map((at) => ({ at, kind: OUTER_STEP, text: "outer step", grave: false })),
+  ...store.events
+    .filter(({ kind }) => MARKED.has(kind))
+    .slice(-MOST_MARKS)
+    .map((event) => ({ ...event, grave: isGrave(event, store) })),
 ];
 
 /** Return the explanation of the marks. */
@@ -131,11 +134,11 @@ function drawMarks(plot, marks) {
   const [min, max] = [plot.scales.x.min, plot.scales.x.max];
   ctx.save();
   ctx.lineWidth = uPlot.pxRatio;
-  for (const { at, kind } of marks) {
+  for (const { at, kind, grave } of marks) {
     if (at < min || at > max) continue;
     const x = Math.round(plot.valToPos(at, "x", true)) + 0.5;
     const height = kind === OUTER_STEP ? OUTER_MARK * uPlot.pxRatio : bbox.height;
-    ctx.strokeStyle = colour.of(GRAVE.has(kind) ? "bad" : "muted");
+    ctx.strokeStyle = colour.of(grave ? "bad" : "muted");
     ctx.setLineDash(kind === OUTER_STEP ? [] : [4 * uPlot.pxRatio, 3 * uPlot.pxRatio]);
     ctx.beginPath();
     ctx.moveTo(x, bbox.top + bbox.height - height);

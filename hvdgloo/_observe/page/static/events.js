@@ -5,6 +5,10 @@
 const EVENT_KINDS = ["failure", "stall", "stall ended", "straggler", "warning", "elastic", "host", "tuning", "trace", "note", "state"];
 const GRAVE = new Set(["failure", "stall", "warning"]);
 
+/** Tell whether an event is a reason for concern. A rank that ended only because another had failed is none. */
+const isGrave = ({ kind, rank }, { job, byRank }) =>
+  GRAVE.has(kind) && !(kind === "failure" && job.state === "failed" && byRank.get(rank)?.state === "ended");
+
 class Events {
   constructor(onChoose) {
     this._list = dom.byId("event-list");
@@ -17,7 +21,7 @@ class Events {
     );
     this._kind.addEventListener("change", () => {
       this._shown = 0;
-      this.render(this._events);
+      this.render(this._store);
     });
     this._list.addEventListener("click", (event) => {
       const button = event.target.closest("button[data-rank]");
@@ -25,14 +29,15 @@ class Events {
     });
   }
 
-  /** @param events in ascending order of their numbers */
-  render(events) {
+  /** Show the events of a store, which are in ascending order of their numbers. */
+  render(store) {
+    const { events } = store;
     const oldest = events[0]?.number ?? 0;
     if (!this._shown || oldest < this._first || (events.at(-1)?.number ?? 0) < this._shown) {
       this._shown = 0;
       this._list.replaceChildren();
     }
-    this._events = events;
+    this._store = store;
     this._first = oldest;
     const fresh = events.filter(({ number }) => number > this._shown);
     const wanted = fresh.filter(({ kind }) => !this._kind.value || kind === this._kind.value);
@@ -41,11 +46,16 @@ class Events {
     while (this._list.lastElementChild && Number(this._list.lastElementChild.dataset.number) < oldest) {
       this._list.lastElementChild.remove();
     }
+    // Failures of ranks are told before the job's, which shows which of them followed from another.
+    if (store.job.state === "failed") {
+      const followed = new Set(events.filter((event) => !isGrave(event, store)).map(({ number }) => String(number)));
+      for (const item of this._list.children) if (followed.has(item.dataset.number)) item.classList.remove("grave");
+    }
     this._list.classList.toggle("empty", !this._list.childElementCount);
   }
 
   _item(event) {
-    const item = dom.make("li", { class: GRAVE.has(event.kind) ? "event grave" : "event" });
+    const item = dom.make("li", { class: isGrave(event, this._store) ? "event grave" : "event" });
     item.dataset.number = event.number;
     const time = dom.make("time", { datetime: new Date(event.at * 1000).toISOString(), title: format.moment(event.at), text: format.clock(event.at) });
     item.append(time, dom.make("span", { class: "kind", text: event.kind }));

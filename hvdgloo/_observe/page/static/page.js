@@ -98,7 +98,7 @@ class Page {
       ["logged", ["job", "series", "view", "events", "outer_steps"], (store, changed) => this._drawLogged(store, changed)],
       ["charts", ["series", "view", "events", "outer_steps"], (store, changed) => this._drawCharts(store, changed)],
       ["stragglers", ["stragglers", "waits", "heat", "view", "events", "outer_steps"], (store, changed) => this._drawStragglers(store, changed)],
-      ["events", ["events"], ({ events }) => this._events.render(events)],
+      ["events", ["events", "job"], (store) => this._events.render(store)],
       ["output", ["output", "job", "ranks"], (store) => this._output.render(store.output, isReport ? culprit(store.job) : null, stopped(store))],
       ["planes", ["planes", "job"], (store) => this._details.renderPlanes(store)],
       ["trace", ["events", "job"], (store) => this._traces.render(store)],

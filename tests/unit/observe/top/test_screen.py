@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from hvdgloo._observe.top.content import order
+from hvdgloo._observe.top.content import order, tail
 from hvdgloo._observe.top.screen import ENDLESS, Screen
 from hvdgloo._observe.view import Snapshot
 from hvdgloo._observe.words import duration, measured, number, share, size
@@ -137,6 +137,16 @@ def test_the_table_scrolls() -> None:
 def test_all_of_it_where_there_is_no_screen() -> None:
     lines = shown(simulated(ranks=64, hosts=8).observatory.snapshot(), whole=True)
     assert sum(bool(re.match(r" *\d+  h\d", line)) for line in lines) == 64
+
+
+def test_failures_that_followed_from_another_rank_s_are_not_red() -> None:
+    job = simulated(ranks=4, slow=None)
+    job.lose(2, "exited with status 1")
+    job.lose(0, "exited with status 1")
+    job.observatory.ended(1, "rank 2 exited with status 1", causes=[2])
+    job.advance()
+    red = [line.text[10:] for line in tail(job.observatory.snapshot()) if line.parts[0].style == "red"]
+    assert red == ["rank 2 (h2) exited with status 1"]
 
 
 def test_names_cannot_move_the_cursor() -> None:
