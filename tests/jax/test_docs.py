@@ -41,6 +41,12 @@ def test_every_example_of_the_api_page_prints_what_it_says(tmp_path: Path) -> No
     api_examples.run("jax", tmp_path, warm.python("hvdgloo.jax", **ENVIRON), ENVIRON)
 
 
+def test_the_readmes_program_trains_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    need_installed("optax")
+    run_program("README.md", "hvdgloo.jax")
+    assert re.search(r"1 workers, loss 0\.0\d+", capsys.readouterr().out)
+
+
 def test_the_elastic_program_trains_alone(capsys: pytest.CaptureFixture[str]) -> None:
     need_installed("optax")
     run_program("docs/elastic.md", "JaxState")
