@@ -356,8 +356,7 @@ class Session:
         self._broken_off = False
 
     def _exchange(self) -> None:
-        """Send what has not been sent, and wait for all of it. What was under way when an interrupt came is not sent
-        again: the others have it."""
+        """Send what has not been sent, and wait for all of it; the others have what was under way at an interrupt."""
         try:
             if self._bucketing.order is not None:  # the first step: a model may have been wrapped after the optimizer
                 refuse_reduced_by_others(self.parameters.all.items())
