@@ -93,9 +93,15 @@ def trained(world: World, **options: Any) -> list[Program]:
     return world.run(lambda context: Program(context.rank, **options).train(context))
 
 
-@pytest.mark.parametrize("groups", [(), [("a", "b")]], ids=["alone", "in a group"])
-def test_what_ranks_have_not_received_is_what_was_left_out_last(make: MakeWorld, groups: Any) -> None:
-    world = make()
+@pytest.mark.parametrize(
+    ("groups", "settings"),
+    [((), {}), ([("a", "b")], {}), ([("a", "b")], {"fusion_threshold": 4 * COUNTS["a"]})],
+    ids=["alone", "in a group", "in a group of several buckets"],
+)
+def test_what_ranks_have_not_received_is_what_was_left_out_last(
+    make: MakeWorld, groups: Any, settings: dict[str, int]
+) -> None:
+    world = make(**settings)
     programs = trained(world, groups=groups)
     for result in world.run(left_out(programs)):
         close(result, missing(programs))

@@ -49,3 +49,21 @@ def test_each_way_has_its_turn_and_sends_as_many_bytes_as_it_should(
         assert min(rows["alone"]["sent"]) < 100_000
         assert {"DDP", "DDP, bf16", "DDP, PowerSGD"} < set(rows)
         assert "% of the speed alone" in done.stdout
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(120)
+def test_an_inner_step_is_measured_beside_the_plain_optimizer_s_and_sends_nothing(
+    make_bed: Callable[..., Bed], tmp_path: Path
+) -> None:
+    make_bed(["h1"])
+    found = tmp_path / "found.json"
+    only = ["--only", "inner,inner-small", "--rates", "10gbit", "--layout", "2x1"]
+    command = [sys.executable, str(PROGRAM), "--quick", *only, "--json", str(found)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(found.read_text())
+    expected = [(case, way) for case in ("inner", "inner-small") for way in ("alone", "LocalSGD")]
+    assert [(row["case"], row["way"]) for row in rows] == expected
+    assert all(0 < min(row["sent"]) < 100_000 and min(row["processor"]) > 0 for row in rows)
+    assert done.stdout.count("in brackets of alone") == 2
