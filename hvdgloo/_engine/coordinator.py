@@ -233,8 +233,7 @@ class Coordinator:
             unknown = self._negotiator.absorb(rank, message, now)
             if unknown:
                 self.outbox.append((rank, Resend(tuple(unknown))))
-            if self.offers:
-                self._compare_offered_kinds()
+            self._compare_offered_kinds()
         elif isinstance(message, Offer):
             if self._leaver is None and not self.offers.has_ended(message):
                 self._offered(rank, message, now)
@@ -272,7 +271,8 @@ class Coordinator:
     def _compare_offered_kinds(self) -> None:
         """Take offers for submissions if each rank waits for another kind of operation under one name, so that they
         fail like these. No rank offers a second operation while it waits for a first one."""
-        for request in self.offers.requests():
+        # Offers that have ended are no longer waited for, and are dropped when this is asked.
+        for request in self.offers.requests() if self.offers else ():
             waiting = 0, 0
             kinds = [request.key, *request.other_kinds]
             for key in kinds:

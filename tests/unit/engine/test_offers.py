@@ -137,6 +137,20 @@ def test_each_rank_waits_for_another_kind() -> None:
     ] * 2
 
 
+def test_a_rank_whose_offer_of_another_kind_has_ended_does_not_wait_for_it() -> None:
+    job = Job()
+    broadcast = Request("broadcast.x", Collective.BROADCAST, (SPEC,), root=0)
+    for rank in (1, 2):
+        job.coordinator.receive(rank, Offer(broadcast, 1, word_of(1, 1), 0), 1.0)
+    job.ended.add(word_of(1, 1))
+    job.offer(0)
+    job.ended.add(word_of(0, 1))  # the others have made it as well, and need not tell
+    for rank in range(SIZE):
+        job.offer(rank, instance=2)
+    assert job.ordered() == []
+    assert len(job.coordinator.waiting(7.0, 0.0)) == 1
+
+
 def submission_of(persistent: PersistentRequest) -> Submission:
     buffer = Buffer.of_array(np.zeros(4, np.float32))
     buffers = [buffer] if persistent.request.tensors else []

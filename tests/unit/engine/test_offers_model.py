@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdgloo._engine import member as member_module
@@ -322,6 +322,13 @@ def agree(job: Job) -> None:
     assert all(len(calls) == 1 for calls in job.placed.values()), job.placed
 
 
+ALONE, WITH_A_JOIN = (
+    Round((("g", frozenset()),), quits, frozenset([0]) if quits else frozenset(), frozenset())
+    for quits in (False, True)
+)
+
+
+@example([ALONE, WITH_A_JOIN, ALONE], 2, 2, False, 0)  # another kind of the same name, whose offers had ended
 @settings(max_examples=150, deadline=None)
 @given(st.lists(ROUNDS, min_size=1, max_size=5), st.integers(2, 4), st.integers(1, 4), st.booleans(), st.integers(0))
 def test_every_call_completes_once_and_in_one_way_on_all_ranks(
