@@ -386,7 +386,6 @@ class ElasticSupervisor(Supervisor):
         self._finish_if_over()
 
     def ended(self, link: AgentLink) -> None:
-        """Record that an agent has ended in order."""
         visit = self._visit_of(link.state)
         if visit is not None:
             visit.parted = True

@@ -29,7 +29,7 @@ class Job(Protocol):
         """Show a notice to the user."""
 
     def notice_unless_over(self, text: str) -> None:
-        """Show a notice, unless all workers end within a moment."""
+        """Show a notice, unless all workers end within a moment: for a job that ends at once, the summary suffices."""
 
     def interrupted(self) -> None:
         """Prepare for the interruption of the workers by Ctrl-C."""

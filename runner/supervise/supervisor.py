@@ -355,44 +355,34 @@ class Supervisor:
         if not self._verdict.settled:
             self._agents.start_due(now)
 
-    # Called by ``Agents``.
+    # Called by ``Agents`` and ``SignalHandling``; see ``agents.Job`` and ``signal_handling.Job``.
 
     @property
     def settled(self) -> bool:
-        """True if everything that ends from now on ends on request."""
         return self._verdict.settled
 
     def shown(self, host: HostState) -> None:
-        """Show that a host has reached another step of its start."""
         self._observer.step(host)
 
     def notice(self, text: str) -> None:
-        """Show a notice to the user."""
         self._observer.notice(text)
 
     def notice_unless_over(self, text: str) -> None:
-        """Tell the user what the job waits for, if the workers do not end within a moment: for a job that ends at once,
-        the summary suffices.
-        """
         self._announcement = time.monotonic() + ANNOUNCE_AFTER, text
 
     def interrupted(self) -> None:
-        """Prepare for the interruption of the workers by Ctrl-C."""
         self._observer.interrupted()
 
     def received(self, link: AgentLink, frame: Frame) -> None:
-        """Process an agent's frame that concerns its workers."""
         if type(frame) in self.handlers:
             self.handlers[type(frame)](link, frame)
 
     def ended(self, link: AgentLink) -> None:
-        """Record that an agent has ended in order."""
         if link.workers:
             self._verdict.gone(link.workers)
             self._finish_if_over()
 
     def lost(self, host: HostState, link: AgentLink | None, text: str) -> None:
-        """Record the loss of a host; ``text`` continues ``the agent on host h1 ...``."""
         self.job_observers.host(host.name, "lost", f"its agent {text}")
         self._verdict.gone(link.workers if link is not None else ())
         self.fail(Failure(None, host.name, 1, f"the agent on host {host.name} {text}"))
@@ -473,7 +463,7 @@ class Supervisor:
         if self._stdin_link is not None:
             self._stdin_link.channel.send(Stdin(rank, data))
 
-    # The end.
+    # The end, also at the request of ``SignalHandling``.
 
     def fail(self, failure: Failure) -> None:
         """Stop the job at the first failure; later failures are consequences of it."""
@@ -483,14 +473,12 @@ class Supervisor:
         self.stop(signal.SIGTERM, self._spec.grace_after_failure)
 
     def stop(self, signum: int, grace: float) -> None:
-        """End the workers with a signal, and kill the rest after ``grace`` seconds."""
         self._verdict.settled = True
         self._hard_deadline = time.monotonic() + grace + self._spec.end_timeout
         self.tell_all(Stop(signum, grace))
         self._finish_if_over()
 
     def kill(self) -> None:
-        """End everything now."""
         self._verdict.settled = True
         self._verdict.running.clear()
         self._hard_deadline = time.monotonic() + self._spec.end_timeout
@@ -499,15 +487,12 @@ class Supervisor:
 
     @property
     def running(self) -> bool:
-        """True if there are workers that have not ended."""
         return bool(self._verdict.running)
 
     def tell_all(self, frame: Frame) -> None:
-        """Send a frame to all agents."""
         self._agents.tell(frame)
 
     def flush(self, seconds: float) -> None:
-        """Wait until all frames to agents have been sent, for at most this many seconds."""
         self._run(
             lambda: not any(link.channel.pending for link in self.links if not link.gone), time.monotonic() + seconds
         )
