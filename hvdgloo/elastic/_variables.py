@@ -7,8 +7,8 @@ into an array that is kept from one save to the next.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,11 @@ import numpy.typing as npt
 from hvdgloo._collectives.arrays import broadcast_arrays
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._platform.error_tokens import recall
+from hvdgloo.elastic.loop import run_fn
 from hvdgloo.elastic.state import ObjectState
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError, MismatchError
 
+T = TypeVar("T")
 Array = npt.NDArray[Any]
 Variable = Any
 """A ``tf.Variable``, or a ``keras.Variable`` of any backend."""
@@ -171,6 +173,15 @@ class ModelState(VariablesState):
         # The scale of tf_keras's LossScaleOptimizer is not among its variables.
         scale: Any = getattr(self.optimizer, "_loss_scale", None)
         return [*own, scale.current_loss_scale, scale.counter] if hasattr(scale, "counter") else own
+
+
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """Make a training function elastic: it goes on when workers are lost or come; see ``hvdgloo.elastic.run_fn``.
+
+    Args:
+        func: takes a state, and whatever else it is given.
+    """
+    return run_fn(func, failure=failure_in)
 
 
 def failure_in(error: BaseException) -> HorovodInternalError | None:

@@ -28,13 +28,12 @@ workers change, so callbacks that do other things are best placed before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 
-from hvdgloo.elastic import State, run_fn
-from hvdgloo.elastic._variables import ModelState, failure_in
+from hvdgloo.elastic import State
+from hvdgloo.elastic._variables import ModelState, run
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.keras.callbacks import ForTfKeras
 from hvdgloo.numpy._frontend import FRONTEND
@@ -46,17 +45,6 @@ __all__ = [
     "UpdateEpochStateCallback",
     "run",
 ]
-
-T = TypeVar("T")
-
-
-def run(func: Callable[..., T]) -> Callable[..., T]:
-    """Make a training function elastic: it goes on when workers are lost or come; see ``hvdgloo.elastic.run_fn``.
-
-    Args:
-        func: takes a state, and whatever else it is given.
-    """
-    return run_fn(func, failure=failure_in)
 
 
 class KerasState(ModelState):

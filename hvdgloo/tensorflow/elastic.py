@@ -15,29 +15,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from hvdgloo.elastic import run_fn
-from hvdgloo.elastic._variables import Array, ModelState, Variable, VariablesState, failure_in
+from hvdgloo.elastic._variables import Array, ModelState, Variable, VariablesState, run
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.tensorflow._frontend import FRONTEND
 from hvdgloo.tensorflow._state import variable_of
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
-
-T = TypeVar("T")
-
-
-def run(func: Callable[..., T]) -> Callable[..., T]:
-    """Make a training function elastic: it goes on when workers are lost or come; see ``hvdgloo.elastic.run_fn``.
-
-    Args:
-        func: takes a state, and whatever else it is given.
-    """
-    return run_fn(func, failure=failure_in)
 
 
 class TensorFlowState(VariablesState):
