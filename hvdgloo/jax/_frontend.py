@@ -282,7 +282,7 @@ class JaxFrontend(Frontend[Any]):
         return _Rules(self, None if label is None else f"{label}.gradient", traced)
 
 
-for _name in ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall"):
+for _name in ("allreduce", "allgather", "broadcast", "reducescatter", "alltoall", "join"):
     getattr(JaxFrontend, _name).__doc__ = getattr(Frontend, _name).__doc__
 
 
