@@ -29,6 +29,7 @@ import torch.utils.checkpoint
 from hvdgloo._backends import gpu
 from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.persistent import Pending
+from hvdgloo._collectives.process_sets import ProcessSet
 from hvdgloo._collectives.spec import reduction
 from hvdgloo._job.context import Context
 from hvdgloo._platform import interrupts
@@ -567,18 +568,19 @@ class Session:
         """
         loss = closure()
         self._reduce()
-        if loss is None:
-            return None
-        if isinstance(loss, Tensor):
-            local = loss.detach()
-        else:
-            local = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
-        mean = self.frontend.allreduce(local, process_set=self.options.process_set)
-        return mean if isinstance(loss, Tensor) else float(mean)
+        return None if loss is None else _averaged(loss, self.frontend, self.options.process_set)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # Part of the plain optimizer's state, which some classes pickle as a whole: nothing is left of us there.
         return type(None), ()
+
+
+def _averaged(loss: Any, frontend: Frontend[Tensor], process_set: ProcessSet) -> Any:
+    """Return the ranks' average of a loss: a tensor, or a number, as it is given."""
+    if isinstance(loss, Tensor):
+        return frontend.allreduce(loss.detach(), process_set=process_set)
+    local = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+    return float(frontend.allreduce(local, process_set=process_set))
 
 
 def _naming_checkpoints(error: GradientsInFlightError, name: str) -> GradientsInFlightError:
