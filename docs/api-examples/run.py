@@ -5,7 +5,7 @@ from hvdgloo.run import run
 
 
 def train(learning_rate):
-    import hvdgloo.torch as hvd
+    import hvdgloo.numpy as hvd
 
     hvd.init()
     return hvd.rank() * learning_rate
