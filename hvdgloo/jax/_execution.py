@@ -5,7 +5,8 @@ in the memory that XLA gives to both argument and result.
 
 **Threads.** ``execute`` does not wait for other ranks, or ranks that wait for each other's calls could use up XLA's
 threads. It works for the engine for a moment, as a thread that waits does, and if the result is not there yet, it
-returns a future. XLA continues in the thread that sets the future: never one of the engine's, but ``hvdgloo-jax``.
+returns a future. XLA continues in the thread that sets the future, and may start, and wait for, the next collective
+there. So it is never one of the engine's threads, nor one that has another future to set: ``_in_thread``.
 Only a small call that the ranks of one host offer to each other (``_engine.offers``) is waited for here. There can be
 one at a time, and rank 0 orders it as soon as some rank makes another call first.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import itertools
 import json
 import queue
 import threading
@@ -84,14 +86,58 @@ class Call:
         }
         return json.dumps(values)
 
-    def like(self) -> list[jax.ShapeDtypeStruct]:
-        """Return types and shapes of the results for JAX."""
-        return [jax.ShapeDtypeStruct(spec.shape, dtype_of(spec.dtype)) for spec in self.results]
-
     def resized(self, shapes: Sequence[tuple[int, ...]]) -> Call:
-        """Return the same call on arrays of other shapes; for calls that work in place."""
+        """Return the same call on arrays of other shapes.
+
+        Raises:
+            InvalidArgumentError: it does not work element by element.
+        """
+        if not self.in_place:
+            raise InvalidArgumentError(
+                f"a {self.spec.collective.value} cannot be inside jax.vmap; call it outside, on all rows at once"
+            )
         specs = tuple(TensorSpec(spec.dtype, shape) for spec, shape in zip(self.inputs, shapes, strict=True))
         return replace(self, inputs=specs, results=specs)
+
+
+class HostCall:
+    """A function of this process in a compiled function. It runs outside of XLA's threads, so it may wait.
+
+    Args:
+        function: works in place on numpy arrays, which are XLA's memory.
+        specs: the arrays' types and shapes.
+
+    Attributes:
+        text: distinguishes this one from all others of this process.
+    """
+
+    in_place = True
+
+    def __init__(self, function: Callable[[Sequence[Any]], None], specs: Sequence[TensorSpec]) -> None:
+        self.inputs = self.results = tuple(specs)
+        self.function = function
+        self.text = f"function {next(_numbers)}"
+        _host_calls[self.text.encode()] = self
+
+    def resized(self, shapes: Sequence[tuple[int, ...]]) -> HostCall:
+        """Refuse, as ``Call.resized`` does."""
+        raise InvalidArgumentError("a training step cannot be inside jax.vmap; what it computes the loss with can")
+
+    def start(self, sources: Sequence[int], targets: Sequence[int], future: ffi.Future) -> None:
+        """Run the function, and set the future."""
+        _move(sources, targets, self.inputs)
+        buffers = [Buffer(address, spec, _XLA) for address, spec in zip(targets, self.inputs, strict=True)]
+        arrays = [buffer.array().view(dtype_of(buffer.dtype)).reshape(buffer.shape) for buffer in buffers]
+        _in_thread(functools.partial(_settle, future, functools.partial(self.function, arrays)))
+
+
+_numbers = itertools.count(1)
+_host_calls: weakref.WeakValueDictionary[bytes, HostCall] = weakref.WeakValueDictionary()
+
+
+def like(specs: Sequence[TensorSpec]) -> list[jax.ShapeDtypeStruct]:
+    """Return types and shapes for JAX."""
+    return [jax.ShapeDtypeStruct(spec.shape, dtype_of(spec.dtype)) for spec in specs]
 
 
 _COLLECTIVES = {each.value: each for each in Collective}
@@ -221,9 +267,7 @@ def _sizes_differ(name: str, shape: Sequence[int], expected: Sequence[int]) -> s
 def _start(call: Call, sources: Sequence[int], targets: Sequence[int]) -> _Started:
     core = _core_of(call.home)
     if call.in_place:
-        for source, target, spec in zip(sources, targets, call.inputs, strict=True):
-            if source != target:
-                ctypes.memmove(target, source, spec.nbytes)
+        _move(sources, targets, call.inputs)
         sources = targets
     buffers = [Buffer(address, spec, _XLA) for address, spec in zip(sources, call.inputs, strict=True)]
     pending = core.start(
@@ -238,6 +282,12 @@ def _start(call: Call, sources: Sequence[int], targets: Sequence[int]) -> _Start
     return _Started(call, pending, targets)
 
 
+def _move(sources: Sequence[int], targets: Sequence[int], specs: Sequence[TensorSpec]) -> None:
+    for source, target, spec in zip(sources, targets, specs, strict=True):
+        if source != target:
+            ctypes.memmove(target, source, spec.nbytes)
+
+
 _XLA = object()
 """The owner of XLA's memory, which stays until the call has ended."""
 
@@ -249,7 +299,13 @@ def execute(called: ffi.Call) -> ffi.Future | None:
         ForeignError: it failed.
     """
     try:
-        call = _parsed(called.text())
+        text = called.text()
+        host_call = _host_calls.get(text)
+        if host_call is not None:
+            count, future = len(host_call.inputs), called.future()
+            host_call.start(called.arguments(count), called.results(count), future)
+            return future
+        call = _parsed(text)
         started = _start(call, called.arguments(len(call.inputs)), called.results(len(call.results)))
         pending = started.pending
         help_engine = pending.before_waiting
@@ -261,20 +317,24 @@ def execute(called: ffi.Call) -> ffi.Future | None:
     except HvdglooError as error:
         raise ForeignError(error) from None
     future = called.future()
-    _completions.expect(pending, future, started)
+    pending.add_done_callback(lambda handle: _in_thread(functools.partial(_settle, future, started.finish)))
     return future
 
 
-def execute_arrays(call: Call, *arrays: Any) -> list[Any]:
+def execute_arrays(call: Call | HostCall, *arrays: Any) -> list[Any]:
     """Run a call on arrays, where custom calls cannot be used.
 
     Raises:
         ForeignError: it failed.
     """
-    sources = [np.ascontiguousarray(array) for array in arrays]
-    targets = [np.empty(like.shape, like.dtype) for like in call.like()]
     try:
-        _start(call, [_address(array) for array in sources], [_address(array) for array in targets]).finish()
+        if isinstance(call, HostCall):
+            targets = [np.array(array) for array in arrays]
+            call.function(targets)
+        else:
+            sources = [np.ascontiguousarray(array) for array in arrays]
+            targets = [np.empty(each.shape, each.dtype) for each in like(call.results)]
+            _start(call, [_address(array) for array in sources], [_address(array) for array in targets]).finish()
     except HvdglooError as error:
         raise ForeignError(error) from None
     return targets
@@ -285,35 +345,31 @@ def _address(array: Any) -> int:
     return address
 
 
-class _Completions:
-    """The thread that sets futures, and in which XLA continues."""
-
-    def __init__(self) -> None:
-        self._ended: queue.SimpleQueue[tuple[ffi.Future, _Started]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-
-    def expect(self, pending: Pending[Buffer], future: ffi.Future, started: _Started) -> None:
-        """Set a future once its collective has ended."""
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, daemon=True, name="hvdgloo-jax")
-                    self._thread.start()
-        pending.add_done_callback(lambda handle: self._ended.put((future, started)))
-
-    def _run(self) -> None:
-        while True:
-            future, started = self._ended.get()
-            try:
-                started.finish()
-            except HvdglooError as error:
-                future.set(str(ForeignError(error)))
-            except BaseException as error:  # noqa: BLE001 - XLA would wait for ever
-                future.set(f"{type(error).__name__}: {error}")
-            else:
-                future.set()
-            del future, started
+_idle: list[queue.SimpleQueue[Callable[[], None]]] = []
 
 
-_completions = _Completions()
+def _in_thread(work: Callable[[], None]) -> None:
+    """Do something in a thread that does nothing else meanwhile. Threads are kept."""
+    try:
+        inbox = _idle.pop()
+    except IndexError:
+        inbox = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(inbox,), daemon=True, name="hvdgloo-jax").start()
+    inbox.put(work)
+
+
+def _serve(inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        inbox.get()()
+        _idle.append(inbox)
+
+
+def _settle(future: ffi.Future, finish: Callable[[], None]) -> None:
+    try:
+        finish()
+    except HvdglooError as error:
+        future.set(str(ForeignError(error)))
+    except BaseException as error:  # noqa: BLE001 - XLA would wait for ever
+        future.set(f"{type(error).__name__}: {error}")
+    else:
+        future.set()

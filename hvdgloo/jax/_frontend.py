@@ -328,7 +328,19 @@ def _with_gradient(run: Callable[..., Any], backward: Callable[..., Any], *, kee
         return outputs, (arrays, outputs) if keep else None
 
     function.defvjp(forward, backward)
-    return function
+
+    def call(*arrays: Any) -> Any:
+        try:
+            return function(*arrays)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise InvalidArgumentError(
+                "collectives have no derivatives in forward mode (jax.jvp, jax.jacfwd, jax.hessian); use jax.grad or "
+                "jax.jacrev, also for second derivatives: jax.jacrev(jax.jacrev(function))"
+            ) from error
+
+    return call
 
 
 def _once(

@@ -14,11 +14,13 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax._src import core, dispatch, effects
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -27,10 +29,12 @@ from hvdgloo._job import process
 from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.jax import _execution as execution
 from hvdgloo.jax import _ffi as ffi
-from hvdgloo.jax._adapter import CPU_ONLY, ONE_CONTROLLER, ONE_PROCESS_PER_DEVICE
-from hvdgloo.jax._execution import Call
+from hvdgloo.jax._adapter import CPU_ONLY, ONE_CONTROLLER, ONE_PROCESS_PER_DEVICE, JaxAdapter
+from hvdgloo.jax._execution import Call, HostCall
 
 _logger = logging.getLogger(__name__)
+
+_adapter = JaxAdapter()
 
 TARGET = "hvdgloo_collective"
 
@@ -57,9 +61,24 @@ collective_p = Primitive("hvdgloo")
 collective_p.multiple_results = True
 
 
-def collective(call: Call, arrays: Sequence[Any]) -> list[Any]:
+def collective(call: Call | HostCall, arrays: Sequence[Any]) -> list[Any]:
     """Make a collective a part of the function that is being transformed or compiled."""
     return list(collective_p.bind(*arrays, call=call))
+
+
+def on_host(function: Callable[[Sequence[Any]], None], arrays: Sequence[Any]) -> list[Any]:
+    """Return what a function of this process makes of arrays: at once, or whenever the function that is traced runs.
+
+    Args:
+        function: changes the arrays, numpy's, in place. It may wait for other ranks.
+        arrays: on any device.
+    """
+    if is_traced(arrays):
+        return collective(HostCall(function, [_adapter.describe(array) for array in arrays]), arrays)
+    wait_for_compiled()
+    made = [np.array(array) for array in arrays]
+    function(made)
+    return [jnp.asarray(array) for array in made]
 
 
 def is_traced(arrays: Sequence[Any]) -> bool:
@@ -135,35 +154,37 @@ def _chosen() -> bool:
     return bool(problem)
 
 
-def _abstract(*arrays: Any, call: Call) -> tuple[list[Any], set[Any]]:
-    return [core.ShapedArray(like.shape, like.dtype) for like in call.like()], {_EFFECT}
+def _abstract(*arrays: Any, call: Call | HostCall) -> tuple[list[Any], set[Any]]:
+    return [core.ShapedArray(like.shape, like.dtype) for like in execution.like(call.results)], {_EFFECT}
 
 
 @functools.lru_cache(maxsize=1024)
-def _compiled(call: Call) -> Any:
+def _compiled(call: Call | HostCall) -> Any:
     return jax.jit(lambda *arrays: collective_p.bind(*arrays, call=call))
 
 
-def _run(*arrays: Any, call: Call) -> Any:
+def _run(*arrays: Any, call: Call | HostCall) -> Any:
     return _compiled(call)(*arrays)
 
 
-def _lower(ctx: Any, *arrays: Any, call: Call) -> Any:
+def _lower(ctx: Any, *arrays: Any, call: Call | HostCall) -> Any:
     module = ctx.module_context
     platforms = {*(ctx.platforms or module.platforms)}
-    if platforms != {"cpu"}:
+    on_cpu = platforms == {"cpu"}
+    if not on_cpu and isinstance(call, Call):
         raise InvalidArgumentError(
             f"a function compiled for {', '.join(sorted(platforms))} has a collective; {CPU_ONLY}"
         )
     if jax.process_count() > 1:
         raise InvalidArgumentError(ONE_CONTROLLER)
-    devices = getattr(module.axis_context, "num_devices", 1)
+    mesh = getattr(module.axis_context, "mesh", None)  # of pmap and shard_map
+    devices = module.axis_context.num_devices if mesh is None else mesh.size
     if devices > 1:
         raise InvalidArgumentError(
             f"a function compiled for {devices} devices has a collective; {ONE_PROCESS_PER_DEVICE}"
         )
     token = ctx.tokens_in.get(_EFFECT)
-    if _uses_callbacks():
+    if not on_cpu or _uses_callbacks():
         function = functools.partial(execution.execute_arrays, call)
         results, token, _ = mlir.emit_python_callback(
             ctx, function, token, list(arrays), ctx.avals_in, ctx.avals_out, has_side_effect=True
@@ -175,6 +196,7 @@ def _lower(ctx: Any, *arrays: Any, call: Call) -> Any:
         inner = ctx.replace(
             avals_in=[core.abstract_token, *ctx.avals_in], avals_out=[core.abstract_token, *ctx.avals_out]
         )
+        module.add_keepalive(call)
         token, *results = rule(inner, token, *arrays, call=call.text)
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_EFFECT: token})))
     return results
@@ -185,12 +207,8 @@ collective_p.def_effectful_abstract_eval(_abstract)
 mlir.register_lowering(collective_p, _lower)
 
 
-def _batch(arrays: Sequence[Any], axes: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:
+def _batch(arrays: Sequence[Any], axes: Sequence[Any], *, call: Call | HostCall) -> tuple[list[Any], list[Any]]:
     """Let one call do for all elements of an axis what each element of the arrays asks for."""
-    if not call.in_place:
-        raise InvalidArgumentError(
-            f"a {call.spec.collective.value} cannot be inside jax.vmap; call it outside, on all rows at once"
-        )
     whole = call.resized([array.shape for array in arrays])
     return list(collective_p.bind(*arrays, call=whole)), list(axes)
 

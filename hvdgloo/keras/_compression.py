@@ -20,7 +20,7 @@ class Compression(compression.Compression):
 
 
 _HOMES = {
-    "jax": "hvdgloo.keras._on_jax",
+    "jax": "hvdgloo.jax._compression",
     "tensorflow": "hvdgloo.tensorflow.compression",
     "torch": "hvdgloo.torch.compression",
 }

@@ -1,4 +1,4 @@
-"""Keras on JAX: gradients leave the compiled step by one ordered callback, and come back reduced."""
+"""Keras on JAX: the compiled step has all gradients reduced by one call, in XLA's own memory."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.experimental import io_callback
 
-from hvdgloo._collectives import compression
 from hvdgloo._job.context import Context
-from hvdgloo._platform.error_tokens import ForeignError, recall
 from hvdgloo._training.labels import agreed_labels
 from hvdgloo._training.options import make_reducer, named_groups
 from hvdgloo._training.reducer import GradientReducer
 from hvdgloo._training.weights import check_late, checksum, samples_of
-from hvdgloo.errors import HvdglooError
+from hvdgloo.jax._errors import translated
+from hvdgloo.jax._primitive import on_host
 from hvdgloo.keras._distributed_optimizer import FINITE, REMEDY, DistributedKerasOptimizer, KerasOptions, label_of
 from hvdgloo.numpy._frontend import FRONTEND
-from hvdgloo.types import DType, ReduceOp, TensorSpec
+from hvdgloo.types import ReduceOp
 
 
 class JaxSync:
@@ -52,31 +49,30 @@ class JaxSync:
         groups = named_groups(self._options.groups, names, chosen)
         reducers: list[tuple[Context, GradientReducer[Any]]] = []  # none, or the latest
 
-        def exchange(arrays: Sequence[Any]) -> list[Any]:
+        def exchange(arrays: Sequence[Any]) -> None:
             # The step is compiled once, for a job of any size.
-            context, ranks = FRONTEND.context, self._ranks()
-            size = np.int32(max(len(ranks), 1))
-            if not ranks:
-                FRONTEND.end_step()
-                return [*arrays, size]
-            if not reducers or reducers[0][0] is not context:
-                labels = agreed_labels(FRONTEND, begin, chosen, self._options.process_set)
-                reducers[:] = [(context, make_reducer(FRONTEND, self._options, groups))]
-                reducers[0][1].release(dict(zip(names, labels, strict=True)))
-            reducer = reducers[0][1]
-            for name, array in reversed(list(zip(names, arrays, strict=True))):
-                if reducer.is_open(name):
-                    reducer.reset()  # the previous step did not finish
-                reducer.ready(name, np.asarray(array))
-            reduced = reducer.wait()
+            context = FRONTEND.context
+            if self._ranks():
+                if not reducers or reducers[0][0] is not context:
+                    labels = agreed_labels(FRONTEND, begin, chosen, self._options.process_set)
+                    reducers[:] = [(context, make_reducer(FRONTEND, self._options, groups, in_place=True))]
+                    reducers[0][1].release(dict(zip(names, labels, strict=True)))
+                reducer = reducers[0][1]
+                try:
+                    for name, array in reversed(list(zip(names, arrays, strict=True))):
+                        if reducer.is_open(name):
+                            reducer.reset()  # the previous step did not finish
+                        reducer.ready(name, array)
+                    reducer.wait()
+                except Exception:
+                    reducer.reset()  # XLA takes the memory back
+                    raise
             FRONTEND.end_step()
-            return [*(reduced[name] for name in names), size]
 
         pairs = [self._options.compression.compress(results[index]) for index in shared]
-        sent = [tensor for tensor, _ in pairs]
-        *received, size = _outside(exchange, sent, [*sent, jax.ShapeDtypeStruct((), np.int32)])
+        received = on_host(exchange, [tensor for tensor, _ in pairs])
         for index in set(range(len(results))) - set(shared):
-            results[index] = self._options.local(results[index], size.astype(results[index].dtype))
+            results[index] = self._options.local(results[index], max(1, len(self._ranks())))
         for index, tensor, (_, ctx) in zip(shared, received, pairs, strict=True):
             results[index] = self._options.compression.decompress(tensor, ctx)
         return results
@@ -95,57 +91,22 @@ class JaxSync:
         if not FRONTEND.may_share(self._options.process_set):
             return holds
 
-        def exchange(arrays: Sequence[Any]) -> list[Any]:
-            flag = np.asarray(arrays[0])
-            if not self._ranks():
-                return [flag]
-            process_set = self._options.process_set
-            return [FRONTEND.allreduce(flag, op=ReduceOp.MIN, name=FINITE, process_set=process_set)]
+        def exchange(arrays: Sequence[Any]) -> None:
+            if self._ranks():
+                process_set = self._options.process_set
+                FRONTEND.allreduce_(arrays[0], op=ReduceOp.MIN, name=FINITE, process_set=process_set)
 
-        flag = jnp.asarray(holds).astype(jnp.uint8)
-        (everywhere,) = _outside(exchange, [flag], [flag])
+        (everywhere,) = on_host(exchange, [jnp.asarray(holds).astype(jnp.uint8)])
         return everywhere.astype(bool)
 
     def _ranks(self) -> tuple[int, ...]:
         return FRONTEND.sharers(self._options.process_set)
 
 
-def _outside(
-    function: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any], returned: Sequence[Any]
-) -> list[Any]:
-    """Call ``function``, which turns arrays into arrays like ``returned``, from a compiled step; in the order of the
-    steps."""
-
-    def call(*arrays: Any) -> Any:
-        try:
-            return [np.asarray(array) for array in function(arrays)]
-        except HvdglooError as error:
-            raise ForeignError(error) from error
-
-    shapes = [jax.ShapeDtypeStruct(like.shape, like.dtype) for like in returned]
-    return list(io_callback(call, shapes, *tensors, ordered=True))
-
-
 def _checksum(values: Sequence[Any]) -> int | None:
     """Return the checksum of a few elements of each array; None if there are none."""
     elements = [value.reshape(-1)[samples_of(value.size)] for value in values if value.size]
     return checksum(np.concatenate([np.asarray(each).astype(np.complex128) for each in elements])) if elements else None
-
-
-class _JaxCasts:
-    """Compressors' access to JAX's arrays, also in a step that is being compiled."""
-
-    def describe(self, tensor: Any) -> TensorSpec:
-        return TensorSpec(DType(tensor.dtype.name), tensor.shape)
-
-    def cast(self, tensor: Any, dtype: DType) -> Any:
-        return tensor.astype(dtype.value)
-
-
-class Compression(compression.Compression, adapter=_JaxCasts()):
-    """The compressors to choose from: how tensors travel in fewer bytes, at the price of rounding."""
-
-    bf16 = compression.BF16Compressor
 
 
 def prepare() -> None:
@@ -162,13 +123,8 @@ def prepare() -> None:
 def _translating(plain: Any) -> Any:
     @functools.wraps(plain)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with translated():
             return plain(self, *args, **kwargs)
-        except Exception as error:
-            ours = recall(str(error))
-            if ours is None:
-                raise
-            raise ours from error
 
     call.hvdgloo = True  # type: ignore[attr-defined]
     return call

@@ -28,6 +28,7 @@ workers change, so callbacks that do other things are best placed before it.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import keras
@@ -45,6 +46,9 @@ __all__ = [
     "UpdateEpochStateCallback",
     "run",
 ]
+
+if keras.backend.backend() == "jax":  # whose failed functions must not run on in the job's next epoch
+    run = importlib.import_module("hvdgloo.jax.elastic").run
 
 
 class KerasState(ModelState):

@@ -78,7 +78,17 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.tensorflow": {"_collectives", "_job", "_platform", "_training", "common", "elastic"},
     "hvdgloo.tensorflow.data": {"_job", "_net", "_platform", "config", "rendezvous", "tensorflow"},
     "hvdgloo.tensorflow.keras": {"_collectives", "_training", "keras", "tensorflow"},
-    "hvdgloo.keras": {"_collectives", "_job", "_platform", "_training", "elastic", "numpy", "tensorflow", "torch"},
+    "hvdgloo.keras": {
+        "_collectives",
+        "_job",
+        "_platform",
+        "_training",
+        "elastic",
+        "jax",
+        "numpy",
+        "tensorflow",
+        "torch",
+    },
     "hvdgloo.as_horovod": set(),
     # On Spark.
     "hvdgloo.spark.data": {"_platform"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._platform.error_tokens import recall
 from hvdgloo.errors import InvalidArgumentError, MismatchError
-from hvdgloo.jax._adapter import dtype_of
+from hvdgloo.jax._adapter import JaxAdapter, dtype_of
+from hvdgloo.jax._errors import translated
 from hvdgloo.jax._frontend import JaxFrontend
+from hvdgloo.jax._primitive import on_host
+from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import DType, ReduceOp
 from tests.jax.support import on_ranks
 from tests.support.selection import extended
@@ -305,9 +310,111 @@ def test_what_cannot_be_is_refused_when_tracing(call: Callable[[JaxFrontend, Any
     on_ranks(body, 1)
 
 
-def test_forward_mode_is_refused_by_jax() -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, x: jax.jvp(f.allreduce, (x,), (x,)),
+        lambda f, x: jax.jacfwd(f.allgather)(x),
+        lambda f, x: jax.hessian(lambda x: (f.allreduce(x) ** 2).sum())(x),
+    ],
+    ids=["jvp", "jacfwd", "hessian"],
+)
+def test_forward_mode_is_refused(call: Callable[[JaxFrontend, Any], Any]) -> None:
     def body(frontend: JaxFrontend) -> None:
-        with pytest.raises(TypeError, match="forward-mode"):
-            jax.jvp(frontend.allreduce, (jnp.ones(2),), (jnp.ones(2),))
+        with pytest.raises(InvalidArgumentError, match="no derivatives in forward mode"):
+            call(frontend, jnp.ones(2))
+        # Of what is compiled as a whole, JAX itself says so.
+        with pytest.raises((InvalidArgumentError, TypeError), match=r"forward.mode"):
+            jax.jit(lambda x: call(frontend, x))(jnp.ones(2))
+
+    on_ranks(body, 1)
+
+
+@pytest.mark.parametrize("call", ["allgather", "reducescatter", "alltoall"])
+def test_collectives_of_rows_are_refused_in_vmap(call: str) -> None:
+    def body(frontend: JaxFrontend) -> None:
+        with pytest.raises(InvalidArgumentError, match=rf"{call} cannot be inside jax\.vmap; call it outside"):
+            jax.vmap(getattr(frontend, call))(jnp.ones((2, 3)))
+
+    on_ranks(body, 1)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
+def test_functions_for_other_devices_are_refused(platform: str) -> None:
+    def body(frontend: JaxFrontend) -> None:
+        traced = jax.jit(frontend.allreduce).trace(jnp.ones(2))
+        with pytest.raises(InvalidArgumentError, match=rf"compiled for {platform} has a collective.*jax\.device_put"):
+            traced.lower(lowering_platforms=(platform,))
+
+    on_ranks(body, 1)
+
+
+class Elsewhere:
+    """An array that this process's CPU cannot read."""
+
+    def __init__(self, platform: str, is_fully_addressable: bool) -> None:
+        self.shape, self.dtype, self.is_fully_addressable = (2,), np.dtype(np.float32), is_fully_addressable
+        self._platform = platform
+
+    def devices(self) -> list[Any]:
+        return [types.SimpleNamespace(platform=self._platform)]
+
+
+@pytest.mark.parametrize(
+    ("array", "text"),
+    [
+        (Elsewhere("gpu", True), r"on a device of platform gpu; .*jax\.device_put"),
+        (Elsewhere("tpu", True), r"on a device of platform tpu; .*jax\.device_put"),
+        (Elsewhere("cpu", False), r"leave out jax\.distributed\.initialize"),
+    ],
+    ids=["gpu", "tpu", "other processes"],
+)
+def test_arrays_elsewhere_are_refused(array: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JaxAdapter, "owns", lambda self, tensor: True)
+    with pytest.raises(InvalidArgumentError, match=text):
+        JaxAdapter().export(array)
+
+
+def test_several_processes_in_one_program_of_jax_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def body(frontend: JaxFrontend) -> None:
+        with pytest.raises(InvalidArgumentError, match=r"leave out jax\.distributed\.initialize"):
+            jax.jit(frontend.allreduce)(jnp.ones(2))
+
+    on_ranks(body, 1)
+
+
+@LOWERINGS
+def test_a_function_of_the_process_changes_arrays_in_place_and_may_wait() -> None:
+    def body(frontend: JaxFrontend) -> None:
+        numpy = Frontend(NumpyAdapter(), frontend._context)
+
+        def reduce(arrays: Any) -> None:
+            for index, array in enumerate(arrays):
+                numpy.allreduce_(array, name=f"array {index}", op=ReduceOp.SUM)
+
+        def step(x: Any) -> Any:
+            whole, half, none = on_host(reduce, [x, x.astype(jnp.bfloat16), x[:0]])
+            return whole * 2, half, none
+
+        given = jnp.full(3000, 1.0 + frontend.rank())
+        for call in (step, jax.jit(step)):
+            assert [each.tolist() for each in call(given)] == [[6.0] * 3000, [3.0] * 3000, []]
+        assert given[0] == 1 + frontend.rank()
+
+    on_ranks(body)
+
+
+def test_an_error_of_a_function_of_the_process_is_the_compiled_functions() -> None:
+    def fail(arrays: Any) -> None:
+        raise MismatchError("ranks disagree", name="x")
+
+    def body(frontend: JaxFrontend) -> None:
+        for call in (lambda x: on_host(fail, [x])[0], jax.jit(lambda x: on_host(fail, [x])[0])):
+            with pytest.raises(MismatchError, match="ranks disagree"), translated():
+                jax.block_until_ready(call(jnp.ones(2)))
+        with pytest.raises(InvalidArgumentError, match=r"inside jax\.vmap"):
+            jax.vmap(lambda x: on_host(fail, [x])[0])(jnp.ones((2, 2)))
 
     on_ranks(body, 1)

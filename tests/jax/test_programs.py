@@ -151,8 +151,10 @@ import hvdgloo.jax as hvd
 
 hvd.init()
 first, second = jax.devices()
-spread = jax.device_put(jnp.ones(4), NamedSharding(Mesh([first, second], "x"), PartitionSpec("x")))
-for call in (hvd.allreduce, jax.jit(hvd.allreduce)):
+spread = jax.device_put(jnp.ones(2), NamedSharding(Mesh([first, second], "x"), PartitionSpec("x")))
+mesh = Mesh([first, second], "x")
+mapped = jax.shard_map(hvd.allreduce, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"))
+for call in (hvd.allreduce, jax.jit(hvd.allreduce), mapped, jax.pmap(hvd.allreduce)):
     try:
         jax.block_until_ready(call(spread))
     except ValueError as error:
@@ -168,8 +170,44 @@ def test_several_devices_in_one_call_are_refused(launcher: Launcher) -> None:
     done = launcher.run("-np", "1", launcher.script(DEVICES), env=env, timeout=50)
     assert done.returncode == 0, done.stderr
     assert "the array lies on 2 devices; start one process per device" in done.stdout
-    assert "a function compiled for 2 devices has a collective; start one process per device" in done.stdout
+    refusal = "a function compiled for 2 devices has a collective; start one process per device"
+    assert done.stdout.count(refusal) == 3, done.stdout  # jit, shard_map and pmap
     assert done.stdout.count("True") == 2
+
+
+SINGLE_CORE = """
+import os, threading
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+import jax, jax.numpy as jnp
+import hvdgloo.jax as hvd
+
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+hvd.init()
+begun = threading.Event()
+found = {}
+
+def run(name):
+    def step(x):
+        begun.set()  # traced, and about to run
+        return hvd.allreduce(hvd.allreduce(x, name=name), name=name + " again")
+    found[name] = float(jax.jit(step)(jnp.full(300_000, 1.0 + hvd.rank()))[0])
+
+names = ["a", "b"] if hvd.rank() else ["b", "a"]
+threads = [threading.Thread(target=run, args=(name,)) for name in names]
+threads[0].start()
+begun.wait()  # the other rank is in the other function
+hvd.broadcast_object(None, name="both")
+threads[1].start()
+for thread in threads:
+    thread.join()
+print(sorted(found.items()))
+"""
+
+
+@pytest.mark.extended
+def test_two_threads_on_a_single_core_each_run_their_own_function(launcher: Launcher) -> None:
+    done = launcher.run("-np", "2", launcher.script(SINGLE_CORE), env=ENV, timeout=50)
+    assert done.stdout.count("[('a', 1.5), ('b', 1.5)]") == 2, done.stdout + done.stderr
 
 
 SECTIONS = sections("docs/tutorial-jax.md")
