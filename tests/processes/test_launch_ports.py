@@ -18,13 +18,19 @@ from tests.support.hosts import Bed
 from tests.support.launching import Launcher, launcher_in, wait_for
 
 WORKER = """\
-import json, os, socket, psutil
+import json, os, socket, time, psutil
 import numpy as np
 import hvdgloo.numpy as hvd
 from hvdgloo._job import process
 
 hvd.init()
 hvd.allreduce(np.ones(3), op=hvd.Sum)
+folder, deadline = os.environ.get("ALL_JOBS_RUN"), time.monotonic() + 30
+if folder and hvd.rank() == 0:
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+    while len(os.listdir(folder)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 gloo = [c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
 if hvd.rank() == 0:
     # As the user's own torch.distributed would.
@@ -178,12 +184,17 @@ def test_pain_12_a_range_that_is_too_small_says_so(launcher: Launcher, free_rang
     assert "; give a wider --port-range (HVDGLOO_PORT_RANGE). The first host of a job needs three ports" in done.stderr
 
 
-def test_two_jobs_share_a_range(launcher: Launcher, free_range: str, make_launcher: Callable[[], Launcher]) -> None:
+def test_two_jobs_share_a_range(
+    launcher: Launcher, free_range: str, make_launcher: Callable[[], Launcher], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """They take different ports, also for what is bound much later."""
     first = int(free_range.partition("-")[0])
     ports = f"{first}-{first + 9}"
     other = make_launcher()
-    jobs = [made.start("--port-range", ports, "-np", "2", warm.python(), "worker.py") for made in (launcher, other)]
+    env = {"ALL_JOBS_RUN": str(tmp_path_factory.mktemp("jobs"))}
+    jobs = [
+        made.start("--port-range", ports, "-np", "2", warm.python(), "worker.py", env=env) for made in (launcher, other)
+    ]
     taken = []
     for job in jobs:
         out, err = job.communicate(timeout=40)
