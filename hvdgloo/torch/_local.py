@@ -254,10 +254,11 @@ class LocalSession(Session):
         if steps and not self._warned:
             self._warned = True
             logger.warning(
-                "%s %d steps after the last outer step, so each rank has parameters of its own; call "
+                "%s %d step%s after the last outer step, so each rank has parameters of its own; call "
                 "optimizer.finish() on all ranks before you evaluate or save the model, and at the end",
                 what,
                 steps,
+                "" if steps == 1 else "s",
             )
 
 

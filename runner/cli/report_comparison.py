@@ -31,6 +31,9 @@ def main(arguments: Sequence[str], stdout: TextIO) -> None:
     Raises:
         ConfigError: the arguments are wrong, or a file is not a report.
     """
+    if arguments in (["-h"], ["--help"]):
+        stdout.write(f"usage: {USAGE}\n\nCompare two jobs by what hvdgloo-run --report has written (.json or .html).\n")
+        return
     if len(arguments) != 2 or any(argument.startswith("-") for argument in arguments):
         raise ConfigError(f"report: write {USAGE}, with two files that hvdgloo-run --report has written")
     jobs = [read(path) for path in arguments]

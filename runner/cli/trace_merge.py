@@ -19,6 +19,8 @@ def main(arguments: Sequence[str]) -> str:
     Raises:
         ConfigError: the arguments are wrong, or as for ``merge``.
     """
+    if arguments[1:] in (["-h"], ["--help"]):
+        return f"usage: {USAGE}\n\nMerge ranks' timelines into OUT, on one clock."
     if len(arguments) < 3 or any(argument.startswith("-") for argument in arguments):
         raise ConfigError(f"timeline: write {USAGE}, where OUT is the file to be written")
     _, out, *paths = arguments

@@ -25,8 +25,8 @@ THREAD_VARIABLES = (
 NO_LIMIT = 2**31 - 1
 """Value that stands for an unlimited number of restarts: programs read the variable as an integer and compare the count
 with it."""
-_SUBCOMMANDS = ("doctor", "timeline", "top", "tune")
-"""Subcommands, which take a command's place."""
+_SUBCOMMANDS = {name.split()[0]: name for name in ("doctor", "report compare", "timeline merge", "top", "tune")}
+"""Subcommands, which take a command's place, by their first word."""
 _OWN_INTERPRETER = ("python", "python3")
 _MORE_HOSTS = re.compile(r",.*|[^/]+(:\d+|,)")
 """Pattern of words that look like the rest of a host list that a space has split."""
@@ -130,7 +130,8 @@ def _executable(program: str, cwd: str, search_path: str | None) -> str:
             raise ConfigError(
                 f"{program} was taken for the program to run; separate hosts by commas, without spaces: -H h1:4,h2:4"
             )
-        meant = [f"./{program}"] if os.path.exists(path) else suggestions(program, _SUBCOMMANDS)
+        known = [_SUBCOMMANDS[first] for first in suggestions(program, _SUBCOMMANDS)]
+        meant = [f"./{program}"] if os.path.exists(path) else known
         hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
         raise ConfigError(f"there is no program {program} in the search path{hint}")
     return found

@@ -103,12 +103,12 @@ import jax, jax.numpy as jnp
 import hvdgloo.jax as hvd
 
 hvd.init()
-step = jax.jit(lambda x: hvd.allreduce(x, name="step"))
-x = jax.block_until_ready(step(jnp.ones(300_000)))
-if hvd.rank() == 1:
-    os._exit(0)  # as if killed, but the launcher does not end the job
+step = hvd.errors_of(jax.jit(lambda x: hvd.allreduce(x, name="step")))
 try:
-    hvd.errors_of(step)(x)
+    x = step(jnp.ones(300_000))
+    if hvd.rank() == 1:
+        os._exit(0)  # as if killed, but the launcher does not end the job; rank 0 may still be in its first step
+    step(x)
 except hvd.HorovodInternalError as error:
     print("caught", type(error).__name__, flush=True)
     raise

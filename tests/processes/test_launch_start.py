@@ -133,6 +133,8 @@ def test_a_user_s_module_of_any_name_disturbs_neither_launcher_nor_agent(launche
         (["-np", "2", "python", "missing.py"], 2, "there is no file missing.py in"),
         (["-np", "2", "no-such-program"], 2, "there is no program no-such-program in the search path"),
         (["tpo"], 2, "there is no program tpo in the search path; did you mean top?"),
+        (["report"], 2, "there is no program report in the search path; did you mean report compare?"),
+        (["timelin", "merge"], 2, "there is no program timelin in the search path; did you mean timeline merge?"),
         (["tunee", "-np", "2", "worker.py"], 2, "did you mean tune?"),
         (["-np", "2", "plain"], 2, "did you mean ./plain?"),
         (["-np", "2", "./plain"], 2, "./plain is not executable"),

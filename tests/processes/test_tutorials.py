@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import warm
+from tests.support.launching import launcher_in
 from tests.support.pages import ROOT
-from tests.support.tutorials import follow
+from tests.support.tutorials import File, follow, steps
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about torch")
@@ -48,3 +50,20 @@ RECIPES = [section.partition("\n")[0] for section in SECTIONS if "\n$ " in secti
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_do_what_they_say(recipe: str, tmp_path: Path) -> None:
     follow("docs/recipes.md", tmp_path, warm.python(), section=recipe)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is for torch")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_that_is_stopped_saves_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
+    (text,) = [section for section in SECTIONS if section.startswith("A checkpoint before the job is stopped\n")]
+    (program,) = [step for step in steps(text) if isinstance(step, File)]
+    with launcher_in(tmp_path) as launcher:
+        launcher.script(program.text, name=program.name)
+        job = launcher.start("-np", "2", warm.python(), program.name)
+        assert job.stdout is not None
+        assert b"trains until it is stopped" in job.stdout.readline()
+        job.send_signal(number)
+        out, err = job.communicate(timeout=40)
+    assert b"saved" in out, err
+    assert job.returncode == 128 + number, err
+    assert (tmp_path / "checkpoint.pt").exists()

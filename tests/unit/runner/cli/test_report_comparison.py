@@ -84,3 +84,10 @@ def test_a_report_that_is_missing_or_of_another_version_is_refused(
     (tmp_path / "old.json").write_text(json.dumps(content))
     assert main(["report", "compare", str(tmp_path / "old.json"), str(reports / "after.json")]) == 2
     assert "old.json was written by another version of hvdgloo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("words", [["report", "compare"], ["timeline", "merge"]], ids=" ".join)
+def test_help(words: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, flag]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: hvdgloo-run {' '.join(words)} ")
