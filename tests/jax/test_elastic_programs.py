@@ -160,6 +160,7 @@ def follow_changes(folder: Path, *, survivor: int, **environ: str) -> int:
     return int(times)
 
 
+@pytest.mark.timeout(180)  # mostly a tenth of it
 def test_the_elastic_example_loses_a_worker_and_gains_others(tmp_path: Path) -> None:
     """It reaches the fixed job's accuracy all the same, and newcomers find compiled functions in JAX's cache."""
     need_installed("optax")
@@ -170,7 +171,7 @@ def test_the_elastic_example_loses_a_worker_and_gains_others(tmp_path: Path) -> 
         [sys.executable, str(EXAMPLES / "demo_elastic.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=170,
         env=env,
     )
     assert done.returncode == 0, done.stdout + done.stderr

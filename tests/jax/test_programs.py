@@ -29,10 +29,12 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 
 @needs_optax
+@pytest.mark.timeout(130)  # two jobs; mostly a fifth of it
 def test_the_example_learns_to_read_and_goes_on_from_its_checkpoint(launcher: Launcher) -> None:
     program, saved = str(EXAMPLES / "jax_digits.py"), str(launcher.folder / "digits.pickle")
+    env = {**ENV, **caching_in(launcher.folder / "cache")}  # the second job need not compile what the first one has
     for epochs in ("1", "7"):
-        done = launcher.run("-np", "2", program, "--epochs", epochs, "--checkpoint", saved, env=ENV, timeout=58)
+        done = launcher.run("-np", "2", program, "--epochs", epochs, "--checkpoint", saved, env=env, timeout=58)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming after epoch 1" in done.stdout
     (accuracy,) = re.findall(r"test accuracy averaged over 2 ranks: ([\d.]+)%", done.stdout)
