@@ -44,8 +44,12 @@ def point(
         values["steps_per_second"] = 0.0
     for plane, rate in planes:
         values[_BYTES + plane] = values.get(_BYTES + plane, 0.0) + rate
-    values |= {_LOGGED + name: value for name, value in (logged or {}).items() if value is not None}
-    return values
+    return values | of_logged(logged or {})
+
+
+def of_logged(logged: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the points of what the program logged, as for ``point``."""
+    return {_LOGGED + name: value for name, value in logged.items() if value is not None}
 
 
 def series(recording: Recording[str], begin: int = 0) -> view.Series:

@@ -226,7 +226,9 @@ class Model:
         late = self._late(now)
         self._sum_up(now)
         self._job.outer = traffic.outer_steps(self._ranks.values(), None if self._over else now)
-        if not self._over:
+        if self._over:
+            self._series.end(drawn.of_logged(self._job.logged))
+        else:
             self._record(now, planes)
         self._heat.add(now, self._hot)
         self._hot = {}

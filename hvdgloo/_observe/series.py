@@ -57,6 +57,12 @@ class Recording(Generic[Key]):
                 curve[index] = brief(value)
             self._weights[key] = weight + 1
 
+    def end(self, values: Mapping[Key, float]) -> None:
+        """Make these the last items of their curves, in place of the means."""
+        for key, value in values.items():
+            if key in self._curves:
+                self._curves[key][-1] = brief(value)
+
     def hold(self, now: float) -> None:
         """Repeat the last items' values up to ``now``."""
         last, width = self.length - 1, self.width

@@ -957,6 +957,12 @@ def test_numbers_that_the_program_logs_are_shown_with_their_curves() -> None:
     assert snapshot.series.logged["accuracy"][1:] == [0.5] * 6
     assert observatory.series(0).logged == {}
 
+    # What came after the last point, or was one of several values in its second, is where the curve ends.
+    observatory.observe("h1", sample(0, 2, steps=Steps(count=7), logged=[("loss", 0.125)]))
+    observatory.ended(0)
+    assert observatory.snapshot().job.logged["loss"] == 0.125
+    assert observatory.snapshot().series.logged["loss"][1:] == [1.0, 0.5, 0.3333, 0.25, 0.2, 0.125]
+
 
 def test_a_loss_that_is_not_a_number_makes_one_event_and_a_gap() -> None:
     clock = Clock()
