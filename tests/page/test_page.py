@@ -407,9 +407,10 @@ def test_updates_make_of_a_snapshot_what_a_later_snapshot_is(browser: Chromium) 
     static = Path(__file__).parents[2] / "hvdgloo/_observe/page/static/store.js"
     browser.run(f"{static.read_text()}; Object.assign(window, {{STATES, store: new Store()}});")
     read = (
-        "const {job, hosts, planes, stragglers, waits, events, series, heat, settings, changed, units, output} = store;"
-        "return JSON.stringify({job, hosts, planes, stragglers, waits, events, series, heat, settings, changed, units,"
-        " output, ranks: store.ranks.map((row) => ({...row, state: STATES.indexOf(row.state)}))})"
+        "const {job, hosts, planes, stragglers, waits, events, outer_steps, series, heat} = store;"
+        "const {settings, changed, units, output} = store;"
+        "return JSON.stringify({job, hosts, planes, stragglers, waits, events, outer_steps, series, heat, settings,"
+        " changed, units, output, ranks: store.ranks.map((row) => ({...row, state: STATES.indexOf(row.state)}))})"
     )
     with job.observatory.subscribe() as changes:
         for _ in range(5):
