@@ -147,6 +147,7 @@ test-tensorflow: $(READY_TF)
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest tests/tensorflow
 	HVDGLOO_TEST_FRONTENDS=jax $(VENV_TF)/bin/python -m pytest -m "not extended" -n $(WORKERS) tests/jax tests/contract \
 	    -k "jax and not (contract and (gloo or tree or hierarchical or inline or shm))"
+	HVDGLOO_TEST_FRONTENDS=jax $(VENV_TF)/bin/python -m pytest -m extended -n $(WORKERS) tests/jax
 	HVDGLOO_TEST_FRONTENDS=tensorflow $(VENV_TF)/bin/python -m pytest -n $(WORKERS) $(TESTS_TF) \
 	    -k "(tensorflow or keras) and (not (gloo or tree) or test_frontend_objects or test_frontend_adjoints)"
 

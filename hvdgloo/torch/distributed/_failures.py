@@ -60,8 +60,7 @@ class Failures:
 
         Args:
             own: why, as far as this rank knows.
-            ended: ranks whose processes have ended, as far as this rank knows; also by now, because they had failed
-                and reported it.
+            ended: ranks whose processes have ended, as far as this rank knows.
 
         Returns:
             the reason, as far as all ranks know.
