@@ -101,8 +101,11 @@ TESTS_PYTHON ?= tests/unit tests/architecture/test_docs.py::test_this_environmen
 INSTALL = @$(PYTHON) tests/support/install.py
 FIND_PYTHON = $(PYTHON) tests/support/pythons.py
 SIDE_BY_SIDE = WORKERS=0 $(PYTHON) tests/support/side_by_side.py --make "$(MAKE)" $(if $(JOBS),--jobs $(JOBS))
-# Versions that are not found are reported.
+# Versions that are not found are reported. The contracts run on the oldest and the newest; what can differ on those
+# between them, the unit tests show. On the version of $(VENV), `make test` has run all of this.
 PYTHON_TARGETS = $(addprefix test-python-,$(shell $(FIND_PYTHON)))
+PYTHONS_WITH_CONTRACTS ?= 3.10 3.14
+OWN_PYTHON = $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
 
 # What $(VENV) has (torch, numpy, the test tools) is not installed twice: the environment that is the argument
 # sees it, behind what is installed there.
@@ -132,8 +135,8 @@ test-all: check test
 # What `make check` and `make test` leave: the extended tests, and all other environments. Each of these is made by its own
 # target, so that one is made while the tests of another run. The targets that take longest come first.
 test-others: $(READY)
-	+$(SIDE_BY_SIDE) test-tensorflow test-spark test-extended test-spark-3.5 test-pygloo test-mxnet $(PYTHON_TARGETS) \
-	    test-packaging test-page test-docs test-torch-distributed
+	+$(SIDE_BY_SIDE) test-tensorflow test-spark test-extended test-spark-3.5 test-pygloo test-mxnet \
+	    $(filter-out test-python-$(OWN_PYTHON),$(PYTHON_TARGETS)) test-packaging test-page test-docs test-torch-distributed
 
 # More planes, more hosts, more accidents and more input than in `make test` (tests/support/selection.py).
 test-extended: $(READY)
@@ -204,8 +207,8 @@ test-python-%:
 
 test-with-python-%: $(VENV_PYTHON)-%/.ready
 	HVDGLOO_TEST_FRONTENDS=numpy $(VENV_PYTHON)-$*/bin/python -m pytest -n $(WORKERS) $(TESTS_PYTHON)
-	HVDGLOO_TEST_FRONTENDS=numpy $(VENV_PYTHON)-$*/bin/python -m pytest -n $(WORKERS) tests/contract \
-	    -k "not (gloo or hierarchical)"
+	$(if $(filter $*,$(PYTHONS_WITH_CONTRACTS)),HVDGLOO_TEST_FRONTENDS=numpy $(VENV_PYTHON)-$*/bin/python -m pytest \
+	    -n $(WORKERS) tests/contract -k "not (gloo or hierarchical)")
 
 # Not to be removed as an intermediate file of a pattern rule.
 .PRECIOUS: $(VENV_PYTHON)-%/.ready

@@ -105,7 +105,7 @@ def plainly(optimizer: DistributedTorchOptimizer) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("stride", [31, *extended(3)])
+@pytest.mark.parametrize("stride", [31, *extended(7)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("which", [0, 1], ids=["the first step", "a later step"])
 def test_a_step_that_is_repeated_after_ctrl_c_reduces_once(
@@ -139,7 +139,7 @@ def test_a_step_that_is_repeated_after_ctrl_c_reduces_once(
     at_each_line(trial, stride)
 
 
-@pytest.mark.parametrize("stride", [47, *extended(3)])
+@pytest.mark.parametrize("stride", [47, *extended(7)])
 @pytest.mark.parametrize("which", [0, 1], ids=["the first step", "a later step"])
 def test_gradients_that_are_dropped_after_ctrl_c_do_not_go_into_the_next_step(
     world: MakeWorld, which: int, stride: int

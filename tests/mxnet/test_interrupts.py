@@ -72,7 +72,7 @@ class WithTrainer:
         self.trainer.step(1, ignore_stale_grad=True)
 
 
-@pytest.mark.parametrize("stride", [61, *extended(3)])
+@pytest.mark.parametrize("stride", [61, *extended(11)])
 @pytest.mark.parametrize("kind", [WithOptimizer, WithTrainer])
 @pytest.mark.parametrize("groups", [0, 1])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["the first step", "the second step", "a later step"])
@@ -113,7 +113,7 @@ def test_a_step_that_is_repeated_after_ctrl_c_reduces_once(
         at_each_line(trial, stride)
 
 
-@pytest.mark.parametrize("stride", [31, *extended(2)])
+@pytest.mark.parametrize("stride", [31, *extended(5)])
 def test_gradients_of_other_weights_may_follow_an_interrupted_step(ranks: Ranks, stride: int) -> None:
     """They are not taken for the ones that are under way."""
     two = ranks(2, stall_warning_time=1.0, stall_shutdown_time=2.0)
