@@ -1,8 +1,8 @@
 """From a LaunchSpec to the end of an elastic job: the equivalent of ``launch`` for a job whose workers and hosts
 change.
 
-Two threads share the work. The supervisor's is this one: it exchanges frames with agents, and carries out the decisions
-of the elastic job. The discovery's lists hosts, and leaves its requests in the supervisor's loop.
+The supervisor's loop runs on this thread: it exchanges frames with agents, and carries out the actions of the elastic
+job. Hosts are discovered on another one, which queues its answers in the loop.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from hvdgloo.errors import JobFailedError
 from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
+from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.runner.console.console import Console, make_directory
 from hvdgloo.runner.console.startup_view import StartDisplay
 from hvdgloo.runner.elastic.discovery import HostManager, host_entry
-from hvdgloo.runner.elastic.driver import ElasticDriver
+from hvdgloo.runner.elastic.host_polling import HostPolling
 from hvdgloo.runner.host_admission import Admission, launcher_addresses
 from hvdgloo.runner.host_setup import advice_for, base_environment, check_outputs, command_on, limits_there, required_on
 from hvdgloo.runner.job.advice import advise_on_signal
@@ -80,32 +81,25 @@ def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings)
             ranks=ranks,
         )
         supervisor.on_start = display.close
-        if isinstance(chosen, AnyHostSpawner):
-            supervisor.learn = lambda listed: chosen.learn([host_entry(*host) for host in listed])
+
+        def listed(found: Sequence[tuple[str, int | None]]) -> None:
+            if isinstance(chosen, AnyHostSpawner):
+                chosen.learn([host_entry(*host) for host in found])  # resolves names, so not in the supervisor's loop
+            supervisor.listed(found)
+
         around.job_observer.attend(supervisor)
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
         running = observer.running(progress_display(spec, around.job_observer, console))
         notes = around.outside(supervisor.fail_soon)
         with passed_on(around.signals, supervisor.interrupt) as signal_came, supervisor, display, running, notes:
-            driver = ElasticDriver(
-                elastic.rules,
-                manager,
-                supervisor,
-                interval=elastic.interval,
-                machine=lambda name: _machine(entry(name)),
-            )
-            supervisor.driver = driver
-            with _serving(spec, elastic, job_id, supervisor, driver, chosen):
+            epochs = ElasticEpochs(elastic.rules, act=supervisor.act)
+            polling = HostPolling(manager, listed, supervisor.tell_soon, interval=elastic.interval)
+            supervisor.feed, supervisor.on_turn = epochs.feed, polling.keep_time
+            with _serving(spec, elastic, job_id, supervisor, epochs, polling, chosen):
                 supervisor.supervise()
             console.finish()
             console.drain(signal_came)
-        return _report(spec, chosen, supervisor, driver, console, entry)
-
-
-def _machine(host: HostEntry) -> str:
-    """Return the machine that an agent which connected by itself shares with others; empty for a host that was
-    named."""
-    return "" if host.profile is None else host.profile.hostname
+        return _report(spec, chosen, supervisor, epochs, console, entry)
 
 
 def _asked(discovery: Discovery, signals: Sequence[signal.Signals]) -> HostManager:
@@ -138,20 +132,20 @@ def _serving(
     elastic: ElasticSpec,
     job_id: str,
     supervisor: ElasticSupervisor,
-    driver: ElasticDriver,
+    epochs: ElasticEpochs,
+    polling: HostPolling,
     spawner: Spawner,
 ) -> Iterator[None]:
-    """Run the rendezvous server and the driver for as long as the job lasts.
+    """Run the rendezvous server and the discovery of hosts for as long as the job lasts.
 
     Raises:
-        DiscoveryError: hosts cannot be determined.
         ConfigError: the server cannot listen.
     """
     loopback = not elastic.rules.hosts_may_come and not spec.network.nics and _all_here(spec, spawner)
     launcher = () if loopback else launcher_addresses(spec)
     server = RendezvousServer(
         secret=spec.secret,
-        elastic=driver.epochs,
+        elastic=epochs,
         bind=(ports.LOOPBACK, *(address.address for address in launcher)),
         port_range=spec.network.port_range,
         start_timeout=spec.start_timeout,
@@ -162,7 +156,7 @@ def _serving(
     admission = Admission(supervisor, spec, launcher, own, loopback=loopback)
     giver = _Giver(spec, job_id, supervisor, spawner, admission, own[1])
     supervisor.admission, supervisor.environment, supervisor.frame = admission, giver.environment, giver.frame
-    with closing(rendezvous), closing(admission), driver:
+    with closing(rendezvous), closing(admission), polling:
         rendezvous.serve()
         yield
 
@@ -275,12 +269,12 @@ def _report(
     spec: LaunchSpec,
     spawner: Spawner,
     supervisor: ElasticSupervisor,
-    driver: ElasticDriver,
+    epochs: ElasticEpochs,
     console: Console,
     entry: Callable[[str], HostEntry],
 ) -> LaunchResult:
     # Workers that do not call hvd.init() come to no epoch, and yet end well.
-    last = driver.changes[-1][1].assignment if driver.changes else driver.epochs.assignment
+    last = supervisor.changes[-1][1].assignment if supervisor.changes else epochs.assignment
     # Workers that the job had no time to request from the supervisor have no number.
     workers = [supervisor.workers.get(member.worker, -1) for member in last.members]
     statuses = supervisor.outcome.statuses
@@ -290,15 +284,15 @@ def _report(
         _slots(last),
         numbers=tuple(workers),
         workers=tuple(member.worker for member in last.members),
-        changes=tuple(driver.changes),
-        why_over=driver.ended.text if driver.ended is not None else "",
+        changes=tuple(supervisor.changes),
+        why_over=supervisor.end.text if supervisor.end is not None else "",
     )
     away = [member.host for member in last.members[:1] if not spawner.is_local(entry(member.host))]
     report = with_files(report, spec, console, elsewhere="".join(away))
     first = supervisor.outcome.first
     if first is None:
         return report
-    failure = driver.ended.failure if driver.ended is not None else None
+    failure = supervisor.end.failure if supervisor.end is not None else None
     number = supervisor.workers.get(failure.worker) if failure is not None else None
     if number is None:
         return replace(report, advice=advise_on_signal(first.reason))

@@ -1,7 +1,7 @@
 """Events and actions of an elastic job: plain values, for ``hvdgloo.rendezvous._elastic.job``.
 
-The driver of a job turns what happens (an agent's frame, a worker's request, a timer) into an event, and carries out
-the actions that are returned. Workers have ids that are never used twice, so that a late message about one worker
+Server and launcher turn what happens (an agent's frame, a worker's request, a timer) into an event, and carry out the
+actions that are returned. Workers have ids that are never used twice, so that a late message about one worker
 cannot be taken for one about another.
 """
 
@@ -251,7 +251,7 @@ class TimePassed(Event):
 
 @dataclass(frozen=True)
 class Action:
-    """An action for the job's driver."""
+    """An action for the server or the launcher."""
 
 
 @dataclass(frozen=True)

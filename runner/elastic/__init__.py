@@ -1,1 +1,1 @@
-"""The changing hosts of elastic jobs: discoveries that list them, and the driver that uses the lists."""
+"""The changing hosts of elastic jobs: discoveries that list them, and the thread that calls one repeatedly."""

@@ -1,8 +1,9 @@
 """Supervision of an elastic job: hosts join and leave while it runs, and workers end without ending the rest.
 
-The elastic job (``hvdgloo.rendezvous._elastic``) decides which workers are started and ended; its driver calls this
-module, and is told the results. A host is connected to when it is first needed, and its stay is a ``Visit``. A host
-that returns, whether it was removed or lost, begins another visit, once nothing is left of the last one.
+The elastic job (``hvdgloo.rendezvous._elastic``) decides which workers are started and ended; this module carries its
+actions out, and feeds it the resulting events. A host is connected to when it is first needed, and its stay is a
+``Visit``. A host that returns, whether it was removed or lost, begins another visit, once nothing is left of the last
+one.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from functools import partial
 from typing import Protocol
 
 from hvdgloo.errors import ConfigError, HvdglooError
+from hvdgloo.rendezvous._elastic import events
 from hvdgloo.rendezvous._elastic.assignment import Assignment
-from hvdgloo.rendezvous._elastic.events import Ended
+from hvdgloo.rendezvous._elastic.events import Action, Ended, Event
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
+from hvdgloo.rendezvous._elastic.history import describe_change
 from hvdgloo.runner.console.progress import REMEDIES
 from hvdgloo.runner.job.hostlist import check_load, remark_on_load
 from hvdgloo.runner.job.outcome import Failure
@@ -33,19 +36,6 @@ from hvdgloo.runner.supervise.survivors import Survivors
 from hvdgloo.runner.transport.base import Spawner
 
 _LOOK_AGAIN = 0.05  # seconds between looks at a command whose agent has ended
-
-
-class Driver(Protocol):
-    """The receiver of events of workers and hosts; see ``hvdgloo.runner.elastic.driver``. Its methods return at once,
-    except for a lock.
-    """
-
-    def exited(self, worker: str, status: int, reason: str) -> None: ...
-    def host_lost(self, host: str, reason: str, status: int = 1) -> None: ...
-    def host_leaves(self, host: str) -> None: ...
-    def host_identified(self, host: str, identity: str) -> None: ...
-    def slots_found(self, host: str, slots: int) -> None: ...
-    def keep_time(self, now: float) -> None: ...
 
 
 @dataclass(eq=False)
@@ -110,7 +100,7 @@ class AdmissionControl(Protocol):
 
 
 class ElasticSupervisor(Supervisor):
-    """A supervisor that starts and ends workers at the driver's request, until the job is over.
+    """A supervisor that starts and ends workers as the elastic job decides, until the job is over.
 
     Args:
         hosts: filled in: the hosts that take part, or are on their way.
@@ -119,15 +109,18 @@ class ElasticSupervisor(Supervisor):
         ranks: filled in: number of a worker to its current rank.
 
     Attributes:
-        driver, admission, environment, frame, on_start: must be set before ``supervise``.
+        feed, admission, environment, frame, on_start: must be set before ``supervise``.
+        feed: feeds an event to the job, whose actions come back through ``act``.
         environment: returns the environment that all workers of a host share.
         frame: returns the frame that starts a worker.
         on_start: called when all workers of an epoch are complete.
+        on_turn: called in each turn of the loop until the end is decided, with monotonic time.
         workers: id of each worker to its number.
-        learn: called with each list of hosts, on the thread of the discovery: it may take a while.
+        end: the end of the job; None until then.
+        changes: each epoch that reached training, in order, with the seconds since the beginning.
     """
 
-    driver: Driver
+    feed: Callable[[Event], None]
     admission: AdmissionControl
     environment: Callable[[Visit], Mapping[str, str]]
     frame: Callable[[Visit, SpawnOrder, int], Spawn]
@@ -151,31 +144,63 @@ class ElasticSupervisor(Supervisor):
         self._entry = entry
         self._ranks = ranks
         self.workers: dict[str, int] = {}
-        self.learn: Callable[[Sequence[tuple[str, int | None]]], None] = lambda hosts: None
+        self.on_turn: Callable[[float], None] = lambda now: None
+        self.end: Ended | None = None
+        self.changes: list[tuple[float, events.Changed]] = []
+        self._began = time.monotonic()
         self._ids: dict[int, str] = {}
         self._visits: dict[str, Visit] = {}
         self._past: list[Visit] = []
         self._listed: dict[str, int | None] = {}
+        self._slots: dict[str, int] = {}  # of hosts that are listed without, once their agents have told
+        self._began_with_hosts = False
         self._machines: dict[str, str] = {}
         self._told_of_machines = self._told_of_load = False
         self.handlers |= {Leaving: self._on_leaving}
 
-    # Called by the driver, from any thread.
+    # From other threads.
 
     def listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
         """Use the hosts that are listed now, and no others."""
-        self.learn(hosts)
         self._loop.call_soon(partial(self._on_listed, dict(hosts)))
 
-    def placed(self, assignment: Assignment) -> None:
-        """Update the workers' ranks."""
-        self._loop.call_first(partial(self._on_placed, assignment))
+    def tell_soon(self, text: str) -> None:
+        """Report news to the user, unless the job is over."""
+        self._loop.call_soon(partial(self._tell, text))
 
-    def soon(self, action: Callable[[], None]) -> None:
-        """Have the loop call a function."""
-        self._loop.call_soon(action)
+    def act(self, action: Action) -> None:
+        """Have the loop carry out an action of the job. Called under the job's lock."""
+        if isinstance(action, events.Formed):
+            # The members have not been told yet, so that their next output gets the right rank.
+            self._loop.call_first(partial(self._on_placed, action.assignment))
+        else:
+            self._loop.call_soon(partial(self._carry_out, action))
 
-    # Called by the driver, in the loop.
+    # The job's actions, in the loop.
+
+    def _carry_out(self, action: Action) -> None:
+        """Do what the job has decided; nothing more once it has ended."""
+        if self.end is not None:
+            return
+        match action:
+            case SpawnOrder() as spawn:
+                self.start_worker(spawn)
+            case events.Stop(worker, reason):
+                self.stop_worker(worker, reason)
+            case events.Tell(text, left_out):
+                self._tell(text)
+                if left_out is not None:
+                    self.job_observers.host(left_out[0], "left out")
+            case events.Changed() as change:
+                if self.changes:
+                    self._tell(describe_change(change, self.changes[-1][1]))
+                self.changes.append((time.monotonic() - self._began, change))
+            case Ended() as ended:
+                self.end = ended
+                waiting = [spawn.worker for visit in self._visits.values() for _, spawn in visit.waiting]
+                for worker in [*waiting, *(self._ids[number] for number in sorted(self._verdict.running))]:
+                    self.stop_worker(worker, "the job is over")
+                self._finish(ended)
 
     def start_worker(self, spawn: SpawnOrder) -> None:
         """Start a worker as soon as its host can be used."""
@@ -203,7 +228,7 @@ class ElasticSupervisor(Supervisor):
         for visit in self._visits.values():
             if any(spawn.worker == worker for _, spawn in visit.waiting):
                 visit.waiting = [item for item in visit.waiting if item[1].worker != worker]
-                self.driver.exited(worker, 0, "was no longer needed")
+                self.feed(events.Gone(worker, 0, "was no longer needed"))
                 self._let_go(visit)
                 return
             if visit.link is not None and number in visit.link.workers and number in self._verdict.running:
@@ -211,16 +236,11 @@ class ElasticSupervisor(Supervisor):
                     self.notice(f"rank {self._ranks[number]} on host {visit.name} is told to end: {reason}")
                 visit.link.channel.send(StopWorker(number, signal.SIGTERM, self._spec.grace_after_failure))
 
-    def tell(self, text: str) -> None:
-        """Report news of workers and hosts to the user, unless the job is over."""
+    def _tell(self, text: str) -> None:
         if not self.settled:
             self._observer.news(text)
 
-    def left_out(self, host: str) -> None:
-        """Record that a host is not used for the time being."""
-        self.job_observers.host(host, "left out")
-
-    def finish(self, ended: Ended) -> None:
+    def _finish(self, ended: Ended) -> None:
         """End the job. Workers that were told to end have the usual time for that."""
         failing = ended.failure
         if failing is not None:
@@ -279,7 +299,7 @@ class ElasticSupervisor(Supervisor):
     def _has_ended(self, link: AgentLink, number: int, status: int, reason: str) -> None:
         link.release(number)
         if not self.settled:
-            self.driver.exited(self._ids[number], status, reason)
+            self.feed(events.Gone(self._ids[number], status, reason))
             visit = self._visit_of(link.state)
             if visit is not None:
                 self._let_go(visit)
@@ -291,6 +311,7 @@ class ElasticSupervisor(Supervisor):
         if self.settled:
             return
         self._listed = hosts
+        self._feed_hosts()
         for name, slots in hosts.items():
             if slots is None:
                 visit = self._come(name)
@@ -298,6 +319,16 @@ class ElasticSupervisor(Supervisor):
                     self._tell_slots(visit)
         for visit in list(self._visits.values()):
             self._let_go(visit)
+
+    def _feed_hosts(self) -> None:
+        """Feed the listed hosts whose slots are known to the job."""
+        known = {name: self._slots.get(name) if slots is None else slots for name, slots in self._listed.items()}
+        hosts = tuple((name, slots) for name, slots in known.items() if slots is not None)
+        # First wait for all hosts: the job starts on all available slots, or reports that they are too few.
+        self._began_with_hosts = self._began_with_hosts or len(hosts) == len(known)
+        if self._began_with_hosts:
+            machines = tuple((name, profile.hostname) for name, _ in hosts if (profile := self._entry(name).profile))
+            self.feed(events.HostsListed(hosts, machines))
 
     def _come(self, name: str) -> Visit | None:
         """Return the visit of a host that is needed, beginning it now if there is none; None if the host cannot be
@@ -330,7 +361,7 @@ class ElasticSupervisor(Supervisor):
         if visit is None or self.settled:
             return
         visit.link = link
-        self.driver.host_identified(visit.name, visit.hello.identity)
+        self.feed(events.Identified(visit.name, visit.hello.identity))
         self._note_machine(visit)
         self._tell_slots(visit)
         self._agents.happen(link.state, host_state.Probe())
@@ -338,7 +369,13 @@ class ElasticSupervisor(Supervisor):
 
     def _tell_slots(self, visit: Visit) -> None:
         if visit.name in self._listed and self._listed[visit.name] is None:
-            self.driver.slots_found(visit.name, max(1, visit.hello.gpus))
+            self._note_slots(visit.name, max(1, visit.hello.gpus))
+
+    def _note_slots(self, host: str, slots: int) -> None:
+        """Record the number of slots of a host that is listed without."""
+        if self._slots.get(host) != slots:
+            self._slots[host] = slots
+            self._feed_hosts()
 
     def _note_machine(self, visit: Visit) -> None:
         """Treat several names of one machine as several hosts, with a notice."""
@@ -402,7 +439,7 @@ class ElasticSupervisor(Supervisor):
         if visit is not None and not self.settled:
             visit.leaving = True
             self.notice(f"host {visit.name} is to be given back; its workers leave at their next commit")
-            self.driver.host_leaves(visit.name)
+            self.feed(events.Leaving(host=visit.name))
             self._let_go(visit)
 
     def _lose(self, visit: Visit, reason: str) -> None:
@@ -415,7 +452,16 @@ class ElasticSupervisor(Supervisor):
         if not self.settled:
             visit.lost = True
             self.job_observers.host(visit.name, "lost", reason)
-            self.driver.host_lost(visit.name, reason)
+            self._feed_lost(visit.name, reason)
+
+    def _feed_lost(self, host: str, reason: str) -> None:
+        """Tell the job that a host is lost, or could not be used from the start."""
+        unknown = self._listed.get(host, 0) is None and host not in self._slots
+        if unknown:
+            self._note_slots(host, 0)  # so that the job knows it, and does not start anything there now
+        self.feed(events.HostLost(host, reason))
+        if unknown:
+            self._note_slots(host, 1)  # when its time comes, it is tried again
 
     def _let_go(self, visit: Visit) -> None:
         """End the agent of a host that is no longer listed, or is to be given back, once no worker runs there."""
@@ -451,7 +497,7 @@ class ElasticSupervisor(Supervisor):
         now = time.monotonic()
         if not self.settled:
             self.admission.keep_time(now)
-            self.driver.keep_time(now)
+            self.on_turn(now)
             for visit in list(self._visits.values()):
                 self._keep_visit(visit, now)
         for visit in [visit for visit in self._past if visit.over]:

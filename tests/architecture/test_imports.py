@@ -101,7 +101,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.runner.protocol": {"_net", "rendezvous"},
     "hvdgloo.runner.network": {"_net"},
     "hvdgloo.runner.job": {"_platform", "config", "rendezvous._elastic", "runner.network", "runner.protocol"},
-    "hvdgloo.runner.elastic": {"_platform", "config", "rendezvous._elastic", "rendezvous._server", "runner.job"},
+    "hvdgloo.runner.elastic": {"_platform", "config", "rendezvous._elastic", "runner.job"},
     "hvdgloo.runner.processes": {"_net", "as_horovod", "runner.protocol"},
     "hvdgloo.runner.transport": {"_platform", "runner.agent", "runner.job", "runner.processes", "runner.protocol"},
     "hvdgloo.runner.agent": {

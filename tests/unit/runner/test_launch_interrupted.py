@@ -5,16 +5,13 @@ from __future__ import annotations
 import io
 import signal
 import threading
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from hvdgloo.errors import JobFailedError
-from hvdgloo.rendezvous._elastic.events import Rules
 from hvdgloo.runner import launch
 from hvdgloo.runner.elastic.discovery import FixedHosts
-from hvdgloo.runner.elastic.driver import ElasticDriver
+from hvdgloo.runner.elastic.host_polling import HostPolling
 from hvdgloo.runner.elastic_launch import _asked
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
@@ -47,13 +44,12 @@ def test_a_signal_ends_a_first_discovery_that_hangs(signum: signal.Signals) -> N
     assert signal.getsignal(signum) is before
 
 
-def test_a_driver_does_not_ask_a_second_time_before_it_starts() -> None:
+def test_the_hosts_are_not_discovered_a_second_time_before_the_start() -> None:
     hosts = FixedHosts({"h1": 1})
     manager = _asked(hosts, ())
     hosts.set({"h2": 1})
     listed: list[object] = []
-    starter = cast(Any, SimpleNamespace(listed=listed.append, soon=lambda action: None))
-    with ElasticDriver(Rules(size=1, smallest=1), manager, starter, interval=60.0):
+    with HostPolling(manager, listed.append, listed.append, interval=60.0):
         assert listed == [(("h1", 1),)]
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from hvdgloo.rendezvous._elastic.assignment import Assignment, Member
-from hvdgloo.rendezvous._elastic.events import Spawn
+from hvdgloo.rendezvous._elastic.events import HostLost, Spawn
 from hvdgloo.runner import elastic_launch
 from hvdgloo.runner.elastic_launch import _Giver
 from hvdgloo.runner.host_admission import Admission, Reached, _Host
@@ -67,7 +66,8 @@ def supervisor() -> Iterator[ElasticSupervisor]:
     made = ElasticSupervisor(
         spec, nothing, [], "job", nothing, entry=lambda name: HostEntry(name, 1), required=nothing, ranks={}
     )
-    made.driver = made.admission = nothing
+    made.feed = lambda event: None
+    made.admission = nothing
     yield made
     for link in made._agents.links:
         link.close()
@@ -197,7 +197,7 @@ def test_a_host_is_refused_by_what_is_planned_for_it_and_once_only(
 ) -> None:
     """The agent may arrive before all orders do; orders that are left are no reason to try the host again."""
     lost: list[str] = []
-    supervisor.driver = cast(Any, SimpleNamespace(host_lost=lambda host, reason: lost.append(reason)))
+    supervisor.feed = lambda event: lost.append(cast(HostLost, event).reason)
     visit = admitted(supervisor)
     cast(AgentLink, visit.link).hello = cast(Any, SimpleNamespace(cores=2, machine_cores=2, port=5000))
     for member in TOO_MANY.members[:10]:
@@ -228,18 +228,16 @@ def test_a_signal_comes_before_all_workers_that_are_still_to_be_started(
 
     supervisor.frame = frame
     for member in CROWD.members:
-        supervisor.soon(partial(supervisor.start_worker, Spawn(member.worker, "h1", member.slot, CROWD)))
+        supervisor.act(Spawn(member.worker, "h1", member.slot, CROWD))
     supervisor._loop.turn(0.0)
     assert asked == list(range(10))
     assert supervisor.outcome.interrupted == signal.SIGTERM
     assert supervisor.settled
 
 
-def test_the_driver_gets_its_turn_to_report_a_discovery_that_hangs_while_the_job_runs(
-    supervisor: ElasticSupervisor,
-) -> None:
+def test_a_discovery_that_hangs_can_be_reported_in_each_turn_while_the_job_runs(supervisor: ElasticSupervisor) -> None:
     times: list[float] = []
-    supervisor.driver = cast(Any, SimpleNamespace(keep_time=times.append))
+    supervisor.on_turn = times.append
     supervisor._keep_time()
     assert len(times) == 1
     supervisor._verdict.settled = True

@@ -109,7 +109,8 @@ def elastic(onlooker: Onlooker) -> Iterator[ElasticSupervisor]:
     made = ElasticSupervisor(
         SPEC, nothing, [], "job", nothing, entry=lambda name: HostEntry(name, 1), required=nothing, ranks={}
     )
-    made.driver = made.admission = nothing
+    made.feed = lambda event: None
+    made.admission = nothing
     made.on_start = lambda: None
     made.job_observers = onlooker
     yield made
