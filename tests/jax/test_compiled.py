@@ -183,9 +183,13 @@ def test_calls_run_in_the_order_of_the_program_whatever_uses_their_results() -> 
     def body(frontend: JaxFrontend) -> None:
         rank = frontend.rank()
         x = jnp.arange(4.0) + rank
+        large = jnp.full((300, 300), 1 / 300)
 
-        def function(x: Any) -> Any:
-            first, second = frontend.allreduce(x @ x * jnp.ones(3)), frontend.allreduce(x[:3])
+        def function(x: Any, large: Any) -> Any:
+            for _ in range(20 if rank == 0 else 0):  # the second call could begin long before the first one
+                large = large @ large
+            ones = jnp.ones(3) * (large[0, 0] * 300)
+            first, second = frontend.allreduce(x @ x * ones), frontend.allreduce(x[:3])
             frontend.allreduce(x * 0.0)  # unused
             third = frontend.allreduce(x, op=ReduceOp.SUM)[:3]
             return first + 10 * second + third if rank == 0 else jnp.tanh(third) * 0 + third + 10 * second + first
@@ -193,7 +197,7 @@ def test_calls_run_in_the_order_of_the_program_whatever_uses_their_results() -> 
         squares = np.mean([np.sum((np.arange(4.0) + other) ** 2) for other in range(2)])
         expected = squares + 10 * (np.arange(3.0) + 0.5) + 2 * np.arange(3.0) + 1
         for _ in range(5):
-            np.testing.assert_allclose(jax.jit(function)(x), expected)
+            np.testing.assert_allclose(jax.jit(function)(x, large), expected, rtol=1e-5)
 
     on_ranks(body)
 
