@@ -16,16 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar
 
 from hvdgloo._job import excepthook
-from hvdgloo.config import parse_listener, without_place
+from hvdgloo.config import Config, parse_listener, without_place
 from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.rendezvous._auth import generate_secret
 from hvdgloo.runner import call_arguments
 from hvdgloo.runner.elastic.options import ElasticOptions
 from hvdgloo.runner.function_results import ResultFiles, conclude
-from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.environment import working_directory
 from hvdgloo.runner.job.host_sources import take_inventory
-from hvdgloo.runner.job.spec import HEARTBEAT_TIMEOUT, Discovery, Reach, Views
+from hvdgloo.runner.job.spec import Discovery, LaunchSpec, Output, Reach, Times, Views
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.signals import LIBRARY_SIGNALS
 from hvdgloo.runner.transport.template import parse_template
@@ -174,32 +173,35 @@ def run(
         discovered=options.discovered,
     )
     python = executable or _own_interpreter()
+    times = Times(
+        _seconds("start_timeout", start_timeout),
+        _seconds("grace_period", grace_period),
+        _some_seconds("heartbeat_timeout", heartbeat_timeout),
+    )
     reach = Reach(
         python=remote_python or python,
-        silence=HEARTBEAT_TIMEOUT if heartbeat_timeout is None else heartbeat_timeout,
+        connect_timeout=Config.from_env(environ, only={"connect_timeout"}).connect_timeout,
+        silence=times.host_timeout,
         ssh_port=_port(ssh_port),
         ssh_identity_file=ssh_identity_file,
         ssh_args=_words("ssh_args", ssh_args),
         agent_command=parse_template(agent_command) if agent_command is not None else (),
     )
     secret = generate_secret()
-    spec = assemble(
-        inventory,
-        environ,
-        reach,
+    spec = LaunchSpec(
         command=function_task.command(python),
         remote_command=function_task.command(reach.python),
+        hosts=inventory.hosts,
+        np=inventory.np,
         cwd=working_directory(os.environ),
+        environ=environ,
+        exported=frozenset(env or ()),
         secret=secret,
         function=function_task.pack_function(func, args, kwargs or {}, secret),
-        nics=call_arguments.names(interfaces),
-        exported=env or (),
-        start_timeout=_seconds("start_timeout", start_timeout),
-        grace_period=_seconds("grace_period", grace_period),
-        heartbeat_timeout=_some_seconds("heartbeat_timeout", heartbeat_timeout),
-        output_directory=output_filename,
-        timestamps=prefix_output_with_timestamp,
-        verbose=bool(verbose),
+        reach=inventory.completed(reach),
+        network_interfaces=call_arguments.names(interfaces),
+        times=times,
+        output=Output(output_filename, timestamps=prefix_output_with_timestamp, verbose=bool(verbose)),
         elastic=options.spec(inventory, environ),
         max_restarts=_whole("max_restarts", max_restarts, 0) or 0,
         views=Views(

@@ -58,8 +58,8 @@ def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings)
         JobFailedError, KeyboardInterrupt: a signal arrived before hosts were known.
     """
     chosen = around.spawner or AnyHostSpawner(spec.reach, fork=around.fork)
-    if spec.output_directory is not None:
-        make_directory(spec.output_directory)
+    if spec.output.directory is not None:
+        make_directory(spec.output.directory)
     check_outputs(spec, chosen, spec.hosts)
     manager = _asked(elastic.discovery, around.signals)
     entry = elastic.entry or partial(host_entry, slots=None)
@@ -68,7 +68,7 @@ def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings)
     with open_console(spec, around, rank_of=lambda number: ranks.get(number, number)) as console:
         expect(console, spec, elastic.rules.largest or elastic.rules.size)
         hosts: list[HostState] = []
-        display = StartDisplay(hosts, console, environ=spec.environ, verbose=spec.verbose)
+        display = StartDisplay(hosts, console, environ=spec.environ, verbose=spec.output.verbose)
         observer = LaunchObserver(console, display, around.results, around.job_observer)
         supervisor = ElasticSupervisor(
             spec,

@@ -43,15 +43,14 @@ def _outputs(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
 
 def _log(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
     """Return the log file of ``--autotune``, which rank 0 writes, if rank 0 is on this host."""
-    return (spec.autotune_log,) if spec.autotune_log and _begins(spec, host) else ()
+    log = spec.config.autotune_log if spec.config.autotune else None
+    return (log,) if log and _begins(spec, host) else ()
 
 
 def _traces(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
     """Return the trace file of ranks on this host, including ``{rank}``, if they write any from the start."""
-    name = spec.timeline
-    if not name or name.upper() == "DYNAMIC":
-        return ()
-    return (name,) if "{rank}" in name or _begins(spec, host) else ()
+    name = spec.config.first_timeline
+    return (name,) if name and ("{rank}" in name or _begins(spec, host)) else ()
 
 
 def _begins(spec: LaunchSpec, host: HostEntry) -> bool:

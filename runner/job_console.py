@@ -21,13 +21,13 @@ def open_console(
     console = Console(
         stdout=around.stdout,
         stderr=around.stderr,
-        timestamps=spec.timestamps,
+        timestamps=spec.output.timestamps,
         interactive=spec.stdin_rank,
-        shown=spec.log_ranks,
-        prefix=spec.prefix,
+        shown=spec.output.log_ranks,
+        prefix=spec.output.prefix,
         quiet=around.quiet,
         news=around.news,
-        backlog=spec.backlog,
+        backlog=spec.output.backlog,
         rank_of=rank_of,
     )
     try:
@@ -40,6 +40,6 @@ def open_console(
 
 def expect(console: Console, spec: LaunchSpec, np: int, *, again: bool = False) -> None:
     """Prepare for the output of ``np`` workers; ``again`` if they were started before."""
-    if spec.output_directory is not None:
+    if spec.output.directory is not None:
         reserve_descriptors(2 * np, "this launcher", f"the output files of {np} workers")
-    console.expect(np, spec.output_directory, again=again)
+    console.expect(np, spec.output.directory, again=again)

@@ -80,7 +80,7 @@ def launch(
         stderr.write(f"hvdgloo-run: {text}\n")
         stderr.flush()
 
-    terminal = spec.views.progress and not (quiet or spec.verbose) and is_terminal(stderr)
+    terminal = spec.views.progress and not (quiet or spec.output.verbose) and is_terminal(stderr)
     job_observer = JobObserver(spec, say=say, progress=terminal)
     raise_again()  # there is something to be cleaned up from now on
     with job_observer:
@@ -157,8 +157,8 @@ def _attempt(
     trusted = around.spawner is not None
     spawner = around.spawner or choose_spawner(hosts, spec.reach, fork=around.fork)
     job_id = secrets.token_hex(16)
-    if spec.output_directory is not None:
-        make_directory(spec.output_directory)
+    if spec.output.directory is not None:
+        make_directory(spec.output.directory)
     check_outputs(spec, spawner, hosts)
     if spec.network.tls is not None:
         Tls(*spec.network.tls).check_listener()  # the rendezvous server is opened only when all agents are there
@@ -167,7 +167,7 @@ def _attempt(
         if number:
             console.news(f"{failed}\nrestart {number} of {spec.max_restarts}: all workers are started again")
         states = host_states(hosts, spec)
-        display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose)
+        display = StartDisplay(states, console, environ=spec.environ, verbose=spec.output.verbose)
         observer = LaunchObserver(console, display, around.results, job_observer)
         supervisor = Supervisor(spec, spawner, states, job_id, observer)
         job_observer.attend(supervisor, f"restart {number}: {first_line(failed)}" if number else "")
@@ -292,12 +292,12 @@ def _say_crowded(console: Console, hosts: Sequence[HostEntry], hellos: Sequence[
 
 
 def _say_server(console: Console, spec: LaunchSpec, hosts: Sequence[HostEntry], placement: Placement) -> None:
-    if spec.verbose and placement.server is Server.FIRST_HOST:
+    if spec.output.verbose and placement.server is Server.FIRST_HOST:
         console.notice(
             f"the rendezvous server runs on {hosts[0].name}, at {placement.rendezvous}: "
             + ("that is where all workers are" if len(hosts) == 1 else "not all hosts reach the launcher")
         )
-    if spec.verbose and spec.network.tls is not None:
+    if spec.output.verbose and spec.network.tls is not None:
         shown = spec.network.tls.certificate
         console.notice(
             "the rendezvous and the control plane are encrypted (TLS 1.3), with "
@@ -306,7 +306,7 @@ def _say_server(console: Console, spec: LaunchSpec, hosts: Sequence[HostEntry], 
 
 
 def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, str]]) -> None:
-    if not spec.verbose:
+    if not spec.output.verbose:
         return
     added = {name: value for name, value in env[0].items() if name not in spec.environ}
     if "OMP_NUM_THREADS" in added:
@@ -318,14 +318,16 @@ def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, 
 
 def _init_watch(spec: LaunchSpec, slots: Sequence[Slot], rendezvous: RendezvousHost) -> InitWatch:
     hosts = {slot.rank: slot.agent for slot in slots}
-    return InitWatch(rendezvous.arrivals, rendezvous.ask, hosts, timeout=spec.start_timeout, verbose=spec.verbose)
+    return InitWatch(
+        rendezvous.arrivals, rendezvous.ask, hosts, timeout=spec.start_timeout, verbose=spec.output.verbose
+    )
 
 
 def _init_display(spec: LaunchSpec, init: InitWatch, console: Console) -> LiveDisplay:
     now = time.monotonic()
     progress = InitProgress(init.arriving, now, spec.start_timeout)
     lines = Backoff(now, INIT_LINE_AFTER, once=True)
-    return LiveDisplay(progress, console, lines, environ=spec.environ, verbose=spec.verbose)
+    return LiveDisplay(progress, console, lines, environ=spec.environ, verbose=spec.output.verbose)
 
 
 def _feed_stdin(supervisor: Supervisor, rank: int) -> None:

@@ -24,8 +24,8 @@ def with_files(report: LaunchResult, spec: LaunchSpec, console: Console, *, else
     first = report.outcome.first
     if first is not None and (folder := console.folder(first.rank)):
         files.append(f"the output of {'all ranks' if first.rank is None else f'rank {first.rank}'} is in {folder}")
-    if spec.timeline and spec.timeline.upper() != "DYNAMIC":
-        path = os.path.join(spec.cwd, spec.timeline)
+    if spec.config.first_timeline:
+        path = os.path.join(spec.cwd, spec.config.first_timeline)
         if found := _traces(path, console.opened):
             from hvdgloo._observe.merging import incomplete
 

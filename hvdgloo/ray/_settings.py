@@ -8,7 +8,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsFloat, SupportsIndex
 
+from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
+from hvdgloo.runner.job.spec import Output, Times
 
 
 @dataclass
@@ -33,6 +35,21 @@ class Settings:
     grace_period: float | None = None
     output_filename: str | None = None
     prefix_output_with_timestamp: bool = False
+
+    @property
+    def start_timeout(self) -> float:
+        """Seconds in which actors and workers have to start."""
+        return Config.from_env().start_timeout if self.timeout_s is None else self.timeout_s
+
+    @property
+    def times(self) -> Times:
+        """Time limits of the job."""
+        return Times(self.start_timeout, self.grace_period)
+
+    @property
+    def output(self) -> Output:
+        """Treatment of the workers' output."""
+        return Output(self.output_filename, self.prefix_output_with_timestamp, verbose=self.verbose)
 
     def check(self) -> None:
         """Refuse values that cannot be used, since attributes may have been assigned after construction.

@@ -23,7 +23,6 @@ from time import monotonic
 from typing import Any
 
 from hvdgloo._platform import pickling
-from hvdgloo.config import Config
 from hvdgloo.errors import HvdglooError, InvalidArgumentError, JobFailedError, LaunchError
 from hvdgloo.ray import _worker
 from hvdgloo.ray._actor import ActorLocation, WorkerActor
@@ -75,7 +74,7 @@ class Workers:
         self._demand = demand
         self._settings = settings
         self._env = extra_env_vars
-        self._start_timeout = Config.from_env().start_timeout if settings.timeout_s is None else settings.timeout_s
+        self._start_timeout = settings.start_timeout
         self._lock = threading.Lock()
         self._calls: set[Call] = set()
         self._ended = threading.Event()
@@ -191,12 +190,9 @@ class Workers:
                 self._listener,
                 _worker.serve,
                 env=self._env,
-                verbose=self._settings.verbose,
-                output_directory=self._settings.output_filename,
-                timestamps=self._settings.prefix_output_with_timestamp,
-                grace_period=self._settings.grace_period,
+                output=self._settings.output,
+                times=self._settings.times,
                 nics=tuple(self._settings.nics),
-                start_timeout=self._start_timeout,
             )
         except BaseException as error:  # noqa: BLE001 - raised again where a call is awaited
             failure = error

@@ -13,7 +13,6 @@ from functools import partial
 from time import monotonic
 from typing import Any, NoReturn, TypeVar
 
-from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
 from hvdgloo.ray import _settings
 from hvdgloo.ray._actor import bring_agent_of
@@ -202,13 +201,12 @@ class ElasticRayExecutor:
         if callbacks:
             raise ConfigError("run(callbacks=...) is not supported: the workers' output appears here")
         settings = self._settings
-        start_timeout = Config.from_env().start_timeout if settings.timeout_s is None else settings.timeout_s
         with (
             TaskListener(
                 None,
                 what="Ray actors",
                 addresses=[ray.util.get_node_ip_address()],
-                start_timeout=max(start_timeout, settings.elastic_timeout),
+                start_timeout=max(settings.start_timeout, settings.elastic_timeout),
             ) as listener,
             _Actors(listener.invitation, self._discovery, self._room, settings.max_num_proc),
         ):
@@ -222,12 +220,9 @@ class ElasticRayExecutor:
                 reset_limit=settings.reset_limit,
                 elastic_timeout=settings.elastic_timeout,
                 env=self._env,
-                verbose=settings.verbose,
-                output_directory=settings.output_filename,
-                timestamps=settings.prefix_output_with_timestamp,
-                grace_period=settings.grace_period,
+                output=settings.output,
+                times=settings.times,
                 nics=tuple(settings.nics),
-                start_timeout=start_timeout,
             )
 
 

@@ -24,6 +24,7 @@ from hvdgloo.runner import call_arguments
 from hvdgloo.runner.inbound.hello import TaskHello
 from hvdgloo.runner.inbound.job import run_elastic_function, run_function
 from hvdgloo.runner.inbound.listener import TaskListener
+from hvdgloo.runner.job.spec import Output, Times
 from hvdgloo.spark import _failures
 from hvdgloo.spark._agent_task import lists, make_task
 from hvdgloo.spark._session import Session, active, checked_number
@@ -278,12 +279,11 @@ def _call(
                 listener,
                 *call,
                 env=variables,
-                verbose=verbose > 1,
+                output=Output(timestamps=timestamps, verbose=verbose > 1),
+                times=Times(heartbeat_timeout=silence),
                 stdout=stdout,
                 stderr=stderr,
-                timestamps=timestamps,
                 nics=call_arguments.names(nics),
-                heartbeat_timeout=silence,
             )
 
 

@@ -23,7 +23,7 @@ from hvdgloo.runner.cli.elastic import add_elastic_flags
 from hvdgloo.runner.cli.reach import add_environment_flags, add_reach_flags
 from hvdgloo.runner.cli.torchrun import add_torchrun_flags, judge_torchrun_flags
 from hvdgloo.runner.cli.values import natural, page_address, positive, ranks, seconds, some_seconds, whole
-from hvdgloo.runner.job.spec import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, HEARTBEAT_TIMEOUT
+from hvdgloo.runner.job.spec import GRACE_AFTER_FAILURE, GRACE_AFTER_SIGNAL, HEARTBEAT_TIMEOUT, Output, Times, Views
 
 PROGRAM = "hvdgloo-run"
 
@@ -454,6 +454,17 @@ def _add_output_flags(add: setting_flags.AddArgument) -> None:
     )
 
 
+def output_from(arguments: argparse.Namespace) -> Output:
+    """Return what the flags say about the job's output."""
+    return Output(
+        directory=arguments.output_filename,
+        timestamps=arguments.timestamps,
+        log_ranks=arguments.log_ranks,
+        prefix=not arguments.no_prefix,
+        verbose=arguments.verbose,
+    )
+
+
 def _add_view_flags(add: setting_flags.AddArgument) -> None:
     add(
         "--page",
@@ -486,6 +497,17 @@ def _add_view_flags(add: setting_flags.AddArgument) -> None:
     )
 
 
+def views_from(arguments: argparse.Namespace, command: Sequence[str]) -> Views:
+    """Return what the flags say about the job's observers."""
+    return Views(
+        title=masking.shown(command),
+        page=arguments.page,
+        control=arguments.page_control,
+        report=arguments.report,
+        progress=not arguments.no_progress,
+    )
+
+
 def _add_time_flags(add: setting_flags.AddArgument) -> None:
     add(
         "--grace-period",
@@ -503,6 +525,11 @@ def _add_time_flags(add: setting_flags.AddArgument) -> None:
         yaml="timeouts.heartbeat_seconds",
         help=f"silence after which a host is considered lost (default: {HEARTBEAT_TIMEOUT:g})",
     )
+
+
+def times_from(arguments: argparse.Namespace) -> Times:
+    """Return what the flags say about the job's time limits."""
+    return Times(grace_period=arguments.grace_period, heartbeat_timeout=arguments.heartbeat_timeout)
 
 
 def _add_doctor_flags(add: setting_flags.AddArgument) -> None:

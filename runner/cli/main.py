@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, TextIO
 
-from hvdgloo._platform import interrupts, masking
+from hvdgloo._platform import interrupts
 from hvdgloo.config import VARIABLES_CHECKED, unknown_variables, without_place
 from hvdgloo.errors import ConfigError, HvdglooError, JobFailedError, LaunchError, MissingDependencyError
 from hvdgloo.rendezvous._auth import generate_secret
@@ -31,17 +31,19 @@ from hvdgloo.runner.cli.flags import (
     judge_known_flags,
     misplaced,
     misplaced_in_vain,
+    output_from,
     program_as_value,
     split,
+    times_from,
+    views_from,
 )
 from hvdgloo.runner.cli.reach import exports_from, reach_from
 from hvdgloo.runner.cli.torchrun import as_command, on_each_host, processes_here
 from hvdgloo.runner.console.writer import is_broken_pipe
-from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.command import resolve_command, resolve_elsewhere
 from hvdgloo.runner.job.environment import working_directory
 from hvdgloo.runner.job.host_sources import take_inventory
-from hvdgloo.runner.job.spec import LaunchSpec, Views
+from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.version import __version__
 
 USAGE_ERROR = 2
@@ -255,7 +257,7 @@ def command_line(
     notices += () if doctor else inventory.notices
     if asked is None and not doctor:
         notices += filter(None, [misplaced(command, dict.fromkeys(parser.spellings("np"), 1))])
-    reach = reach_from(arguments)
+    reach = inventory.completed(reach_from(arguments, environ))
     cwd = working_directory(environ)
     workers_command = (
         resolve_command(
@@ -268,35 +270,25 @@ def command_line(
         if command or not doctor
         else ()
     )
-    spec = assemble(
-        inventory,
-        environ,
-        reach,
+    spec = LaunchSpec(
         command=workers_command,
         remote_command=(
             resolve_elsewhere(command, python=None if arguments.no_python else reach.python) if command else None
         ),
+        hosts=inventory.hosts,
+        np=inventory.np,
         cwd=cwd,
-        secret=generate_secret(),
-        nics=(*(arguments.nics or ()), *(arguments.network_interface or ())),
-        exported=exports,
+        environ=environ,
+        exported=frozenset(exports),
         export_all=arguments.export == "all",
-        grace_period=arguments.grace_period,
-        heartbeat_timeout=arguments.heartbeat_timeout,
-        output_directory=arguments.output_filename,
-        timestamps=arguments.timestamps,
-        log_ranks=arguments.log_ranks,
-        prefix=not arguments.no_prefix,
+        secret=generate_secret(),
         stdin_rank=arguments.stdin,
-        verbose=arguments.verbose,
+        reach=reach,
+        network_interfaces=(*(arguments.nics or ()), *(arguments.network_interface or ())),
+        times=times_from(arguments),
+        output=output_from(arguments),
         elastic=elastic,
         max_restarts=arguments.max_restarts,
-        views=Views(
-            title=masking.shown(command),
-            page=arguments.page,
-            control=arguments.page_control,
-            report=arguments.report,
-            progress=not arguments.no_progress,
-        ),
+        views=views_from(arguments, command),
     )
     return CommandLine(spec, tuple(notices))

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 
+from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.cli.setting_flags import AddArgument
 from hvdgloo.runner.job.environment import parse_exports, read_env_file
@@ -74,8 +75,12 @@ def add_environment_flags(add: AddArgument) -> None:
     )
 
 
-def reach_from(arguments: argparse.Namespace) -> Reach:
+def reach_from(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Reach:
     """Return the way to other hosts, according to the command line.
+
+    Args:
+        arguments: the parsed command line.
+        environ: all variables, including those set by flags.
 
     Raises:
         ConfigError: a value cannot be used.
@@ -86,6 +91,7 @@ def reach_from(arguments: argparse.Namespace) -> Reach:
         raise ConfigError(f"--ssh-args {arguments.ssh_args}: {error}") from None
     return Reach(
         python=arguments.remote_python or sys.executable,
+        connect_timeout=Config.from_env(environ, only={"connect_timeout"}).connect_timeout,
         silence=arguments.heartbeat_timeout,
         wait_for_hosts=arguments.wait_for_hosts,
         ssh_port=arguments.ssh_port,

@@ -17,7 +17,6 @@ from typing import TextIO
 
 import msgspec
 
-from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
 from hvdgloo.rendezvous._host_identity import host_identity
 from hvdgloo.runner.agent.facts import Facts, examine
@@ -76,8 +75,7 @@ def run(
     launcher = examine(spec.environ, Require(spec.cwd))
     # A template may lead into several containers that look like one machine, which is allowed.
     one_machine = Severity.WARNING if spec.reach.agent_command else Severity.STOP
-    config = Config.from_env(spec.environ)
-    findings = diagnose(visits, launcher, spec.cwd, round_.connections, one_machine=one_machine, config=config)
+    findings = diagnose(visits, launcher, spec.cwd, round_.connections, one_machine=one_machine, config=spec.config)
     report = as_json(visits, findings) if json else as_text(visits, findings, width)
     return report, all_well(findings)
 
@@ -141,7 +139,7 @@ def _agents(spec: LaunchSpec, spawner: Spawner, stderr: TextIO) -> Iterator[_Sup
     console = Console(stdout=stderr, stderr=stderr)
     try:
         states = host_states(spec.hosts, spec)
-        display = StartDisplay(states, console, environ=spec.environ, verbose=spec.verbose, doing="looking at")
+        display = StartDisplay(states, console, environ=spec.environ, verbose=spec.output.verbose, doing="looking at")
         observer = _Observer(console, display)
         supervisor = _Supervisor(spec, spawner, states, secrets.token_hex(16), observer)
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)

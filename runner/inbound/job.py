@@ -16,11 +16,10 @@ from hvdgloo.runner.elastic.options import FAILURES_ON_ONE_HOST, ElasticOptions
 from hvdgloo.runner.function_results import ResultFiles, conclude
 from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.runner.inbound.stream import InboundStream
-from hvdgloo.runner.job.assembly import assemble
 from hvdgloo.runner.job.environment import for_other_hosts, working_directory
 from hvdgloo.runner.job.host_sources import Inventory
 from hvdgloo.runner.job.outcome import Failure
-from hvdgloo.runner.job.spec import ElasticSpec, HostEntry, Reach
+from hvdgloo.runner.job.spec import ElasticSpec, HostEntry, LaunchSpec, Output, Times
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.signals import LIBRARY_SIGNALS
@@ -61,15 +60,11 @@ def run_function(
     kwargs: Mapping[str, Any] | None = None,
     *,
     env: Mapping[str, str] | None = None,
-    verbose: bool = False,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
-    output_directory: str | None = None,
-    timestamps: bool = False,
-    grace_period: float | None = None,
-    heartbeat_timeout: float | None = None,
+    output: Output = Output(),  # noqa: B008 - it never changes
+    times: Times = Times(),  # noqa: B008 - it never changes
     nics: Sequence[str] = (),
-    start_timeout: float | None = None,
     elastic: ElasticSpec | None = None,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in a worker process next to each connected task, and wait for all of them.
@@ -80,16 +75,11 @@ def run_function(
     Args:
         listener: whose ``gather`` has returned.
         env: variables for all workers.
-        verbose: say what is being done.
         stdout, stderr: for what workers print, each line with its rank; by default this process's.
-        output_directory: also receives what each rank prints.
-        timestamps: begin every line with the time.
-        grace_period: seconds between asking workers to end and killing them.
-        heartbeat_timeout: seconds of silence between this process and an agent after which either is lost to the
-            other, as for ``hvdgloo.run.run``. An agent goes on for as long as this process's machine acknowledges what
-            the agent sends.
+        output: what becomes of it.
+        times: time limits. However long this process is silent, an agent goes on for as long as this process's machine
+            acknowledges what the agent sends.
         nics: which addresses hosts use for each other, as for ``--nics``.
-        start_timeout: seconds that ``hvd.init()`` waits for others.
         elastic: how the number of workers may change, see ``run_elastic_function``; None if it is fixed.
 
     Returns:
@@ -102,24 +92,19 @@ def run_function(
     given = dict(env or {})
     hosts = () if elastic is not None else _hosts(listener)
     secret = listener.secret
-    spec = assemble(
-        Inventory(hosts, len(hosts) or None),
-        _environment(given),
-        Reach(),
+    spec = LaunchSpec(
         command=function_task.command(sys.executable),
-        remote_command=None,
+        hosts=hosts,
+        np=len(hosts) or None,
         cwd=working_directory(os.environ),
+        environ=_environment(given),
+        exported=frozenset(given),
+        export_all=False,
         secret=secret,
         function=function_task.pack_function(func, args, kwargs or {}, secret, paths_of_their_own=True),
-        nics=tuple(nics),
-        exported=given,
-        export_all=False,
-        start_timeout=start_timeout,
-        grace_period=grace_period,
-        heartbeat_timeout=heartbeat_timeout,
-        output_directory=output_directory,
-        timestamps=timestamps,
-        verbose=verbose,
+        network_interfaces=tuple(nics),
+        times=times,
+        output=output,
         elastic=elastic,
     )
     with ResultFiles(secret) as results:
@@ -127,7 +112,7 @@ def run_function(
             spec,
             stdout=stdout or sys.stdout,
             stderr=stderr or sys.stderr,
-            quiet=not verbose,
+            quiet=not output.verbose,
             signals=LIBRARY_SIGNALS,
             results=results,
             spawner=InboundSpawner(listener),

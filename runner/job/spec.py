@@ -3,14 +3,16 @@ out."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from hvdgloo import topology
-from hvdgloo.config import TlsFiles
+from hvdgloo.config import Config, TlsFiles
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.network.interfaces import NicSettings, parse_nics
 
@@ -106,6 +108,67 @@ class Reach:
     agent_command: tuple[str, ...] = ()
     slurm_job: str = ""
     slurm_nodes: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Times:
+    """The time limits of a job, in seconds.
+
+    Attributes:
+        start_timeout: for the agents, and then the workers, to be up; None for the setting.
+        grace_period: between terminating workers and killing them; None means 3 after a failure and 30 after a signal.
+        heartbeat_timeout: of silence between launcher and agent after which each considers the other lost; None for
+            values that suit a launcher inside the user's program.
+        end_timeout: for an agent to say goodbye, after everything was killed, before it is killed itself.
+    """
+
+    start_timeout: float | None = None
+    grace_period: float | None = None
+    heartbeat_timeout: float | None = None
+    end_timeout: float = 15.0
+
+    @property
+    def grace_after_failure(self) -> float:
+        return GRACE_AFTER_FAILURE if self.grace_period is None else self.grace_period
+
+    @property
+    def grace_after_signal(self) -> float:
+        return GRACE_AFTER_SIGNAL if self.grace_period is None else self.grace_period
+
+    @property
+    def host_timeout(self) -> float:
+        """Seconds of silence after which the launcher considers an agent lost."""
+        return HEARTBEAT_TIMEOUT if self.heartbeat_timeout is None else self.heartbeat_timeout
+
+    @property
+    def launcher_timeout(self) -> float:
+        """Seconds of silence after which an agent on another host considers the launcher lost."""
+        return PROGRAM_S_TIMEOUT if self.heartbeat_timeout is None else self.heartbeat_timeout
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output of the workers, and of the launcher about them.
+
+    Attributes:
+        directory: receives ``rank.<rank>/stdout`` and ``stderr``, byte for byte.
+        timestamps: precede every line with the time.
+        log_ranks: the ranks whose output is shown; None for all.
+        prefix: begin every line that is shown with its rank and stream.
+        verbose: report every step of the launch.
+        backlog: bytes of unwritten output beyond which workers have to wait for the reader.
+    """
+
+    directory: str | None = None
+    timestamps: bool = False
+    log_ranks: frozenset[int] | None = None
+    prefix: bool = True
+    verbose: bool = False
+    backlog: int = 256 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if self.directory is not None:  # the program may change its working directory
+            object.__setattr__(self, "directory", os.path.abspath(self.directory))
 
 
 @dataclass(frozen=True)
@@ -210,29 +273,17 @@ class LaunchSpec:
         hosts: in order; ranks fill them in this order. Empty if only a discovery knows them.
         np: number of workers, at most the hosts' slots; None for all slots.
         cwd: working directory of the workers.
-        environ: the workers' environment, except for what the launcher adds.
+        environ: the workers' environment, except for what the launcher adds. Its settings apply to the launcher, too.
         exported: names of variables that are always passed to other hosts.
         export_all: other hosts get all other variables, too, except those that are specific to a host.
         remote_command: the command of workers on other hosts; None for ``command``.
         function: sealed and pickled, for ``hvdgloo.run.run``; ``command`` then runs ``worker.function_task``.
         secret: the job's secret.
-        start_timeout: seconds within which the agents, and then the workers, must be up.
-        grace_period: seconds between terminating workers and killing them; None means 3 after a failure and 30 after a
-            signal.
-        end_timeout: seconds that an agent has to say goodbye, after everything was killed, before it is killed itself.
-        heartbeat_timeout: seconds of silence after which the launcher considers an agent lost.
-        launcher_timeout: seconds of silence after which an agent on another host considers the launcher lost.
-        backlog: bytes of unwritten output beyond which workers have to wait for the reader.
-        output_directory: receives ``rank.<rank>/stdout`` and ``stderr``, byte for byte.
-        timestamps: precede every line with the time.
-        log_ranks: the ranks whose output is shown; None for all.
-        prefix: begin every line that is shown with its rank and stream.
         stdin_rank: the rank that receives the launcher's standard input.
-        verbose: report every step of the launch.
-        timeline: where workers write their trace from the start; see ``Config``.
-        autotune_log: file in which rank 0 records the settings that ``--autotune`` tries; None for none.
         reach: the way to other hosts.
-        network: the network between hosts.
+        network_interfaces: which addresses hosts use among each other, in the form of ``--nics``.
+        times: time limits.
+        output: the output of the workers, and of the launcher about them.
         elastic: how the number of workers may change; None if it is fixed.
         max_restarts: how often all workers of a job of a fixed size are restarted after a failure.
         views: the observers of the job.
@@ -245,25 +296,14 @@ class LaunchSpec:
     environ: Mapping[str, str] = field(repr=False)
     secret: bytes = field(repr=False)
     function: bytes | None = field(default=None, repr=False)
-    start_timeout: float = 120.0
-    grace_period: float | None = None
-    end_timeout: float = 15.0
-    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
-    launcher_timeout: float = HEARTBEAT_TIMEOUT
-    backlog: int = 256 * 1024 * 1024
-    output_directory: str | None = None
-    timestamps: bool = False
-    log_ranks: frozenset[int] | None = None
-    prefix: bool = True
     stdin_rank: int | None = None
-    verbose: bool = False
-    timeline: str | None = None
-    autotune_log: str | None = None
     reach: Reach = field(default_factory=Reach)
     exported: frozenset[str] = frozenset()
     export_all: bool = True
     remote_command: tuple[str, ...] | None = None
-    network: NetworkOptions = field(default_factory=NetworkOptions)
+    network_interfaces: tuple[str, ...] = ()
+    times: Times = Times()
+    output: Output = Output()
     elastic: ElasticSpec | None = None
     max_restarts: int = 0
     views: Views = Views()
@@ -274,6 +314,10 @@ class LaunchSpec:
         Raises:
             ConfigError: a value cannot be used; the text names the option.
         """
+        _ = self.config
+        identity = self.reach.ssh_identity_file
+        if identity is not None and not os.path.exists(os.path.expanduser(identity)):
+            raise ConfigError(f"--ssh-identity-file {identity}: there is no such file")
         if self.max_restarts and self.elastic is not None:
             raise ConfigError(
                 "--max-restarts is for jobs of a fixed size; an elastic one goes on after a failure, at most "
@@ -296,17 +340,37 @@ class LaunchSpec:
         elif slots and len(slots) == len(self.hosts):
             self.check_ranks(sum(slots))
 
+    @cached_property
+    def config(self) -> Config:
+        """Settings in the workers' environment."""
+        return Config.from_env(self.environ)
+
+    @property
+    def start_timeout(self) -> float:
+        """Seconds within which the agents, and then the workers, must be up."""
+        return self.config.start_timeout if self.times.start_timeout is None else self.times.start_timeout
+
+    @property
+    def network(self) -> NetworkOptions:
+        """The network between hosts."""
+        config = self.config
+        return NetworkOptions(self.network_interfaces, config.port_range, config.connect_timeout, config.tls_files)
+
     @property
     def nics(self) -> NicSettings:
         """Meaning of ``--nics`` for this job's hosts; for any host if they are not known from the start."""
-        return parse_nics(self.network.nics, [host.name for host in self.hosts] or None)
+        return parse_nics(self.network_interfaces, [host.name for host in self.hosts] or None)
 
     def _check_elastic(self, largest: int | None) -> None:
         if self.stdin_rank is not None:
             raise ConfigError("--stdin is for jobs of a fixed size: here, a rank may become another process")
-        if self.log_ranks is not None and largest is not None and max(self.log_ranks) >= largest:
-            raise ConfigError(f"--log-ranks {max(self.log_ranks)}: {_only(largest)}")
-        if not self.prefix and (largest or 2) > 1 and (self.log_ranks is None or len(self.log_ranks) > 1):
+        if self.output.log_ranks is not None and largest is not None and max(self.output.log_ranks) >= largest:
+            raise ConfigError(f"--log-ranks {max(self.output.log_ranks)}: {_only(largest)}")
+        if (
+            not self.output.prefix
+            and (largest or 2) > 1
+            and (self.output.log_ranks is None or len(self.output.log_ranks) > 1)
+        ):
             raise ConfigError(_NO_PREFIX)
 
     def check_ranks(self, np: int) -> None:
@@ -317,23 +381,15 @@ class LaunchSpec:
         """
         if self.stdin_rank is not None and not 0 <= self.stdin_rank < np:
             raise ConfigError(f"--stdin {self.stdin_rank}: {_only(np)}")
-        if self.log_ranks is not None and max(self.log_ranks) >= np:
-            raise ConfigError(f"--log-ranks {max(self.log_ranks)}: {_only(np)}")
-        shown = np if self.log_ranks is None else len(self.log_ranks)
-        if not self.prefix and shown > 1:
+        if self.output.log_ranks is not None and max(self.output.log_ranks) >= np:
+            raise ConfigError(f"--log-ranks {max(self.output.log_ranks)}: {_only(np)}")
+        shown = np if self.output.log_ranks is None else len(self.output.log_ranks)
+        if not self.output.prefix and shown > 1:
             raise ConfigError(_NO_PREFIX)
 
     def directory_on(self, host: HostEntry) -> str:
         """Return the working directory of the workers on a host."""
         return self.cwd if host.profile is None else host.profile.cwd
-
-    @property
-    def grace_after_failure(self) -> float:
-        return GRACE_AFTER_FAILURE if self.grace_period is None else self.grace_period
-
-    @property
-    def grace_after_signal(self) -> float:
-        return GRACE_AFTER_SIGNAL if self.grace_period is None else self.grace_period
 
 
 def assign(hosts: Sequence[HostEntry], np: int) -> tuple[Slot, ...]:

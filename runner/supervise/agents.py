@@ -355,7 +355,7 @@ class Agents:
 
     def _unusable(self, link: AgentLink, diagnosis: Diagnosis, now: float) -> None:
         assert self._startup is not None, "the start-up goes on while hosts are starting up"
-        if diagnosis.cause is Cause.OTHER or self._spec.verbose:
+        if diagnosis.cause is Cause.OTHER or self._spec.output.verbose:
             self._show_held_back(link)  # the diagnosis tells less
         self.happen(link.state, self._startup.judge(link.state, diagnosis, now))
         if link.state.phase is Phase.FAILED:
@@ -423,7 +423,7 @@ class Agents:
         except LaunchError as error:
             self.happen(host, host_state.SweepFailed(str(error)))
             return
-        self._links[host].channel.send(Sweep(self.id_for(host), self._spec.grace_after_failure))
+        self._links[host].channel.send(Sweep(self.id_for(host), self._spec.times.grace_after_failure))
 
     def _tell_unreached(self, host: HostState) -> None:
         self._job.notice(

@@ -232,9 +232,9 @@ class ElasticSupervisor(Supervisor):
                 self._let_go(visit)
                 return
             if visit.link is not None and number in visit.link.workers and number in self._verdict.running:
-                if self._spec.verbose:
+                if self._spec.output.verbose:
                     self.notice(f"rank {self._ranks[number]} on host {visit.name} is told to end: {reason}")
-                visit.link.channel.send(StopWorker(number, signal.SIGTERM, self._spec.grace_after_failure))
+                visit.link.channel.send(StopWorker(number, signal.SIGTERM, self._spec.times.grace_after_failure))
 
     def _tell(self, text: str) -> None:
         if not self.settled:
@@ -250,7 +250,7 @@ class ElasticSupervisor(Supervisor):
         if self.settled:
             return
         self._verdict.settled = True
-        self._hard_deadline = time.monotonic() + self._spec.grace_after_failure + self._spec.end_timeout
+        self._hard_deadline = time.monotonic() + self._spec.times.grace_after_failure + self._spec.times.end_timeout
         self._finish_if_over()
 
     @property
@@ -348,7 +348,7 @@ class ElasticSupervisor(Supervisor):
             return
         visit.since = time.monotonic()
         try:
-            state = HostState(self._entry(visit.name), visit.since, self._spec.grace_after_failure)
+            state = HostState(self._entry(visit.name), visit.since, self._spec.times.grace_after_failure)
             self._agents.add(state)
         except HvdglooError as error:
             self._lose(visit, str(error))
@@ -521,7 +521,7 @@ class ElasticSupervisor(Supervisor):
                 link.stream.kill()
                 visit.ends_by = math.inf
             if visit.ends_by == math.inf:
-                visit.ends_by = now + self._spec.end_timeout
+                visit.ends_by = now + self._spec.times.end_timeout
             return False
         self._agents.forget(host)
         return True

@@ -72,7 +72,7 @@ _LATE = 1.0  # the most seconds that one turn of the loop counts for, beyond tho
 def host_states(hosts: Sequence[HostEntry], spec: LaunchSpec) -> tuple[HostState, ...]:
     """Return the states of a job's hosts before it begins."""
     now = time.monotonic()
-    return tuple(HostState(host, now, spec.grace_after_failure) for host in hosts)
+    return tuple(HostState(host, now, spec.times.grace_after_failure) for host in hosts)
 
 
 class Supervisor:
@@ -104,7 +104,7 @@ class Supervisor:
         self._slept = 0.0
         self._stdin_link: AgentLink | None = None
         self.on_stdin_taken: Callable[[], None] = lambda: None
-        self._signals = SignalHandling(self, spec.grace_after_signal, observer.suspend)
+        self._signals = SignalHandling(self, spec.times.grace_after_signal, observer.suspend)
         self.handlers: dict[type[Frame], Callable[[AgentLink, Any], None]] = {
             Output: self._on_output,
             Result: lambda _, frame: observer.result(frame.number, frame.data),
@@ -122,7 +122,7 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        self._run(self._nothing_left, time.monotonic() + self._spec.end_timeout)
+        self._run(self._nothing_left, time.monotonic() + self._spec.times.end_timeout)
         self._agents.offer(host_state.Lost("did not end"))
         self._run(self._nothing_left)
         self._agents.close()
@@ -193,7 +193,7 @@ class Supervisor:
         self._agents.offer(host_state.Dismiss(), states)
         self._run(
             lambda: self._verdict.settled or all(link.gone for link in leaving),
-            time.monotonic() + self._spec.end_timeout,
+            time.monotonic() + self._spec.times.end_timeout,
         )
         self._check_agents()
         self._agents.offer(host_state.Lost("did not end"), states)
@@ -217,15 +217,15 @@ class Supervisor:
     def _begin(self, link: AgentLink, env: Mapping[str, str], *, elastic: bool = False, workers: int = 0) -> None:
         """Send an agent the common part of all its workers."""
         is_local = self._spawner.is_local(link.host)
-        self._agents.happen(link.state, host_state.Start(self._spec.heartbeat_timeout))
+        self._agents.happen(link.state, host_state.Start(self._spec.times.host_timeout))
         link.channel.send(
             Start(
                 self.id_for(link),
                 env,
                 self._spec.directory_on(link.host),
-                self._spec.heartbeat_timeout,
-                0.0 if is_local else self._spec.launcher_timeout,
-                self._spec.grace_after_failure,
+                self._spec.times.host_timeout,
+                0.0 if is_local else self._spec.times.launcher_timeout,
+                self._spec.times.grace_after_failure,
                 inherit=not is_local,
                 elastic=elastic,
                 workers=workers,
@@ -319,7 +319,7 @@ class Supervisor:
         self._slept += slept
         if self._hard_deadline is not None:
             # The agents' own time continued, so that they need no more than this.
-            self._hard_deadline = max(self._hard_deadline, now + self._spec.end_timeout)
+            self._hard_deadline = max(self._hard_deadline, now + self._spec.times.end_timeout)
         self._loop.turn(now)
 
     def _next(self, now: float, deadline: float | None) -> float:
@@ -333,7 +333,7 @@ class Supervisor:
 
     @property
     def _beat_interval(self) -> float:
-        return min(self._spec.launcher_timeout, heartbeat.FIRST) / heartbeat.STEPS
+        return min(self._spec.times.launcher_timeout, heartbeat.FIRST) / heartbeat.STEPS
 
     def _nothing_left(self) -> bool:
         return self._verdict.over and self._agents.all_ended
@@ -424,7 +424,7 @@ class Supervisor:
     def _on_spawned(self, link: AgentLink, frame: Spawned) -> None:
         self.job_observers.spawned(frame.number, frame.pid)
         self._verdict.spawned(frame.number, frame.pid)
-        if self._spec.verbose:
+        if self._spec.output.verbose:
             self._observer.notice(f"rank {frame.number} is process {frame.pid} on {link.host.name}")
 
     def _on_not_spawned(self, link: AgentLink, frame: SpawnFailed) -> None:
@@ -470,18 +470,18 @@ class Supervisor:
         self._verdict.fail(failure)
 
     def _stop_after_failure(self) -> None:
-        self.stop(signal.SIGTERM, self._spec.grace_after_failure)
+        self.stop(signal.SIGTERM, self._spec.times.grace_after_failure)
 
     def stop(self, signum: int, grace: float) -> None:
         self._verdict.settled = True
-        self._hard_deadline = time.monotonic() + grace + self._spec.end_timeout
+        self._hard_deadline = time.monotonic() + grace + self._spec.times.end_timeout
         self.tell_all(Stop(signum, grace))
         self._finish_if_over()
 
     def kill(self) -> None:
         self._verdict.settled = True
         self._verdict.running.clear()
-        self._hard_deadline = time.monotonic() + self._spec.end_timeout
+        self._hard_deadline = time.monotonic() + self._spec.times.end_timeout
         self.tell_all(Stop(signal.SIGKILL, 0.0))
         self._finish_if_over()
 

@@ -125,7 +125,7 @@ def run(
         LaunchError: see ``launch``; or the program has no training steps.
         JobFailedError: a signal ended a job, or a rank failed; its error has been shown.
     """
-    if Config.from_env(spec.environ).autotune:
+    if spec.config.autotune:
         say("--autotune is off while settings are measured")
     if program:
         argv, module = _python_program(program)
@@ -143,7 +143,7 @@ def run(
         shown = "gradients as in ResNet-50"
     first = workloads[0]
     shown += f": {len(first.sizes)} tensors, {first.nbytes / (1 << 20):.1f} MiB"
-    bucket = Config.from_env(spec.environ).gradient_bucket
+    bucket = spec.config.gradient_bucket
     say("trying settings")
     main = _measured(spec, stderr, workloads, _SEARCHING * seconds, bucket, searching=True)
     if main.ranks == 1:
@@ -195,7 +195,7 @@ def _python_program(command: Sequence[str]) -> tuple[list[str], bool]:
 
 def _variants(main: Measured, spec: LaunchSpec) -> list[Variant]:
     """Return other planes that are worth a try; the user's settings are kept."""
-    given, default = Config.from_env(spec.environ), Config()
+    given, default = spec.config, Config()
     variants = []
     if main.plane == "shm":
         text = f"shared memory with segments of {_LARGE_SEGMENT >> 20} MiB"
@@ -220,7 +220,7 @@ def _faster(seconds: float, others: Sequence[tuple[Variant, Measured]]) -> Varia
 def _lossy(spec: LaunchSpec, main: Measured) -> str:
     """Return the fastest value of ``--wire``, if it is clearly faster than full precision, and the user has not set
     one; else nothing."""
-    if not main.wires or Config.from_env(spec.environ).wire != Config().wire:
+    if not main.wires or spec.config.wire != Config().wire:
         return ""
     fastest = min(LOSSY, key=lambda wire: main.wires[wire])
     return fastest if main.wires[fastest] * OTHER_PLANE <= main.wires["full"] else ""
@@ -228,7 +228,7 @@ def _lossy(spec: LaunchSpec, main: Measured) -> str:
 
 def _settings(spec: LaunchSpec, found: Sequence[Found]) -> dict[str, int | float | str]:
     """Return the settings to change, by field of Config; if workloads differ, the first one with a change counts."""
-    given = Config.from_env(spec.environ)
+    given = spec.config
     chosen: dict[str, int | float | str] = {}
     for each in reversed(found):
         best = each.best
@@ -279,7 +279,6 @@ def _function(
     job = replace(
         spec,
         environ=environ,
-        autotune_log=None,
         command=function_task.command(sys.executable),
         remote_command=function_task.command(spec.reach.python),
         function=function_task.pack_function(function, args, kwargs, spec.secret),

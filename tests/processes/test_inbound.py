@@ -29,6 +29,7 @@ from hvdgloo.runner.inbound.job import run_function
 from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.runner.inbound.sealed import SealedChannel
 from hvdgloo.runner.inbound.task import Invitation
+from hvdgloo.runner.job.spec import Times
 from hvdgloo.runner.network.probe import probe_key
 from hvdgloo.runner.protocol.frames import Beat
 from tests.support.inbound import PATIENCE, Tasks, eventually, gathered, process
@@ -326,7 +327,7 @@ def waiting(folder: Path) -> Any:
 def test_a_driver_whose_interpreter_is_held_is_not_lost(processes: Any, tmp_path: Path) -> None:
     """Its machine still acknowledges what agents send there. With Spark, it may be any call of the user's program."""
     listener, _ = processes
-    thread, raised = in_background(listener, waiting(tmp_path), heartbeat_timeout=0.5)
+    thread, raised = in_background(listener, waiting(tmp_path), times=Times(heartbeat_timeout=0.5))
     eventually(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
     hold_interpreter(2.0)
     (tmp_path / "enough").touch()

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from hvdgloo.errors import LaunchError
-from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Output, Times
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.processes.worker_process import WINDOW
@@ -61,7 +61,7 @@ def job(
         "cwd": str(folder),
         "environ": clean_environment(),
         "secret": b"s" * 32,
-        "start_timeout": 20.0,
+        "times": Times(start_timeout=20.0),
     }
     out, err = out or io.StringIO(), err or io.StringIO()
     try:
@@ -100,7 +100,7 @@ def test_pain_22_a_failure_on_one_host_stops_the_others(tmp_path: Path) -> None:
 
 def test_pain_20_a_host_that_never_answers_is_named_while_waiting_and_at_the_end(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"1 host not ready within 2 s \(--start-timeout\)") as caught:
-        job("pass", tmp_path, {"b": "exec sleep 100"}, start_timeout=2.0, verbose=True)
+        job("pass", tmp_path, {"b": "exec sleep 100"}, times=Times(start_timeout=2.0), output=Output(verbose=True))
     text, _, said = str(caught.value).partition("\n--- ")
     assert "  connecting: b: the command that connects to it runs, but nothing has answered yet" in text
     assert re.search(r"1 of 2 hosts ready after 1\.\d s; still waiting for b \(connecting for 1", said)
@@ -161,7 +161,7 @@ def test_a_host_that_is_lost_while_another_one_still_connects_is_the_one_that_is
     thread.start()
     scripts = {"a": f"echo $$ > {tmp_path}/agent; {AGENT}", "b": "exec sleep 100"}
     with pytest.raises(LaunchError) as caught:
-        job("pass", tmp_path, scripts, err=err, start_timeout=60.0, verbose=True)
+        job("pass", tmp_path, scripts, err=err, times=Times(start_timeout=60.0), output=Output(verbose=True))
     thread.join()
     text = str(caught.value).partition("\n--- ")[0]
     assert text.startswith("the job could not be started: the agent on host a "), text
@@ -301,7 +301,7 @@ def test_an_agent_here_that_says_nothing_because_it_gets_no_core_is_not_lost(tmp
     """To the launcher, one that waits for a core looks like one that uses it for something else."""
     (tmp_path / "spins.py").write_text(SPINS)
     scripts = {"a": f"exec {sys.executable} {tmp_path}/spins.py"}
-    report, *_ = job("print(1)", tmp_path, scripts, heartbeat_timeout=1.0)
+    report, *_ = job("print(1)", tmp_path, scripts, times=Times(start_timeout=20.0, heartbeat_timeout=1.0))
     assert report.outcome.exit_code == 0, report.summary()
 
 
@@ -339,7 +339,7 @@ def test_pain_25_what_is_not_read_stays_with_the_workers(tmp_path: Path) -> None
     """Beyond the backlog neither the launcher nor the agents take in more; and nothing is lost once it is read."""
     total, backlog, pipe = 8_000_000, 1_000_000, 65536
     reading, writing = os.pipe()
-    options: dict[str, Any] = {"backlog": backlog, "hosts": (HostEntry("a", 2),), "np": 2}
+    options: dict[str, Any] = {"output": Output(backlog=backlog), "hosts": (HostEntry("a", 2),), "np": 2}
     with os.fdopen(writing, "w") as out:
         ending = Task(lambda: job(FLOOD.replace("TOTAL", str(total)), tmp_path, out=out, **options))
         full = [tmp_path / f"full{rank}" for rank in range(2)]

@@ -34,7 +34,7 @@ from hvdgloo.runner.launch import launch
 parser = build_parser()
 flags, command, doctor = split_all(sys.argv[4:], parser.values)
 spec = command_line(parser, parser.given(flags), command, doctor=doctor).spec
-report = launch(replace(spec, end_timeout=1.0), stdout=sys.stdout, stderr=sys.stderr)
+report = launch(replace(spec, times=replace(spec.times, end_timeout=1.0)), stdout=sys.stdout, stderr=sys.stderr)
 print(report.summary(), file=sys.stderr)
 sys.exit(report.outcome.exit_code)
 """

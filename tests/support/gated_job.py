@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from hvdgloo.errors import HvdglooError
-from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Reach
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Output, Reach, Times
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.protocol.frames import PREAMBLE
 from hvdgloo.runner.transport.base import AgentStream
@@ -75,8 +75,8 @@ def main() -> int:
         cwd=os.getcwd(),
         environ=dict(os.environ),
         secret=b"s" * 32,
-        start_timeout=options.timeout,
-        verbose=options.verbose,
+        times=Times(start_timeout=options.timeout),
+        output=Output(verbose=options.verbose),
         reach=Reach(agent_command=("gates", "{host}")),  # which may lead to one machine several times
     )
     try:

@@ -21,6 +21,7 @@ from hvdgloo._engine.submission import PersistentRequest
 from hvdgloo._engine.tuning import _Log
 from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
+from hvdgloo.runner import host_setup
 from hvdgloo.runner.cli import config_file
 from hvdgloo.runner.cli.flags import build_parser
 from hvdgloo.runner.cli.main import main, split_all
@@ -327,15 +328,17 @@ class TestCampaign:
         started = []
 
         def launched(job: LaunchSpec, **_: Any) -> LaunchResult:
-            started.append((Config.from_env(job.environ).autotune, job.autotune_log))
+            started.append((job.config.autotune, host_setup._log(job, job.hosts[0])))
             return LaunchResult(JobOutcome(Failure(0, "localhost", 1, "is no part of this test")), (), in_sight=True)
 
         monkeypatch.setattr(campaign, "launch", launched)
-        spec = replace(SPEC, environ={variable: "1"}, autotune_log=str(tmp_path / "log.csv"))
+        log = str(tmp_path / "log.csv")
+        spec = replace(SPEC, environ={variable: "1", "HVDGLOO_AUTOTUNE_LOG": log})
+        assert host_setup._log(spec, spec.hosts[0]) == (log,)
         said: list[str] = []
         with pytest.raises(JobFailedError):
             campaign.run(spec, program=program, seconds=60, stderr=io.StringIO(), say=said.append)
-        assert started == [(False, None)]
+        assert started == [(False, ())]
         assert said[0] == "--autotune is off while settings are measured"
 
     @pytest.mark.parametrize("program", [["./train.sh"], ["python"], ["-m"]])

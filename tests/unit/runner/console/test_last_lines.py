@@ -11,7 +11,7 @@ from hvdgloo.runner.cli.flags import build_parser
 from hvdgloo.runner.console.console import IN_SIGHT, Console
 from hvdgloo.runner.console.interrupted_imports import InterruptedImport
 from hvdgloo.runner.console.last_lines import KEPT, LastLines
-from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Output
 from hvdgloo.runner.protocol.frames import STDERR, STDOUT
 
 TRACE = [
@@ -173,7 +173,7 @@ class TestFlags:
     def spec(self, np: int, ranks: set[int] | None, *, prefix: bool) -> LaunchSpec:
         log_ranks = None if ranks is None else frozenset(ranks)
         hosts = (HostEntry("localhost", np),)
-        return LaunchSpec(("true",), hosts, np, "/", {}, b"", log_ranks=log_ranks, prefix=prefix)
+        return LaunchSpec(("true",), hosts, np, "/", {}, b"", output=Output(log_ranks=log_ranks, prefix=prefix))
 
     @pytest.mark.parametrize(
         ("np", "ranks", "prefix", "problem"),

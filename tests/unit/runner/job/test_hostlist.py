@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.host_sources import take_inventory
 from hvdgloo.runner.job.hostlist import check_load, parse_hosts, place, read_hostfile, remark_on_load, shortlist
-from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, NetworkOptions, Reach
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Reach
 from hvdgloo.runner.launch import _host_environment
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.frames import Hello
@@ -243,7 +243,7 @@ def test_pain_28_threads_follow_the_host_s_own_machine_and_not_the_launcher_s(
 )
 def test_nccl_is_told_an_interface_where_nics_chooses_one(nics: tuple[str, ...], told: str | None) -> None:
     hosts = (HostEntry("a", 1), HostEntry("b", 1))
-    both = replace(spec(2), hosts=hosts, network=NetworkOptions(nics))
+    both = replace(spec(2), hosts=hosts, network_interfaces=nics)
     hello = Hello(1, "", "a", "identity", 1, 4, 0, 20000, 4)
     environ = _host_environment(both, LocalSpawner(), hosts[0], hello, Address("eth0", "10.0.0.1", 24), 1)
     assert environ.get("NCCL_SOCKET_IFNAME") == told

@@ -15,7 +15,7 @@ from hvdgloo.rendezvous._elastic.events import HostLost, Spawn
 from hvdgloo.runner import elastic_launch
 from hvdgloo.runner.elastic_launch import _Giver
 from hvdgloo.runner.host_admission import Admission, Reached, _Host
-from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Times
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import Frame, Probe, Surveyed
@@ -61,7 +61,7 @@ class Command:
 
 @pytest.fixture
 def supervisor() -> Iterator[ElasticSupervisor]:
-    spec = LaunchSpec(("true",), (), None, "/", {}, b"s" * 32, end_timeout=5.0)
+    spec = LaunchSpec(("true",), (), None, "/", {}, b"s" * 32, times=Times(end_timeout=5.0))
     nothing = cast(Any, Nothing())
     made = ElasticSupervisor(
         spec, nothing, [], "job", nothing, entry=lambda name: HostEntry(name, 1), required=nothing, ranks={}

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from hvdgloo.rendezvous._elastic.assignment import Assignment, Member
-from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Times
 from hvdgloo.runner.protocol.frames import (
     Exited,
     Frame,
@@ -31,7 +31,7 @@ from hvdgloo.runner.supervise.observers import PlacedWorker
 from hvdgloo.runner.supervise.supervisor import Supervisor
 from tests.unit.runner.supervise.test_elastic import Command, Nothing
 
-SPEC = LaunchSpec(("true",), (HostEntry("h1", 2),), 2, "/", {}, b"s" * 32, end_timeout=5.0)
+SPEC = LaunchSpec(("true",), (HostEntry("h1", 2),), 2, "/", {}, b"s" * 32, times=Times(end_timeout=5.0))
 
 
 class Onlooker:
