@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous._elastic.assignment import Assignment
+from hvdgloo.rendezvous._elastic.messages import CurrentEpoch, Register
 
 SHORTEST_COOLDOWN, LONGEST_COOLDOWN = 1.0, 3600.0
 
@@ -95,7 +96,6 @@ class Rules:
 # Events.
 
 
-@dataclass(frozen=True)
 class Event:
     """An event that a job is fed."""
 
@@ -139,58 +139,32 @@ class HostLost(Event):
     status: int = 1
 
 
-@dataclass(frozen=True)
-class Registered(Event):
-    """A worker's request for the epoch after its last one. It gets one reply, at once or later.
-
-    Repeating the request, as clients do whose connection or poll ended, changes nothing.
+class Registered(Register, Event, frozen=True):
+    """A worker's request for the epoch after its last one, and its sender.
 
     Attributes:
-        worker: its id.
-        after: its last epoch; -1 if it has not been a member yet.
-        ready: True once it has reached ``elastic.run``; False in ``init()``.
-        serial, digest: serial number and digest of its newest commit; -1 if it has none.
-        error: why it left the epoch; empty if a change of hosts is the reason.
-        accused: ranks of that epoch that it cannot reach, or that did not answer.
         host, host_name: its host and that host's name; only without a launcher, which knows them.
         rank: its rank in that epoch, for a restarted server.
         index: its index among workers without a launcher, if their starter numbers them.
         pid: id of its process, for messages.
-        stood: seconds since it began to wait for others in that epoch.
     """
 
-    worker: str
-    after: int = -1
-    ready: bool = False
-    serial: int = -1
-    digest: str = ""
-    error: str = ""
-    accused: tuple[int, ...] = ()
     host: str = ""
     host_name: str = ""
     rank: int | None = None
     index: int | None = None
     pid: int = 0
-    stood: float = 0.0
 
 
-@dataclass(frozen=True)
-class Recalled(Event):
+class Recalled(CurrentEpoch, Event, frozen=True):
     """The present epoch of a worker without a launcher: news only to a server that was restarted meanwhile.
 
     Attributes:
         worker: its id.
-        epoch, rank: its epoch, and its rank there.
-        size: number of that epoch's members.
-        synced: True if the worker had the job's state in it.
         host, host_name, pid: as in ``Registered``.
     """
 
-    worker: str
-    epoch: int
-    rank: int
-    size: int
-    synced: bool = False
+    worker: str = ""
     host: str = ""
     host_name: str = ""
     pid: int = 0

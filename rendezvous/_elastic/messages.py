@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -31,26 +32,35 @@ class CurrentEpoch(Message, frozen=True):
     epoch: Count
     rank: Count
     size: Annotated[int, msgspec.Meta(ge=1, le=_MOST_WORKERS)]
-    synced: bool
-    info: dict[str, Any]
+    synced: bool = False
+    info: dict[str, Any] = {}
 
 
 class Register(Message, frozen=True):
-    """A worker's request for the epoch after its last one; the fields are as in ``events.Registered``.
+    """A worker's request for the epoch after its last one. It gets one reply, at once or later.
+
+    Repeating the request, as clients do whose connection or poll ended, changes nothing.
 
     Attributes:
+        worker: its id.
+        after: its last epoch; -1 if it has not been a member yet.
+        ready: True once it has reached ``elastic.run``; False in ``init()``.
+        serial, digest: serial number and digest of its newest commit; -1 if it has none.
+        error: why it left the epoch; empty if a change of hosts is the reason.
+        accused: ranks of that epoch that it cannot reach, or that did not answer.
+        stood: seconds since it began to wait for others in that epoch.
         info: ``WorkerInfo.to_dict()``.
     """
 
     worker: _Id
-    after: _Number
-    ready: bool
-    serial: _Number
-    digest: _Text
-    error: _Text
-    accused: Annotated[list[Count], msgspec.Meta(max_length=_MOST_WORKERS)]
-    stood: Annotated[float, msgspec.Meta(ge=0)]
-    info: dict[str, Any]
+    after: _Number = -1
+    ready: bool = False
+    serial: _Number = -1
+    digest: _Text = ""
+    error: _Text = ""
+    accused: Annotated[Sequence[Count], msgspec.Meta(max_length=_MOST_WORKERS)] = ()
+    stood: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    info: dict[str, Any] = {}
 
 
 class Formed(Message, frozen=True, tag=0):

@@ -141,19 +141,12 @@ class ElasticEpochs:
             self._answers.pop(ask.worker, None)  # for a request that was given up, and is repeated by this one
             self._tell(
                 Registered(
-                    ask.worker,
-                    ask.after,
-                    ask.ready,
-                    ask.serial,
-                    ask.digest,
-                    ask.error,
-                    tuple(ask.accused),
+                    **msgspec.structs.asdict(ask),
                     host=info.host_identity,
                     host_name=info.host_name,
                     rank=info.rank if ask.after >= 0 else None,
                     index=info.index,
                     pid=info.pid,
-                    stood=ask.stood,
                 )
             )
             answer = self._answers.pop(ask.worker, None)
@@ -312,11 +305,8 @@ class ElasticEpochs:
         if current is not None and info is not None and not self.rules.launched:
             self._tell(
                 Recalled(
-                    worker,
-                    current.epoch,
-                    current.rank,
-                    current.size,
-                    current.synced,
+                    **msgspec.structs.asdict(current),
+                    worker=worker,
                     host=info.host_identity,
                     host_name=info.host_name,
                     pid=info.pid,

@@ -1027,7 +1027,7 @@ class TestWithoutALauncher:
     def recalled(self, bed: Bed, id: str, rank: int, size: int = 3, epoch: int = 6) -> Actor:
         """A member of an epoch of which this server knows nothing."""
         actor = bed.actors[id] = Actor(id, f"host of {id}", 0, epoch=epoch, rank=rank, serial=8, up=True)
-        bed.feed(Recalled(id, epoch, rank, size, True, host=actor.host))
+        bed.feed(Recalled(epoch, rank, size, True, worker=id, host=actor.host))
         return actor
 
     def test_a_server_that_was_restarted_while_they_train(self) -> None:
@@ -1133,9 +1133,9 @@ class TestWithoutALauncher:
         for actor in (self.come(bed, "a", "pod-1"), self.come(bed, "b", "pod-2")):
             bed.say_up(actor)
         before = bed.job.assignment
-        bed.feed(Recalled("c", 0, 1, 2, True, host="pod-3"))
-        bed.feed(Recalled("d", 7, 0, 5, True, host="pod-3"))
-        bed.feed(Recalled("a", 0, 1, 2, True, host="pod-1"))
+        bed.feed(Recalled(0, 1, 2, True, worker="c", host="pod-3"))
+        bed.feed(Recalled(7, 0, 5, True, worker="d", host="pod-3"))
+        bed.feed(Recalled(0, 1, 2, True, worker="a", host="pod-1"))
         assert bed.job.assignment == before
         assert bed.job.phase is Phase.RUNNING
 
