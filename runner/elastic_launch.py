@@ -38,7 +38,7 @@ from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.left_behind import with_files
 from hvdgloo.runner.observing.job_observer import progress_display
 from hvdgloo.runner.protocol.frames import Spawn
-from hvdgloo.runner.rendezvous_host import InLauncher
+from hvdgloo.runner.rendezvous_host import RendezvousHost
 from hvdgloo.runner.signals import ENDING, passed_on
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
@@ -151,7 +151,7 @@ def _serving(
         start_timeout=spec.start_timeout,
         tls=None if spec.network.tls is None else Tls(*spec.network.tls),
     )
-    rendezvous = InLauncher(server.listen(), supervisor)
+    rendezvous = RendezvousHost(server.listen(), supervisor)
     own = parse_endpoint(server.endpoint)
     admission = Admission(supervisor, spec, launcher, own, loopback=loopback)
     giver = _Giver(spec, job_id, supervisor, spawner, admission, own[1])

@@ -7,8 +7,7 @@ does its work. If a round fails, its hosts are tried one by one, so that an unre
 others.
 
 Workers that cannot reach the launcher reach the rendezvous server through their agent
-(``hvdgloo.runner.protocol.relay``). A fixed job has its rendezvous server next to the first host's agent instead; an
-elastic one may lose any host.
+(``hvdgloo.runner.protocol.relay``).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.runner.network import addressing, interfaces, probe
-from hvdgloo.runner.network.addressing import Reports, Server
+from hvdgloo.runner.network.addressing import Reports
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.network.probe import LAUNCHER, Answer, ProbeListener, ProbeResult
 from hvdgloo.runner.network_discovery import SETTLE_SECONDS, is_here, loopback_of, probe_timeout
@@ -275,17 +274,15 @@ class Admission:
         complete = len(round.answers) >= round.expected or now >= round.until
         choice = addressing.choose(round.reports)
         if choice is not None:
-            at_launcher = choice.server is Server.LAUNCHER
-            if at_launcher and round.chosen_at == math.inf:
+            if all(choice.launcher) and round.chosen_at == math.inf:
                 round.chosen_at = now
             if complete or now >= round.chosen_at + SETTLE_SECONDS or addressing.settled(round.reports):
                 self._round = None
-                for index, (host, address) in enumerate(list(zip(round.members, choice.addresses, strict=True))):
+                for host, address, launcher in zip(round.members, choice.addresses, choice.launcher, strict=True):
                     if host not in round.new_hosts:
                         continue
-                    rendezvous = choice.rendezvous if at_launcher else self._way_to_the_launcher(round, index)
-                    if rendezvous:
-                        self._admit(host, Reached(address, rendezvous))
+                    if launcher:
+                        self._admit(host, Reached(address, launcher))
                     else:
                         host.relayed, host.until = address, now + self._network.connect_timeout
                         host.link.channel.send(Relay(self._network.port_range))
@@ -298,14 +295,6 @@ class Admission:
                 host.alone = True
         else:
             self._refuse(round.new_hosts[0], addressing.describe_unreached(round.reports))
-
-    def _way_to_the_launcher(self, round: _Round, index: int) -> str:
-        """Return the launcher's address that this host reaches; empty if it reaches none."""
-        for address in self._launcher:
-            answer = round.answers.get((index, LAUNCHER, address.address))
-            if answer is not None and answer.outcome is ProbeResult.REACHED:
-                return address.address
-        return ""
 
     # The outcome.
 

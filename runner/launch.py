@@ -29,7 +29,7 @@ from hvdgloo.runner.job_console import expect, open_console
 from hvdgloo.runner.launch_observer import LaunchObserver
 from hvdgloo.runner.launch_result import LaunchResult, Restart, first_line, history
 from hvdgloo.runner.left_behind import with_files
-from hvdgloo.runner.network.addressing import Placement, Server
+from hvdgloo.runner.network.addressing import Placement
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.network_discovery import discover
 from hvdgloo.runner.observing.job_observer import JobObserver, progress_display
@@ -192,7 +192,7 @@ def _attempt(
                 ]
                 commands = [command_on(spec, spawner, host) for host in hosts]
                 workers = _spawns(
-                    spec, slots, commands, job_id, rendezvous.endpoint, addresses, network.master_port, number
+                    spec, slots, commands, job_id, rendezvous.endpoints, addresses, network.master_port, number
                 )
                 _say_threads(console, spec, env)
                 supervisor.start(env, workers)
@@ -261,7 +261,7 @@ def _spawns(
     slots: Sequence[Slot],
     commands: Sequence[tuple[str, ...]],
     job_id: str,
-    rendezvous: tuple[str, int],
+    rendezvous: Sequence[tuple[str, int]],
     addresses: Sequence[Address],
     port: int,
     restart: int,
@@ -272,7 +272,7 @@ def _spawns(
             slot,
             job_id=job_id,
             epoch=0,
-            rendezvous=rendezvous,
+            rendezvous=rendezvous[slot.host],
             secret=spec.secret,
             address=addresses[slot.host].address,
             master=(addresses[0].address, port),
@@ -292,10 +292,11 @@ def _say_crowded(console: Console, hosts: Sequence[HostEntry], hellos: Sequence[
 
 
 def _say_server(console: Console, spec: LaunchSpec, hosts: Sequence[HostEntry], placement: Placement) -> None:
-    if spec.output.verbose and placement.server is Server.FIRST_HOST:
+    relayed = [host.name for host, launcher in zip(hosts, placement.launcher, strict=True) if not launcher]
+    if spec.output.verbose and relayed:
         console.notice(
-            f"the rendezvous server runs on {hosts[0].name}, at {placement.rendezvous}: "
-            + ("that is where all workers are" if len(hosts) == 1 else "not all hosts reach the launcher")
+            f"the workers on {', '.join(relayed)} reach the rendezvous server through their agent: "
+            + ("one host alone needs no network" if len(hosts) == 1 else "they do not reach the launcher")
         )
     if spec.output.verbose and spec.network.tls is not None:
         shown = spec.network.tls.certificate
@@ -318,9 +319,7 @@ def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, 
 
 def _init_watch(spec: LaunchSpec, slots: Sequence[Slot], rendezvous: RendezvousHost) -> InitWatch:
     hosts = {slot.rank: slot.agent for slot in slots}
-    return InitWatch(
-        rendezvous.arrivals, rendezvous.ask, hosts, timeout=spec.start_timeout, verbose=spec.output.verbose
-    )
+    return InitWatch(rendezvous.arrivals, hosts, timeout=spec.start_timeout, verbose=spec.output.verbose)
 
 
 def _init_display(spec: LaunchSpec, init: InitWatch, console: Console) -> LiveDisplay:

@@ -2,7 +2,7 @@
 launcher's, and ``network.addressing`` chooses from the results.
 
 A job on this machine alone needs none of this and stays on loopback; a job on a single other machine stays on that
-machine's loopback, with the rendezvous server next to its agent.
+machine's loopback, where its agent relays connections to the rendezvous server.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.rendezvous._host_identity import host_identity
 from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.runner.network import addressing, interfaces, probe
-from hvdgloo.runner.network.addressing import Placement, Reports, Server
+from hvdgloo.runner.network.addressing import Placement, Reports
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.network.probe import LAUNCHER, Answer, ProbeListener, ProbeResult, ProbeTarget
 from hvdgloo.runner.protocol.frames import Hello, Probe, Probed, ProbesEnd, Survey, Surveyed
@@ -41,7 +41,7 @@ class DiscoveredNetwork:
     """The chosen addresses.
 
     Attributes:
-        placement: the address of each host, and the place of the rendezvous server.
+        placement: the address of each host, and the address at which it reaches the launcher.
         master_port: port held on the first host for ``MASTER_PORT``.
     """
 
@@ -76,11 +76,12 @@ def discover(supervisor: Supervisor, spec: LaunchSpec) -> DiscoveredNetwork:
     else:
         supervisor.probing()
         network = _Discovery(supervisor, spec, spokesmen).run()
-    found = dict(zip(first, network.placement.addresses, strict=True))
-    addresses = tuple(found[link.host.machine] for link in links)
+    chosen = network.placement
+    found = dict(zip(first, zip(chosen.addresses, chosen.launcher, strict=True), strict=True))
+    addresses, launcher = zip(*(found[link.host.machine] for link in links), strict=True)
     if not alone:
         supervisor.probed([f"reached at {address}" for address in addresses])
-    return replace(network, placement=replace(network.placement, addresses=addresses))
+    return replace(network, placement=Placement(addresses, launcher))
 
 
 def explore(supervisor: Supervisor, spec: LaunchSpec) -> Reports:
@@ -106,7 +107,6 @@ def is_here(hello: Hello) -> bool:
 def _alone(supervisor: Supervisor, spec: LaunchSpec, links: Sequence[AgentLink]) -> DiscoveredNetwork:
     """Choose the address for a job on one host, or on several names of this one."""
     first = _hello(links[0])
-    server = Server.LAUNCHER if is_here(first) else Server.FIRST_HOST
     address, port = loopback_of(first), first.port
     if spec.network.nics or spec.network.port_range:
         discovery = _Discovery(supervisor, spec, links)
@@ -114,7 +114,8 @@ def _alone(supervisor: Supervisor, spec: LaunchSpec, links: Sequence[AgentLink])
         port = discovery.master_port
         if spec.network.nics:
             address = discovery.wanted_alone()
-    return DiscoveredNetwork(Placement((address,) * len(links), server, address.address), port)
+    launcher = address.address if is_here(first) else ""
+    return DiscoveredNetwork(Placement((address,) * len(links), (launcher,) * len(links)), port)
 
 
 def _hello(link: AgentLink) -> Hello:

@@ -1,4 +1,4 @@
-"""The rendezvous server of a job, in the launcher or next to the first host's agent."""
+"""The rendezvous server of a job, in the launcher. Workers that cannot reach it there go through their agent."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import ExitStack, contextmanager
 
+from hvdgloo._net import ports
 from hvdgloo._net.tls import Tls
 from hvdgloo.config import parse_endpoint
 from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous._host_identity import host_name
 from hvdgloo.rendezvous._server.server import RendezvousServer
-from hvdgloo.rendezvous._server.sidecar import arrivals
-from hvdgloo.rendezvous._sidecar import Arrived, Listening, ServerFailed, ServerRequest
 from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
-from hvdgloo.runner.network.addressing import Placement, Server
-from hvdgloo.runner.protocol.frames import AskServed, Serve, Served
+from hvdgloo.runner.network.addressing import Placement
+from hvdgloo.runner.protocol.frames import Relay, Relaying
 from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.init_watch import Arrivals
 from hvdgloo.runner.supervise.supervisor import Supervisor
@@ -30,24 +28,6 @@ _START_SECONDS = 10.0
 HEAD_START = 0.1
 """Seconds that a job's workers get before the web server is imported, unless one of them connects earlier: a job that
 ends within this time (a command without hvdgloo, a mistake in the script's first line) never needs it."""
-
-
-class RendezvousHost(Protocol):
-    """A listening server."""
-
-    @property
-    def endpoint(self) -> tuple[str, int]:
-        """Address and port at which workers reach it."""
-
-    def serve(self) -> None:
-        """Answer workers, which may be connecting already. Called once they have been started."""
-
-    def arrivals(self) -> Arrivals:
-        """Return what the server knows about the workers' start."""
-
-    def ask(self) -> int:
-        """Request an update, and return its number: ``arrivals`` as of this number or later are newer than this
-        call."""
 
 
 @contextmanager
@@ -65,34 +45,69 @@ def open_rendezvous(
         head_start: in seconds; see ``HEAD_START``.
 
     Raises:
-        ConfigError: the launcher's server cannot listen, or its certificate cannot be used.
-        MissingDependencyError: the launcher's server cannot make a certificate.
-        LaunchError: the server next to the agent cannot be started.
+        ConfigError: the server cannot listen, or its certificate cannot be used.
+        MissingDependencyError: the server cannot make a certificate.
+        LaunchError: an agent cannot listen for its workers.
     """
     slots = Counter[tuple[str, str]]()
     for host in hosts:
         slots[host.machine, host.hostname] += host.slots or 0
-    places = [(hostname, count) for (_, hostname), count in slots.items()]
-    if placement.server is Server.LAUNCHER:
-        server = RendezvousServer(
-            secret=spec.secret,
-            hosts=places,
-            bind=(placement.rendezvous,),
-            port_range=spec.network.port_range,
-            start_timeout=spec.start_timeout,
-            tls=None if spec.network.tls is None else Tls(*spec.network.tls),
-        )
-        rendezvous = InLauncher(server.listen(), supervisor, head_start)
-        try:
-            yield rendezvous
-        finally:
-            rendezvous.close()
-    else:
-        yield _Beside(supervisor, spec, places, placement.rendezvous)
+    bind = tuple(dict.fromkeys(address or ports.LOOPBACK for address in placement.launcher))
+    server = RendezvousServer(
+        secret=spec.secret,
+        hosts=[(hostname, count) for (_, hostname), count in slots.items()],
+        bind=bind,
+        port_range=spec.network.port_range,
+        start_timeout=spec.start_timeout,
+        tls=None if spec.network.tls is None else Tls(*spec.network.tls),
+    )
+    with ExitStack() as stack:
+        rendezvous = RendezvousHost(server.listen(), supervisor, head_start)
+        stack.callback(rendezvous.close)
+        own = dict(zip(bind, map(parse_endpoint, server.endpoints), strict=True))
+        rendezvous.endpoints = [own[address or ports.LOOPBACK] for address in placement.launcher]
+        if not all(placement.launcher):
+            from hvdgloo.runner.supervise.relayed import RelayedConnections
+
+            listening: dict[AgentLink, Relaying] = {}
+            relayed = RelayedConnections(supervisor.selector, own[ports.LOOPBACK], listening.__setitem__)
+            stack.callback(relayed.close)
+            supervisor.handlers |= relayed.handlers
+            _relay(supervisor, spec, placement, listening, rendezvous.endpoints)
+        yield rendezvous
 
 
-class InLauncher:
-    """A server on threads of this process.
+def _relay(
+    supervisor: Supervisor,
+    spec: LaunchSpec,
+    placement: Placement,
+    listening: dict[AgentLink, Relaying],
+    endpoints: list[tuple[str, int]],
+) -> None:
+    """Have agents listen for workers that do not reach the launcher, and set these workers' ``endpoints``."""
+    links = {
+        number: link
+        for number, (link, launcher) in enumerate(zip(supervisor.links, placement.launcher, strict=True))
+        if not launcher
+    }
+    for link in links.values():
+        link.channel.send(Relay(spec.network.port_range))
+    timeout = spec.network.connect_timeout
+    supervisor.converse(lambda: len(listening) == len(links), time.monotonic() + timeout)
+    for number, link in links.items():
+        answer = listening.get(link)
+        if answer is None or link.hello is None:
+            raise LaunchError(
+                f"the agent on host {link.host.name} did not listen for its workers within {timeout:g} s; if the host "
+                "is only slow, raise --connect-timeout-seconds"
+            )
+        if answer.failure:
+            raise LaunchError(f"the agent on host {link.host.name} cannot listen for its workers: {answer.failure}")
+        endpoints[number] = link.hello.loopback, answer.port
+
+
+class RendezvousHost:
+    """A server that listens, on threads of this process.
 
     The web server is imported on one of them, when workers may soon need it: on a busy machine that takes seconds,
     during which the supervisor must send heartbeats to its agents.
@@ -100,6 +115,9 @@ class InLauncher:
     Args:
         server: the server, which listens already.
         head_start: in seconds; see ``HEAD_START``.
+
+    Attributes:
+        endpoints: for each host, address and port at which its workers reach the server.
     """
 
     def __init__(self, server: RendezvousServer, supervisor: Supervisor, head_start: float = HEAD_START) -> None:
@@ -107,21 +125,20 @@ class InLauncher:
         self._head_start = head_start
         self._supervisor = supervisor
         self._serving = False
+        self.endpoints: list[tuple[str, int]] = []
         self._closed, self._close = socket.socketpair()
         self._thread = threading.Thread(target=self._start, name="hvdgloo-serve", daemon=True)
 
-    @property
-    def endpoint(self) -> tuple[str, int]:
-        return parse_endpoint(self._server.endpoint)
-
     def serve(self) -> None:
+        """Answer workers, which may be connecting already. Called once they have been started."""
         self._thread.start()
 
     def arrivals(self) -> Arrivals:
-        return _as_of(arrivals(self._server), 0) if self._serving else Arrivals()
-
-    def ask(self) -> int:
-        return 0  # it is asked at every ``arrivals``
+        """Return what the server knows about the workers' start."""
+        if not self._serving:
+            return Arrivals()
+        epoch = self._server.status()["epochs"][-1]
+        return Arrivals(epoch["arrived"], epoch["missing_ranks"], self._server.last_failure)
 
     def close(self) -> None:
         """Stop serving."""
@@ -148,65 +165,3 @@ class InLauncher:
             name = host_name()
             text = f"the rendezvous server in the launcher failed: {type(error).__name__}: {error}"
             self._supervisor.fail_soon(Failure(None, name, 1, text))
-
-
-class _Beside:
-    """A server next to the agent, which reports every change; it ends with the agent."""
-
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        spec: LaunchSpec,
-        places: Sequence[tuple[str, int]],
-        address: str,
-    ) -> None:
-        self._supervisor = supervisor
-        self._first = supervisor.links[0]
-        self._said = Arrived(0, (), "")
-        self._asked = self._answered = 0
-        self._endpoint: tuple[str, int] | None = None
-        supervisor.handlers[Served] = self._on_served
-        network = spec.network
-        request = ServerRequest(spec.secret, places, [address], network.port_range, spec.start_timeout, network.tls)
-        self._first.channel.send(Serve(supervisor.id_for(self._first), request))
-        timeout = spec.network.connect_timeout
-        supervisor.converse(lambda: self._endpoint is not None, time.monotonic() + timeout)
-        if self._endpoint is None:
-            raise LaunchError(
-                f"the rendezvous server on host {self._first.host.name} did not start within {timeout:g} s; if the "
-                "host is only slow, raise --connect-timeout-seconds"
-            )
-
-    @property
-    def endpoint(self) -> tuple[str, int]:
-        assert self._endpoint is not None
-        return self._endpoint
-
-    def serve(self) -> None:
-        """Do nothing: the server has answered since it was started."""
-
-    def arrivals(self) -> Arrivals:
-        return _as_of(self._said, self._answered)
-
-    def ask(self) -> int:
-        self._asked += 1
-        self._first.channel.send(AskServed(self._asked))
-        return self._asked
-
-    def _on_served(self, link: AgentLink, frame: Served) -> None:
-        message = frame.message
-        if isinstance(message, Listening):
-            self._endpoint = parse_endpoint(message.endpoints[0])
-        elif isinstance(message, ServerFailed):
-            name = link.host.name
-            self._supervisor.fail(
-                Failure(None, name, 1, f"the rendezvous server on host {name} failed: {message.error}")
-            )
-        else:
-            self._said = message
-            if message.asked is not None:
-                self._answered = message.asked
-
-
-def _as_of(said: Arrived, question: int) -> Arrivals:
-    return Arrivals(said.arrived, said.missing, said.failure, question)

@@ -120,7 +120,7 @@ class Agent:
         self._blob: IO[bytes] | None = None
         self._start: Start | None = None
         self._memory = machine.MemoryWatch()
-        self._discovery = HostDiscovery(self._selector, channel.send, environ)
+        self._discovery = HostDiscovery(self._selector, channel.send)
         self._relay = RelayListener(self._selector, channel.send)
         self._observing = Observing(self._selector, channel)
         self._pipes = WorkerPipes(self._selector, channel, self._workers)

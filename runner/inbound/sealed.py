@@ -17,7 +17,7 @@ import msgspec
 from hvdgloo._net.frame_mac import FrameMac
 from hvdgloo.runner.network.probe import probe_key
 from hvdgloo.runner.protocol.channel import FrameChannel
-from hvdgloo.runner.protocol.frames import Frame, Noise, Serve, Spawn, Start, Survey
+from hvdgloo.runner.protocol.frames import Frame, Noise, Spawn, Start, Survey
 
 SECRET = "HVDGLOO_SECRET"
 _ACKNOWLEDGED = struct.Struct("@2xBB52xI")
@@ -62,8 +62,6 @@ def withheld(frame: Frame) -> Frame:
         return msgspec.structs.replace(frame, env={k: v for k, v in frame.env.items() if k != SECRET})
     if isinstance(frame, Survey):
         return msgspec.structs.replace(frame, key=b"")
-    if isinstance(frame, Serve):
-        return msgspec.structs.replace(frame, request=msgspec.structs.replace(frame.request, secret=b""))
     return frame
 
 
@@ -73,6 +71,4 @@ def restored(frame: Frame, secret: bytes) -> Frame:
         return msgspec.structs.replace(frame, env={**frame.env, SECRET: secret.hex()})
     if isinstance(frame, Survey):
         return msgspec.structs.replace(frame, key=probe_key(secret))
-    if isinstance(frame, Serve):
-        return msgspec.structs.replace(frame, request=msgspec.structs.replace(frame.request, secret=secret))
     return frame

@@ -1,4 +1,4 @@
-"""Decides from reports at which address each host of a job is reached, and where the rendezvous server runs. Pure.
+"""Decides from reports at which address each host of a job is reached, and how its workers reach the launcher. Pure.
 
 ``plan`` says which hosts try which; ``choose`` looks at the results. The same reports give the same choice, in whatever
 order they came, and a further answer can only lead to a choice that ranks higher: so collecting answers may stop once
@@ -7,7 +7,8 @@ those that are still missing can change nothing (``settled``).
 Ranks, highest first:
 
 1. IPv4 before IPv6; all hosts of a job use one of the two.
-2. The server in the launcher, if all hosts reach it at one of its addresses; else beside the first host's agent.
+2. An address of the launcher that all hosts reach. Otherwise each host uses the first that it reaches itself; if it
+   reaches none, its agent relays its workers' connections to the rendezvous server.
 3. For the hosts: the addresses from which they reach the launcher's; else those in one network that all hosts are in;
    else each host's first.
 
@@ -17,7 +18,6 @@ ones and those that several hosts have (a Docker bridge's) go last. What is left
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -41,26 +41,17 @@ Answers = Mapping[tuple[int, int, str], Answer]
 """Results by source, target and address. Hosts are numbers, or LAUNCHER."""
 
 
-class Server(enum.Enum):
-    """The place of the rendezvous server."""
-
-    LAUNCHER = "launcher"
-    FIRST_HOST = "first host"
-
-
 @dataclass(frozen=True)
 class Placement:
     """The chosen addresses.
 
     Attributes:
         addresses: of each host.
-        server: where the rendezvous server runs.
-        rendezvous: the address at which workers reach it.
+        launcher: for each host, the address at which its workers reach the launcher; empty if they do not.
     """
 
     addresses: tuple[Address, ...]
-    server: Server
-    rendezvous: str
+    launcher: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -175,23 +166,28 @@ class _Order:
 
 def _place(reports: Reports, version: int, usable: Sequence[Sequence[Address]]) -> Placement:
     hosts = range(len(usable))
+    order = _Order(reports)
     launcher = next(
         (
             a.address
-            for a in _Order(reports).best_first(reports.launcher, version)
+            for a in order.best_first(reports.launcher, version)
             if all(_reached(reports.answers, host, LAUNCHER, a) for host in hosts)
         ),
         None,
     )
     if launcher is None:
         chosen = _in_one_network(usable) or [addresses[0] for addresses in usable]
-        return Placement(tuple(chosen), Server.FIRST_HOST, chosen[0].address)
+        preferred = [a for v in dict.fromkeys((version, *_VERSIONS)) for a in order.best_first(reports.launcher, v)]
+        reached = [
+            next((a.address for a in preferred if _reached(reports.answers, host, LAUNCHER, a)), "") for host in hosts
+        ]
+        return Placement(tuple(chosen), tuple(reached))
     sources = [reports.answers[host, LAUNCHER, launcher].source for host in hosts]
     own = [next((a for a in usable[host] if a.address == sources[host]), None) for host in hosts]
     if None not in own:
-        return Placement(tuple(a for a in own if a is not None), Server.LAUNCHER, launcher)
+        return Placement(tuple(a for a in own if a is not None), (launcher,) * len(usable))
     chosen = _in_one_network(usable) or [own[host] or usable[host][0] for host in hosts]
-    return Placement(tuple(chosen), Server.LAUNCHER, launcher)
+    return Placement(tuple(chosen), (launcher,) * len(usable))
 
 
 def _in_one_network(usable: Sequence[Sequence[Address]]) -> list[Address] | None:

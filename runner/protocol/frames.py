@@ -18,9 +18,8 @@ import msgspec
 from hvdgloo._net import codec
 from hvdgloo._net.framing import FrameDecoder, Mac
 from hvdgloo.errors import LaunchError
-from hvdgloo.rendezvous._sidecar import FromServer, ServerRequest
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the frames, raised when their meaning changes; launcher and agent must agree."""
 
 PREAMBLE = b"\0hvdgloo agent: frames follow\n"  # none of its suffixes is also a prefix of it
@@ -34,7 +33,7 @@ CHUNK = 64 * 1024
 
 STDOUT, STDERR = 1, 2
 
-_UNSEEN = {"data", "env", "key", "observations", "request"}
+_UNSEEN = {"data", "env", "key", "observations"}
 """Fields that may contain secrets, or large values. Frames appear in tracebacks and logs; these fields do not."""
 
 
@@ -203,25 +202,6 @@ class ProbesEnd(Frame, frozen=True):
     """Stop sending and answering probes, because addresses have been chosen."""
 
 
-class Serve(Frame, frozen=True):
-    """Start a rendezvous server next to the agent, and keep it until the job is over.
-
-    Attributes:
-        agent_id: as in ``Start``.
-        request: the first request for the server.
-    """
-
-    agent_id: str
-    request: ServerRequest
-
-
-class AskServed(Frame, frozen=True):
-    """Ask the rendezvous server next to the agent for the workers that arrived. The ``Served`` that answers has
-    ``asked``."""
-
-    asked: int
-
-
 class Relay(Frame, frozen=True):
     """Listen at this host's loopback for its workers, and relay their connections. The answer is ``Relaying``.
 
@@ -331,12 +311,6 @@ class Probed(Frame, frozen=True):
     """Results of probes: each target, and the fields of ``network.probe``'s Answer with the outcome last."""
 
     answers: Sequence[tuple[Target, tuple[str, int, str, str]]]
-
-
-class Served(Frame, frozen=True):
-    """A message of the rendezvous server next to the agent; ``ServerFailed`` is the last one."""
-
-    message: FromServer
 
 
 class Relaying(Frame, frozen=True):
@@ -499,7 +473,7 @@ KINDS: tuple[type[Frame], ...] = (
     Require, Start, Blob, Spawn, Stdin, Credit, Signal, Stop, Suspend, Finish,
     Hello, Lacking, Spawned, SpawnFailed, Output, StdinTaken, Result, Exited, Dying, Cleared,
     Beat, Examine, Examined,
-    Survey, Probe, ProbesEnd, Serve, Surveyed, Probed, Served, Sweep, AskServed, StopWorker, Leaving,
+    Survey, Probe, ProbesEnd, Surveyed, Probed, Sweep, StopWorker, Leaving,
     Relay, Relaying, RelayOpen, RelayData, RelayCredit, RelayClose,
     Observe, Observed, TraceSteps, Tracing, Traced, ForeignMpi,
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Connections that travel over the stream between an agent and its launcher.
 
-If the workers of an elastic job cannot reach the launcher (it may run on a laptop, and they in a cluster), they connect
-to the agent of their own host instead, and their messages to the rendezvous server travel to the launcher in frames. So
-the job depends on none of its hosts.
+If workers cannot reach the launcher (it may run on a laptop, and they in a cluster), they connect to the agent of their
+own host instead, and their messages to the rendezvous server travel to the launcher in frames. So the server is always
+in the launcher, and an elastic job depends on none of its hosts.
 
 Both ends work alike: bytes of a connection become ``RelayData``, and vice versa. Neither end reads more of a connection
 than WINDOW bytes ahead of what the other one has written, so a slow reader costs bounded memory, and other frames are

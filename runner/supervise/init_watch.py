@@ -17,7 +17,6 @@ from hvdgloo.runner.job.outcome import Failure
 
 _NAMED = 16
 _LOOK_AGAIN = 1.0  # seconds; only while a worker has ended that may not have called hvd.init()
-_LOOK_SOON = 0.05  # seconds; only while the rendezvous has been asked whether it has
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,11 @@ class Arrivals:
         arrived: number of workers that have called ``hvd.init()``.
         missing: the ranks that have not.
         failure: the reason if the start has failed.
-        as_of: number of the request that this answers; see ``RendezvousHost.ask``.
     """
 
     arrived: int = 0
     missing: Sequence[int] = ()
     failure: str = ""
-    as_of: int = 0
 
     @property
     def waited_for(self) -> Sequence[int]:
@@ -46,8 +43,7 @@ class InitWatch:
     """A watch over the workers' start.
 
     Args:
-        look: returns the last answer of the rendezvous.
-        ask: requests an update; see ``RendezvousHost.ask``.
+        look: asks the rendezvous.
         hosts: rank to host name.
         timeout: the start timeout, in seconds.
         verbose: report sooner.
@@ -56,20 +52,18 @@ class InitWatch:
     def __init__(
         self,
         look: Callable[[], Arrivals],
-        ask: Callable[[], int],
         hosts: Mapping[int, str],
         *,
         timeout: float,
         verbose: bool = False,
     ) -> None:
         self._look = look
-        self._ask = ask
         self._hosts = hosts
         self._timeout = timeout
         self._first = first_report(verbose)
         self._arrivals = Arrivals()
         self._pids: dict[int, int] = {}
-        self._gone: dict[int, int] = {}
+        self._gone: set[int] = set()
         self._any_ended = False
         self._since: float | None = None
         self._backoff: Backoff | None = None
@@ -84,8 +78,7 @@ class InitWatch:
         """Record a worker's end. A failure speaks for itself; a worker that succeeded may be missed by others."""
         self._any_ended = True
         if status == 0 and self.next < math.inf:
-            # The rendezvous's answer may be older than the worker's end, and it may have called hvd.init() after all.
-            self._gone[rank] = self._ask()
+            self._gone.add(rank)
             self.next = -math.inf
         self._see()
 
@@ -123,7 +116,7 @@ class InitWatch:
         The failures of the waiting workers are then consequences of it.
         """
         arrivals = self._arrivals
-        gone = next((rank for rank in arrivals.waited_for if self._gone.get(rank, math.inf) <= arrivals.as_of), None)
+        gone = next((rank for rank in arrivals.waited_for if rank in self._gone), None)
         if gone is not None:
             reason = f"ended without calling hvd.init(), in which {_ranks(arrivals.arrived)} waited for it"
             return Failure(gone, self._hosts[gone], 1, reason)
@@ -139,8 +132,6 @@ class InitWatch:
         return Failure(first, self._hosts[first], 1, reason)
 
     def _pause(self) -> float:
-        if any(asked > self._arrivals.as_of for asked in self._gone.values()):
-            return _LOOK_SOON
         return min(_LOOK_AGAIN, self._first) if self._gone else self._first
 
     def _see(self) -> None:

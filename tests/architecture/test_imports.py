@@ -22,7 +22,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo._net": {"_platform"},
     "hvdgloo._observe": {"_net", "_platform", "config"},
     # The server, and how it is reached.
-    "hvdgloo.rendezvous": {"_net", "_platform", "config", "rendezvous._client", "rendezvous._server"},
+    "hvdgloo.rendezvous": {"_net", "_platform", "rendezvous._client", "rendezvous._server"},
     "hvdgloo.rendezvous._elastic": {"_net"},
     "hvdgloo.rendezvous._page_server": {"_net", "config", "rendezvous", "rendezvous._server"},
     "hvdgloo.rendezvous._server": {"_net", "_observe", "config", "rendezvous", "rendezvous._elastic"},
@@ -98,7 +98,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.spark.keras": {"_platform", "keras", "numpy", "spark", "spark.common"},
     "hvdgloo.spark.tensorflow": {"rendezvous", "runner.network", "spark", "spark.common", "tensorflow.data"},
     # The launcher, and its agents on the hosts.
-    "hvdgloo.runner.protocol": {"_net", "rendezvous"},
+    "hvdgloo.runner.protocol": {"_net"},
     "hvdgloo.runner.network": {"_net"},
     "hvdgloo.runner.job": {"_platform", "config", "rendezvous._elastic", "runner.network", "runner.protocol"},
     "hvdgloo.runner.elastic": {"_platform", "config", "rendezvous._elastic", "runner.job"},

@@ -76,9 +76,12 @@ def found(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return ranks
 
 
-def check(ranks: Sequence[dict[str, Any]], addresses: Sequence[str], server: str) -> None:
-    """Every rank is given these addresses; if it joins the job, it listens at and talks with them and no others."""
-    for one, address in zip(ranks, addresses, strict=True):
+def check(ranks: Sequence[dict[str, Any]], addresses: Sequence[str], *servers: str) -> None:
+    """Every rank is given these addresses; if it joins the job, it listens at and talks with them and no others.
+
+    ``servers`` are the addresses at which each reaches the rendezvous server; or one, if it is the same for all.
+    """
+    for one, address, server in zip(ranks, addresses, servers * (len(ranks) // len(servers)), strict=True):
         assert one["HVDGLOO_ADDRESS"] == address
         # Ranks that share memory listen nowhere.
         assert set(one.get("listening", ())) <= {address}
@@ -119,7 +122,7 @@ def test_a_launcher_that_is_no_host_of_the_job(bed: Bed, quick: str) -> None:
 def test_one_other_host_alone_needs_no_network(bed: Bed, worker: str) -> None:
     ranks = found(start(bed["h1"], "-H", "h2:2", warm.python(), worker))
     check(ranks, ["127.0.0.1", "127.0.0.1"], "127.0.0.1")
-    wait_for(lambda: not bed["h2"].processes() and not bed["h2"].listening(), what="the end of the server beside")
+    wait_for(lambda: not bed["h2"].processes() and not bed["h2"].listening(), what="the end of everything")
 
 
 def test_pain_7_names_of_nics_that_differ_and_pain_9_names_that_mean_loopback(
@@ -192,16 +195,20 @@ def test_networks_that_a_router_joins(make_bed: Callable[..., Bed], quick: str) 
     check(found(start(bed["h1"], "-H", "h1:1,h2:1", quick)), ["10.77.1.10", "10.77.2.11"], "10.77.1.10")
 
 
-def test_a_launcher_that_workers_do_not_reach(make_bed: Callable[..., Bed], worker: str) -> None:
-    """The server then runs beside the first host's agent."""
+def test_a_launcher_that_workers_do_not_reach(make_bed: Callable[..., Bed], worker: str, quick: str) -> None:
+    """The agents of hosts that do not reach it relay what their workers say to the rendezvous server."""
     both = (Nic("eth0"), Nic("eth1", network="b"))
     bed = make_bed([HostSpec("laptop", nics=(Nic("eth0", network="b"),)), HostSpec("h1", nics=both), "h2"])
-    bed.block("h1", "laptop")
     ssh_config = bed["laptop"].path(f"{bed['laptop'].home}/.ssh/config")
     with ssh_config.open("a") as file:
         file.write("\nHost h2\n    ProxyJump h1\n")
-    ranks = found(start(bed["laptop"], "-H", "h1:1,h2:1", warm.python(), worker))
-    check(ranks, ["10.77.1.11", "10.77.1.12"], "10.77.1.11")
+    own = ["10.77.1.11", "10.77.1.12"]
+    laptop = bed["laptop"].address
+    check(found(start(bed["laptop"], "-H", "h1:1,h2:1", warm.python(), worker)), own, laptop, "127.0.0.1")
+    bed.block("h1", "laptop")
+    done = start(bed["laptop"], "--verbose", "-H", "h1:1,h2:1", quick)
+    check(found(done), own, "127.0.0.1")
+    assert "the workers on h1, h2 reach the rendezvous server through their agent: " in done.stderr
 
 
 # Networks in which no job can run.
@@ -372,7 +379,8 @@ def test_pain_30_listeners_stand_at_the_chosen_addresses_alone(bed: Bed, tmp_pat
     ],
 )
 def test_pain_8_a_job_on_one_host_with_nics(bed: Bed, quick: str, hosts: str, nics: str, address: str) -> None:
-    check(found(start(bed["h1"], "-H", hosts, "--nics", nics, quick)), [address, address], address)
+    server = address if hosts.startswith("h1") else "127.0.0.1"  # which h2's agent relays
+    check(found(start(bed["h1"], "-H", hosts, "--nics", nics, quick)), [address, address], server)
 
 
 def test_pain_8_nics_that_one_host_does_not_have(bed: Bed, quick: str) -> None:
@@ -439,14 +447,17 @@ def reach(bed: Bed, folder: Path) -> str:
     return f"{script} {{host}}"
 
 
-def test_a_launcher_to_which_no_network_leads(bed: Bed, outside: Launcher, tmp_path: Path, worker: str) -> None:
+@pytest.mark.parametrize("tls", [(), ("--tls", "required")], ids=["plain", "encrypted"])
+def test_a_launcher_to_which_no_network_leads(
+    bed: Bed, outside: Launcher, tmp_path: Path, worker: str, tls: Sequence[str]
+) -> None:
     command = reach(bed, tmp_path)
-    done = outside.run("--agent-command", command, "-H", "h1:1,h2:1", warm.python(), worker, timeout=40)
-    check(found(done), [bed["h1"].address, bed["h2"].address], bed["h1"].address)
-    wait_for(lambda: not bed["h1"].processes() and not bed["h1"].listening(), what="the end of the server beside")
+    done = outside.run("--agent-command", command, *tls, "-H", "h1:1,h2:1", warm.python(), worker, timeout=40)
+    check(found(done), [bed["h1"].address, bed["h2"].address], "127.0.0.1")
+    wait_for(lambda: not bed["h1"].processes() and not bed["h1"].listening(), what="the end of everything")
 
 
-def test_a_server_beside_the_agent_still_tells_who_is_missing(bed: Bed, outside: Launcher, tmp_path: Path) -> None:
+def test_who_is_missing_is_told_where_agents_relay(bed: Bed, outside: Launcher, tmp_path: Path) -> None:
     """Pain 20: hvd.init() waits for a rank that never calls it."""
     script = outside.script(
         "import os, time, hvdgloo.numpy as hvd\nif os.environ['RANK'] == '0':\n    hvd.init()\ntime.sleep(60)\n"
@@ -461,30 +472,17 @@ def test_a_server_beside_the_agent_still_tells_who_is_missing(bed: Bed, outside:
     wait_for(lambda: not bed["h1"].processes() and not bed["h2"].processes(), what="the end of everything")
 
 
-def test_a_server_beside_the_agent_that_dies_is_the_failure(bed: Bed, outside: Launcher, tmp_path: Path) -> None:
-    script = outside.script("import time\ntime.sleep(60)\n")
-    path = str(outside.folder / script)
-    job = outside.start("--agent-command", reach(bed, tmp_path), "-H", "h1:1,h2:1", path)
-
-    wait_for(lambda: running(bed["h2"], path), 20, "the workers")
-    (process,) = running(bed["h1"], "hvdgloo.rendezvous._server.sidecar")
-    # Pain 30: nothing secret on its command line.
-    assert process.cmdline()[1:] == ["-m", "hvdgloo.rendezvous._server.sidecar"]
-    process.kill()
-    _, err = job.communicate(timeout=20)
-    assert job.returncode == 1
-    assert b"the rendezvous server on host h1 failed: it has ended" in err
-    wait_for(lambda: not bed["h1"].processes() and not bed["h2"].processes(), what="the end of everything")
+def test_an_agent_that_cannot_listen_for_its_workers_is_the_failure(bed: Bed, quick: str) -> None:
+    text = refused(bed["h1"], "-H", "h2:1", "--port-range", "29400-29400", quick)  # MASTER_PORT's is the only one
+    assert "the agent on host h2 cannot listen for its workers: cannot listen on port 29400 of " in text
 
 
-def test_pain_24_a_server_beside_the_agent_ends_with_a_launcher_that_is_killed(
-    bed: Bed, outside: Launcher, tmp_path: Path
-) -> None:
+def test_pain_24_what_relays_ends_with_a_launcher_that_is_killed(bed: Bed, outside: Launcher, tmp_path: Path) -> None:
     script = outside.script("import time\ntime.sleep(60)\n")
     path = str(outside.folder / script)
     job = outside.start("--agent-command", reach(bed, tmp_path), "-H", "h1:1,h2:1", path)
     wait_for(lambda: running(bed["h2"], path), 20, "the workers")
-    assert running(bed["h1"], "hvdgloo.rendezvous._server.sidecar")
+    assert [address for address, _ in bed["h1"].listening()] == ["127.0.0.1"]
     job.kill()
     wait_for(lambda: not bed["h1"].processes() and not bed["h2"].processes(), 5, "the end of everything")
     assert bed["h1"].listening() == set()

@@ -29,7 +29,7 @@ from hvdgloo._net import handshake
 from hvdgloo._net.proofs import NONCE_BYTES, PROOF_BYTES
 from hvdgloo.config import Config, settings, unknown_variables
 from hvdgloo.errors import AuthenticationError, ConfigError, HvdglooError, LaunchError
-from hvdgloo.rendezvous import RendezvousServer, _sidecar
+from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic import messages as elastic
 from hvdgloo.rendezvous._elastic.events import Gone, Rules
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
@@ -218,8 +218,6 @@ _MESSAGES: tuple[messages.Message, ...] = (
 )
 _OTHERS: tuple[tuple[Callable[[bytes], object], bytes], ...] = (
     (handshake._ANSWER.decode, handshake._ANSWER.encode(handshake._Answer(1.5, {"shm_segment": 1, "list": [1, "a"]}))),
-    (_sidecar.TO_SERVER.decode, _sidecar.TO_SERVER.encode(_sidecar.AskArrivals(3))),
-    (_sidecar.FROM_SERVER.decode, _sidecar.FROM_SERVER.encode(_sidecar.ServerFailed("no port"))),
 )
 
 

@@ -18,13 +18,12 @@ from hvdgloo._net.handshake import _CLAIM, _HELLO, _MAGIC, Handshake, Link
 from hvdgloo._net.proofs import NONCE_BYTES, PROOF_BYTES
 from hvdgloo.errors import AuthenticationError, LaunchError
 from hvdgloo.rendezvous._auth import generate_secret
-from hvdgloo.rendezvous._sidecar import ServerRequest
 from hvdgloo.runner.inbound import listener as module
 from hvdgloo.runner.inbound.hello import Bootstrap, Reply, handshake, introduce, read_bootstrap
 from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.runner.inbound.sealed import SealedChannel
 from hvdgloo.runner.network.probe import probe_key
-from hvdgloo.runner.protocol.frames import Beat, Frame, Noise, Serve, Signal, Spawn, Start, Survey
+from hvdgloo.runner.protocol.frames import Beat, Frame, Noise, Signal, Spawn, Start, Survey
 from tests.support.inbound import PATIENCE, arrival, eventually, visit
 
 
@@ -309,7 +308,6 @@ def test_neither_the_secret_nor_what_follows_from_it_is_sent_and_the_agent_has_b
         Start("id", {"A": "1"}, "/", 5.0, 5.0, 3.0),
         Spawn(0, ["true"], env),
         Survey(0, probe_key(SECRET), [], True, None),
-        Serve("id", ServerRequest(SECRET, [("h1", 1)], ["127.0.0.1"], None, 1.0)),
     ]
     wire = b"".join(sent(launcher, heard, *frames))
     assert read(agent, wire) == frames

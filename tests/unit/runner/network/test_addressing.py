@@ -15,7 +15,6 @@ from hvdgloo.runner.network.addressing import (
     NEIGHBOURS,
     Placement,
     Reports,
-    Server,
     choose,
     describe,
     explain,
@@ -83,7 +82,7 @@ class TestChoice:
     def test_pain_7_names_of_nics_mean_nothing(self) -> None:
         hosts = [[lan("eth0", "10.0.0", 1)], [lan("enp3s0", "10.0.0", 2)], [lan("ib0", "10.0.0", 3)]]
         found = choose(reports(hosts, launcher=[lan("wlan0", "10.0.0", 9)]))
-        assert found == Placement(tuple(host[0] for host in hosts), Server.LAUNCHER, "10.0.0.9")
+        assert found == Placement(tuple(host[0] for host in hosts), ("10.0.0.9",) * 3)
 
     def test_an_address_that_a_host_does_not_reach_is_not_used(self) -> None:
         hosts = [[lan("priv0", f"10.20{n}.0", 1), lan("eth0", "10.0.0", n)] for n in (1, 2, 3)]
@@ -127,11 +126,19 @@ class TestChoice:
         assert "  h1 is reached by IPv4 alone: 10.0.0.1 (eth0)\n" in text
         assert "  h2 is reached by IPv6 alone: fd00::2 (eth0)\n" in text
 
-    def test_a_launcher_that_one_host_does_not_reach_does_not_serve(self) -> None:
-        hosts = [[lan("eth0", "10.0.0", n)] for n in (1, 2)]
-        launcher = [lan("wlan0", "192.168.1", 9)]
-        found = choose(reports(hosts, launcher=launcher, reach={(1, LAUNCHER, "192.168.1.9"): False}))
-        assert found == Placement(tuple(host[0] for host in hosts), Server.FIRST_HOST, "10.0.0.1")
+    def test_without_an_address_of_the_launcher_that_all_reach_each_host_has_the_first_that_it_reaches(self) -> None:
+        hosts = [[lan("eth0", "10.0.0", n)] for n in (1, 2, 3)]
+        launcher = [lan("tun0", "fd00::", 9), lan("wlan0", "192.168.1", 9), lan("eth0", "10.0.0", 9)]
+        missed = {
+            (1, LAUNCHER, "192.168.1.9"): False,
+            (1, LAUNCHER, "10.0.0.9"): False,
+            (2, LAUNCHER, "192.168.1.9"): False,
+            (2, LAUNCHER, "10.0.0.9"): False,
+            (2, LAUNCHER, "fd00::9"): False,
+        }
+        found = choose(reports(hosts, launcher=launcher, reach=missed))
+        # The third one's agent relays its workers' connections.
+        assert found == Placement(tuple(host[0] for host in hosts), ("10.0.0.9", "fd00::9", ""))
 
     def test_shared_addresses_and_link_local_ones_go_last(self) -> None:
         docker = Address("docker0", "172.17.0.1", 16)
@@ -187,13 +194,13 @@ def test_what_is_chosen_was_reached_by_all_who_tried(given_: tuple[Reports, list
         for source, targets in enumerate(plan(len(made.names))):
             if target in targets:
                 assert made.answers[source, target, address.address].outcome is ProbeResult.REACHED
-    if found.server is Server.LAUNCHER:
-        assert all(
-            made.answers[source, LAUNCHER, found.rendezvous].outcome is ProbeResult.REACHED
-            for source in range(len(made.names))
-        )
-    else:
-        assert found.rendezvous == found.addresses[0].address
+    reached = [
+        {a.address for a in made.launcher if made.answers[source, LAUNCHER, a.address].outcome is ProbeResult.REACHED}
+        for source in range(len(made.names))
+    ]
+    assert all(own in known if known else not own for own, known in zip(found.launcher, reached, strict=True))
+    common = {a.address for a in made.launcher if a.version == found.addresses[0].version}.intersection(*reached)
+    assert not common or (len(set(found.launcher)) == 1 and found.launcher[0] in common)
 
 
 @settings(max_examples=150, deadline=None)

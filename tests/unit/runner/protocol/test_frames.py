@@ -12,7 +12,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvdgloo.errors import LaunchError
-from hvdgloo.rendezvous._sidecar import Arrived, Listening, ServerFailed, ServerRequest
 from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.protocol.frames import (
     KINDS,
@@ -25,7 +24,6 @@ from hvdgloo.runner.protocol.frames import (
     Hello,
     Noise,
     Output,
-    Serve,
     Spawn,
     Start,
     Stop,
@@ -55,17 +53,6 @@ _VALUES: dict[Any, st.SearchStrategy[Any]] = {
     Sequence[tuple[tuple[int, str, int], tuple[str, int, str, str]]]: st.lists(
         st.tuples(_TARGETS, st.tuples(_TEXTS, st.integers(-1, 9), _TEXTS, _TEXTS))
     ),
-    ServerRequest: st.builds(
-        ServerRequest,
-        st.binary(max_size=40),
-        st.lists(st.tuples(_TEXTS, st.integers(0, 9))),
-        st.lists(_TEXTS),
-        st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9)),
-        st.floats(allow_nan=False),
-    ),
-    Listening | Arrived | ServerFailed: st.builds(Listening, st.lists(_TEXTS))
-    | st.builds(ServerFailed, _TEXTS)
-    | st.builds(Arrived, st.integers(0, 9), st.lists(st.integers(0, 9)), _TEXTS, st.none() | st.integers(0, 9)),
     Mapping[str, int]: st.dictionaries(_TEXTS, st.integers(0, 9)),
     Mapping[str, str]: st.dictionaries(_TEXTS, _TEXTS),
     Mapping[str, Any]: st.dictionaries(_TEXTS, st.none() | st.integers(0, 9) | st.lists(_TEXTS)),
@@ -160,8 +147,6 @@ def test_nothing_secret_is_in_a_frame_s_text() -> None:
         Spawn(0, ["x"], env),
         Output(0, 1, b"abcdef"),
         Survey(0, b"abcdef", (), True, None),
-        Serve("job", ServerRequest(b"abcdef", [("h1", 1)], ["10.0.0.1"], None, 1.0)),
-        ServerRequest(b"abcdef", [("h1", 1)], ["10.0.0.1"], None, 1.0),
     ):
         assert "abcdef" not in repr(frame)
     assert repr(Spawn(0, ["x"], env, task=True)) == "Spawn(number=0, argv=['x'], stdin=False, task=True)"

@@ -12,7 +12,7 @@ def test_a_worker_that_ends_on_request_before_init_leaves_nothing_due() -> None:
     """Something that is always due would keep a core busy until the last worker has ended."""
     told: list[str] = []
     verdict = Verdict(JobOutcome(), told.append, lambda: None, told.append, lambda rank: None)
-    verdict.init = InitWatch(lambda: Arrivals(1, (1,)), lambda: 1, {0: "h1", 1: "h1"}, timeout=30.0)
+    verdict.init = InitWatch(lambda: Arrivals(1, (1,)), {0: "h1", 1: "h1"}, timeout=30.0)
     for rank in (0, 1):
         verdict.started(rank)
     verdict.keep_time(0.0)
