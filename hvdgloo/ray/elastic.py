@@ -19,7 +19,8 @@ from hvdgloo.ray._actor import bring_agent_of
 from hvdgloo.ray._cluster import check_ray
 from hvdgloo.ray._settings import Settings
 from hvdgloo.runner import call_arguments
-from hvdgloo.runner.inbound.job import run_elastic_function
+from hvdgloo.runner.elastic.options import ElasticOptions
+from hvdgloo.runner.inbound.job import run_function
 from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.runner.inbound.task import Invitation
 
@@ -211,18 +212,19 @@ class ElasticRayExecutor:
             _Actors(listener.invitation, self._discovery, self._room, settings.max_num_proc),
         ):
             listener.gather(least=settings.min_num_proc, remedy="`ray status` shows the cluster's resources")
-            return run_elastic_function(
+            return run_function(
                 listener,
                 worker_fn,
-                np=settings.min_num_proc,
-                min_np=settings.min_num_proc,
-                max_np=settings.max_num_proc,
-                reset_limit=settings.reset_limit,
-                elastic_timeout=settings.elastic_timeout,
                 env=self._env,
                 output=settings.output,
                 times=settings.times,
                 nics=tuple(settings.nics),
+                elastic=ElasticOptions(
+                    min_np=settings.min_num_proc,
+                    max_np=settings.max_num_proc,
+                    reset_limit=settings.reset_limit,
+                    elastic_timeout=settings.elastic_timeout,
+                ),
             )
 
 

@@ -14,15 +14,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, SupportsFloat, TextIO, TypeVar
 
 from hvdgloo._job import excepthook
 from hvdgloo.config import Config, without_place
 from hvdgloo.errors import ConfigError, UnusableHostsError
 from hvdgloo.runner import call_arguments
+from hvdgloo.runner.elastic.options import ElasticOptions
 from hvdgloo.runner.inbound.hello import TaskHello
-from hvdgloo.runner.inbound.job import run_elastic_function, run_function
+from hvdgloo.runner.inbound.job import run_function
 from hvdgloo.runner.inbound.listener import TaskListener
 from hvdgloo.runner.job.spec import Output, Times
 from hvdgloo.spark import _failures
@@ -117,7 +117,6 @@ def run(
     size = number_of_tasks(session, num_proc, timeout)
     return _call(
         _Job(session, size, barrier=barrier and not session.grows, is_given=num_proc is not None),
-        run_function,
         (fn, args, kwargs),
         start_timeout=timeout,
         env=env,
@@ -212,17 +211,15 @@ def run_elastic(
         raise ConfigError(f"run_elastic(): min_num_proc={least} is more than num_proc={size}")
     if most is not None and most < size:
         raise ConfigError(f"run_elastic(): max_num_proc={most} is less than num_proc={size}")
-    elastic: dict[str, Any] = {
-        "np": size,
-        "min_np": size if least is None else least,
-        "max_np": size if most is None else most,
-        "reset_limit": reset_limit,
-        "elastic_timeout": elastic_timeout,
-    }
     return _call(
         _Job(session, most or size, barrier=False, least=size, is_given=(num_proc or least or most) is not None),
-        partial(run_elastic_function, **elastic),
         (fn, args, kwargs),
+        elastic=ElasticOptions(
+            min_np=size if least is None else least,
+            max_np=size if most is None else most,
+            reset_limit=reset_limit,
+            elastic_timeout=elastic_timeout,
+        ),
         start_timeout=timeout,
         env=env,
         stdout=stdout,
@@ -237,7 +234,6 @@ def run_elastic(
 
 def _call(
     job: _Job,
-    run_on: Callable[..., list[T]],
     call: tuple[Callable[..., T], Sequence[Any], Mapping[str, Any] | None],
     *,
     start_timeout: float,
@@ -249,12 +245,14 @@ def _call(
     timestamps: bool,
     executable: str | None,
     heartbeat_timeout: float | None,
+    elastic: ElasticOptions | None = None,
 ) -> list[T]:
     """Have tasks started, and a function called next to them. Arguments are as for ``run``.
 
     Args:
-        run_on: calls the function on a listener's agents.
+        job: brings agents.
         call: the function and its arguments.
+        elastic: how the number of ranks may change; None if it is fixed.
     """
     call_arguments.check_call("run", *call)
     for name, stream in (("stdout", stdout), ("stderr", stderr)):
@@ -275,7 +273,7 @@ def _call(
     with listener, job.running(listener, python_path, executable):
         say.started(listener.gather(remedy=job.remedy, poll=job.check_executors, least=job.least))
         with _interrupts_for_ranks():
-            return run_on(
+            return run_function(
                 listener,
                 *call,
                 env=variables,
@@ -284,6 +282,8 @@ def _call(
                 stdout=stdout,
                 stderr=stderr,
                 nics=call_arguments.names(nics),
+                np=job.least,
+                elastic=elastic,
             )
 
 

@@ -65,7 +65,8 @@ def run_function(
     output: Output = Output(),  # noqa: B008 - it never changes
     times: Times = Times(),  # noqa: B008 - it never changes
     nics: Sequence[str] = (),
-    elastic: ElasticSpec | None = None,
+    np: int | None = None,
+    elastic: ElasticOptions | None = None,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in a worker process next to each connected task, and wait for all of them.
 
@@ -80,24 +81,28 @@ def run_function(
         times: time limits. However long this process is silent, an agent goes on for as long as this process's machine
             acknowledges what the agent sends.
         nics: which addresses hosts use for each other, as for ``--nics``.
-        elastic: how the number of workers may change, see ``run_elastic_function``; None if it is fixed.
+        np: the agents that the start of an elastic job waits for; by default the fewest.
+        elastic: how the number of workers may change, for a listener at which tasks may come and go (``count=None``);
+            None if it is fixed. Each agent is another slot, and a lost one takes only its own worker with it.
 
     Returns:
         the results in the order of ranks; in an elastic job, of those workers that were there at the end.
 
     Raises:
+        ConfigError: the numbers of an elastic job contradict each other.
         LaunchError, JobFailedError, KeyboardInterrupt, Exception: as ``hvdgloo.run.run`` does.
     """
     excepthook.install()
     given = dict(env or {})
-    hosts = () if elastic is not None else _hosts(listener)
+    environ = _environment(given)
+    hosts = _hosts(listener) if elastic is None else ()
     secret = listener.secret
     spec = LaunchSpec(
         command=function_task.command(sys.executable),
         hosts=hosts,
         np=len(hosts) or None,
         cwd=working_directory(os.environ),
-        environ=_environment(given),
+        environ=environ,
         exported=frozenset(given),
         export_all=False,
         secret=secret,
@@ -105,7 +110,7 @@ def run_function(
         network_interfaces=tuple(nics),
         times=times,
         output=output,
-        elastic=elastic,
+        elastic=None if elastic is None else _elastic(listener, np, elastic, environ),
     )
     with ResultFiles(secret) as results:
         report = launch(
@@ -121,50 +126,14 @@ def run_function(
         return conclude(explained(report, listener), results)
 
 
-def run_elastic_function(
-    listener: TaskListener,
-    func: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    np: int,
-    min_np: int | None = None,
-    max_np: int | None = None,
-    reset_limit: int | None = None,
-    elastic_timeout: float | None = None,
-    failures_per_agent: int = FAILURES_ON_ONE_HOST,
-    env: Mapping[str, str] | None = None,
-    **options: Any,
-) -> list[Any]:
-    """Do as ``run_function`` does, for a listener at which tasks may come and go (``count=None``): each agent is
-    another slot, and a lost one takes only its own worker with it. Agents of one machine form one host.
-
-    Args:
-        np: the agents that a start waits for.
-        min_np, max_np: the fewest and the most workers; by default ``np``, and no limit.
-        reset_limit: how often workers may form again.
-        elastic_timeout: seconds to wait for enough agents; by default 600.
-        failures_per_agent: the failure of a worker after which no other one is started next to its task.
-        options: as for ``run_function``.
-
-    Raises:
-        ConfigError: numbers that contradict each other.
-        LaunchError, JobFailedError, KeyboardInterrupt, Exception: as ``run_function`` does.
-    """
-    asked = ElasticOptions(
-        min_np=min_np,
-        max_np=max_np,
-        discovery=listener,
-        reset_limit=reset_limit,
-        elastic_timeout=elastic_timeout,
-        failures_per_host=failures_per_agent,
-        interval=_INTERVAL,
-    )
-    elastic = asked.spec(Inventory((), asked.size(np)), _environment(env or {}))
-    assert elastic is not None, "a discovery makes it elastic"
-    return run_function(
-        listener, func, args, kwargs, env=env, elastic=replace(elastic, entry=listener.entry), **options
-    )
+def _elastic(
+    listener: TaskListener, np: int | None, options: ElasticOptions, environ: Mapping[str, str]
+) -> ElasticSpec:
+    """Return the elastic job whose hosts are the agents that are connected, each with one slot."""
+    options = replace(options, discovery=listener, failures_per_host=FAILURES_ON_ONE_HOST, interval=_INTERVAL)
+    spec = options.spec(Inventory((), options.size(np)), environ)
+    assert spec is not None, "a discovery makes it elastic"
+    return replace(spec, entry=listener.entry)
 
 
 def _hosts(listener: TaskListener) -> tuple[HostEntry, ...]:

@@ -92,7 +92,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.as_horovod": set(),
     # On Spark.
     "hvdgloo.spark.data": {"_platform"},
-    "hvdgloo.spark": {"_job", "config", "runner", "runner.inbound", "runner.job"},
+    "hvdgloo.spark": {"_job", "config", "runner", "runner.elastic", "runner.inbound", "runner.job"},
     "hvdgloo.spark.torch": {"_backends", "spark", "spark.common", "torch"},
     "hvdgloo.spark.common": {"_platform", "rendezvous", "run", "runner.job", "spark", "spark.data"},
     "hvdgloo.spark.keras": {"_platform", "keras", "numpy", "spark", "spark.common"},
@@ -221,7 +221,17 @@ GRAPH: dict[str, set[str]] = {
         "runner.worker",
     },
     # Leaves: other systems that start workers.
-    "hvdgloo.ray": {"_job", "_net", "_platform", "config", "runner", "runner.inbound", "runner.job", "runner.worker"},
+    "hvdgloo.ray": {
+        "_job",
+        "_net",
+        "_platform",
+        "config",
+        "runner",
+        "runner.elastic",
+        "runner.inbound",
+        "runner.job",
+        "runner.worker",
+    },
 }
 """The graph between sub-packages, from the ground up: each part, and the parts that it imports (without "hvdgloo.").
 

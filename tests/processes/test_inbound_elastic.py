@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hvdgloo.runner.inbound.job import run_elastic_function
+from hvdgloo.runner.elastic.options import ElasticOptions
+from hvdgloo.runner.inbound.job import run_function
 from hvdgloo.runner.inbound.listener import TaskListener
 from tests.support.inbound import PATIENCE, eventually, process
 from tests.support.launching import clean_environment
@@ -72,8 +73,8 @@ def test_tasks_come_and_go_while_the_job_runs(tmp_path: Path) -> None:
             task.stdin.close()
 
         def run() -> None:
-            train = training(tmp_path)
-            results.append(run_elastic_function(listener, train, np=2, min_np=1, stdout=io.StringIO(), stderr=errors))
+            train, out, elastic = training(tmp_path), io.StringIO(), ElasticOptions(min_np=1)
+            results.append(run_function(listener, train, stdout=out, stderr=errors, np=2, elastic=elastic))
 
         errors = io.StringIO()
         come(0)
