@@ -11,7 +11,6 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 
 from hvdgloo._net import ports
@@ -27,15 +26,13 @@ from hvdgloo.runner.console.startup_view import StartDisplay
 from hvdgloo.runner.elastic.discovery import HostManager, host_entry
 from hvdgloo.runner.elastic.host_polling import HostPolling
 from hvdgloo.runner.host_admission import Admission, launcher_addresses
-from hvdgloo.runner.host_setup import advice_for, base_environment, check_outputs, command_on, limits_there, required_on
-from hvdgloo.runner.job.advice import advise_on_signal
+from hvdgloo.runner.host_setup import base_environment, check_outputs, command_on, limits_there, required_on
 from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
-from hvdgloo.runner.job.outcome import as_shown
 from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.job_console import expect, open_console
+from hvdgloo.runner.job_report import complete
 from hvdgloo.runner.launch_observer import LaunchObserver
 from hvdgloo.runner.launch_result import LaunchResult
-from hvdgloo.runner.left_behind import with_files
 from hvdgloo.runner.observing.job_observer import progress_display
 from hvdgloo.runner.protocol.frames import Spawn
 from hvdgloo.runner.rendezvous_host import RendezvousHost
@@ -279,7 +276,7 @@ def _report(
     workers = [supervisor.workers.get(member.worker, -1) for member in last.members]
     statuses = supervisor.outcome.statuses
     supervisor.outcome.statuses = {rank: statuses.get(number) for rank, number in enumerate(workers)}
-    report = LaunchResult(
+    result = LaunchResult(
         supervisor.outcome,
         _slots(last),
         numbers=tuple(workers),
@@ -287,25 +284,6 @@ def _report(
         changes=tuple(supervisor.changes),
         why_over=supervisor.end.text if supervisor.end is not None else "",
     )
-    away = [member.host for member in last.members[:1] if not spawner.is_local(entry(member.host))]
-    report = with_files(report, spec, console, elsewhere="".join(away))
-    first = supervisor.outcome.first
-    if first is None:
-        return report
     failure = supervisor.end.failure if supervisor.end is not None else None
-    number = supervisor.workers.get(failure.worker) if failure is not None else None
-    if number is None:
-        return replace(report, advice=advise_on_signal(first.reason))
-    shown = console.shown_with(number)
-    if shown in workers:
-        hosts = {rank: member.host for rank, member in enumerate(last.members)}
-        alike = as_shown(first, supervisor.outcome, hosts, lambda _: workers.index(shown))
-        if alike != first:
-            supervisor.outcome.first, first, number = alike, alike, shown
-    return replace(
-        report,
-        last_lines=console.tail(number),
-        exception=console.exception(number),
-        advice=advise_on_signal(first.reason) or advice_for(spec, spawner, entry(first.host), console.cause(number)),
-        in_sight=console.in_sight(number),
-    )
+    failed = supervisor.workers.get(failure.worker) if failure is not None else None
+    return complete(result, spec, spawner, console, host=entry, failed=failed)

@@ -19,16 +19,15 @@ from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.runner.console.console import Console, is_terminal, make_directory
 from hvdgloo.runner.console.progress import Backoff, InitProgress
 from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
-from hvdgloo.runner.host_setup import advice_for, base_environment, check_outputs, command_on, limits_there, required_on
-from hvdgloo.runner.job.advice import advise_on_signal
+from hvdgloo.runner.host_setup import base_environment, check_outputs, command_on, limits_there, required_on
 from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
 from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
-from hvdgloo.runner.job.outcome import JobOutcome, as_shown, blame
+from hvdgloo.runner.job.outcome import JobOutcome, blame
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.job_console import expect, open_console
+from hvdgloo.runner.job_report import complete
 from hvdgloo.runner.launch_observer import LaunchObserver
 from hvdgloo.runner.launch_result import LaunchResult, Restart, first_line, history
-from hvdgloo.runner.left_behind import with_files
 from hvdgloo.runner.network.addressing import Placement
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.network_discovery import discover
@@ -219,26 +218,11 @@ def _report(
     outcome: JobOutcome,
     console: Console,
 ) -> LaunchResult:
-    names = {slot.rank: slot.agent for slot in slots}
-    first = blame(outcome, names, console.cause)
-    if first is not None:
-        first = as_shown(first, outcome, names, console.shown_with)
-    outcome.first = first
-    report = LaunchResult(outcome, slots, numbers=tuple(range(len(slots))))
-    elsewhere = "" if spawner.is_local(hosts[0]) else hosts[0].name
-    report = with_files(report, spec, console, elsewhere=elsewhere)
-    if first is None:
-        return report
-    if first.rank is None:
-        return replace(report, advice=advise_on_signal(first.reason))
-    host = hosts[slots[first.rank].host]
-    return replace(
-        report,
-        last_lines=console.tail(first.rank),
-        exception=console.exception(first.rank),
-        advice=advise_on_signal(first.reason) or advice_for(spec, spawner, host, console.cause(first.rank)),
-        in_sight=console.in_sight(first.rank),
-    )
+    first = outcome.first = blame(outcome, {slot.rank: slot.agent for slot in slots}, console.cause)
+    result = LaunchResult(outcome, slots, numbers=tuple(range(len(slots))))
+    entries = {host.name: host for host in hosts}
+    failed = None if first is None else first.rank
+    return complete(result, spec, spawner, console, host=entries.__getitem__, failed=failed)
 
 
 def _hosts_in_use(hosts: Sequence[HostEntry], slots: Sequence[Slot]) -> tuple[HostEntry, ...]:
