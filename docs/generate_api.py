@@ -15,9 +15,12 @@ import enum
 import importlib
 import inspect
 import re
+import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from hvdgloo._collectives.process_sets import global_process_set
 from hvdgloo.elastic import State
@@ -90,6 +93,15 @@ MORE = (
     ("hvdgloo.run", "run", "`hvdgloo.run`"),
 )
 
+INTEGRATIONS = (
+    ("hvdgloo.torch.lightning", "LogCallback", "For [Lightning's `Trainer`](recipes.md#lightning-and-ignite)"),
+    ("hvdgloo.torch.ignite", "LogHandler", "For [the engines of pytorch-ignite](recipes.md#lightning-and-ignite)"),
+)
+"""Classes for libraries that need not be installed where this page is written."""
+
+STAND_INS = {"lightning.pytorch": {"Callback": object}, "ignite.engine": {"Events": None}}
+"""Names of those libraries that the classes' modules import."""
+
 
 def text() -> str:
     """Return the whole page."""
@@ -111,7 +123,19 @@ def text() -> str:
         value = getattr(importlib.import_module(module), name)
         parts.append((f"{where}:\n\n" if where else "") + _entry(name, value, "", shown))
     examples.end()
-    return "\n".join(parts).rstrip() + "\n"
+    return "\n".join(parts + _integrations()).rstrip() + "\n"
+
+
+def _integrations() -> list[str]:
+    stand_ins = {name: ModuleType(name) for name in STAND_INS}
+    for name, values in STAND_INS.items():
+        vars(stand_ins[name]).update(values)
+    with mock.patch.dict(sys.modules, stand_ins):
+        classes = [getattr(importlib.import_module(module), name) for module, name, _ in INTEGRATIONS]
+    return [
+        f"{where}, `{module}`:\n\n" + _entry(name, value, "", "")
+        for (module, name, where), value in zip(INTEGRATIONS, classes, strict=True)
+    ]
 
 
 def page(head: str, *sections: tuple[str, str, tuple[str, ...]]) -> str:
@@ -195,8 +219,8 @@ def _entry(name: str, value: Any, mark: str, example: str) -> str:
         for member, function in inspect.getmembers(value):
             own = any(member in vars(base) for base in value.__mro__ if base.__module__.startswith("hvdgloo."))
             described = inspect.isfunction(function) or inspect.isclass(function) or isinstance(function, property)
-            # What Keras calls is not for users, and what all elastic states have in common is described once.
-            told = not (function.__doc__ or "Called by Keras").startswith("Called by Keras")
+            # What libraries call is not for users, and what all elastic states have in common is described once.
+            told = not (function.__doc__ or "Called by").startswith("Called by")
             told = told and (value is State or function is not getattr(State, member, None))
             if own and described and told and not member.startswith("_"):
                 signature = _signature(function) if inspect.isfunction(function) else ""

@@ -44,7 +44,7 @@ SUBMODULES = {
 }
 """Modules that a package imports, so that programs do not have to; not in its ``__all__``."""
 
-_NOT_HOROVOD_S = ("torch.distributed",)
+_NOT_HOROVOD_S = ("torch.distributed", "torch.ignite", "torch.lightning")
 """Public modules that Horovod has nothing like."""
 
 _HAVE_RUN = ("", "runner")

@@ -80,6 +80,38 @@ def record(
             counters.note("note", note)
 
 
+def record_metrics(counters: Counters, metrics: Mapping[str, Any], **progress: object) -> None:
+    """Keep a training library's metrics and progress for the next report, as far as they can be logged.
+
+    Metrics that are no single numbers and counts that the library does not know are left out: no training should fail
+    because of something that is only displayed.
+
+    Args:
+        counters: counters of the process.
+        metrics: the library's, by name.
+        **progress: step, steps, epoch and epochs; anything but a count stands for an unknown one.
+    """
+    counts = {name: value for name, value in progress.items() if isinstance(value, int) and value >= _least(name)}
+    counters.log(fitting(metrics, counters.logged), **counts)
+
+
+def fitting(metrics: Mapping[str, Any], before: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that can be logged: single numbers, under the names logged before and the first new ones.
+
+    Args:
+        metrics: a training library's, by name.
+        before: values logged earlier.
+    """
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        if name in before or len(before.keys() | found.keys()) < MOST:
+            try:
+                found |= checked({name: value}, {}, None)
+            except InvalidArgumentError:
+                continue
+    return found
+
+
 def checked(
     given: Mapping[str, Any] | None, named: Mapping[str, Any], before: Mapping[str, float] | None
 ) -> dict[str, float]:
@@ -122,7 +154,7 @@ def check_progress(**given: object) -> dict[str, int]:
     for name, value in given.items():
         if value is None:
             continue
-        least = 1 if name in ("steps", "epochs") else 0
+        least = _least(name)
         try:
             count = operator.index(value)  # type: ignore[arg-type]
         except TypeError:
@@ -134,6 +166,11 @@ def check_progress(**given: object) -> dict[str, int]:
             )
         counts[name] = count
     return counts
+
+
+def _least(name: str) -> int:
+    """Return the least value of a count: step, steps, epoch or epochs."""
+    return 1 if name in ("steps", "epochs") else 0
 
 
 def check_note(note: str | None) -> None:

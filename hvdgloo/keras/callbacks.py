@@ -10,7 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdgloo._collectives.logged import Pause
+from hvdgloo._collectives.logged import Pause, fitting
+from hvdgloo._job import process
 from hvdgloo._training.weights import broadcast_made, expect_broadcast
 from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.keras._functions import array_of, broadcast_weights
@@ -224,6 +225,7 @@ class LogCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
 
     Batches' metrics, which Keras averages over the epoch so far, are logged at most once a second, and an epoch's when
     it ends. Put this callback last in the list: it then logs what others, such as MetricAverageCallback, have added.
+    Of more than 64 metrics, the first 64 are shown.
 
     Args:
         average: log averages over all ranks of an epoch's metrics. A batch's metrics are always rank 0's.
@@ -253,9 +255,10 @@ class LogCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _scalars(logs: Any) -> dict[str, float]:
-    """Return the metrics that are single numbers."""
+    """Return the metrics that are single numbers, as many as can be logged."""
     found = {name: array for name, value in (logs or {}).items() if (array := _numbers(value)) is not None}
-    return {name: float(array) for name, array in found.items() if array.shape == ()}
+    scalars = {name: array for name, array in found.items() if array.shape == ()}
+    return fitting(scalars, process.group_counters().logged)
 
 
 class LearningRateScheduleCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]

@@ -135,6 +135,8 @@ FRAMEWORK = {
     "hvdgloo.jax": "jax",
     "hvdgloo.mxnet": "mxnet",
     "hvdgloo.torch": "torch",
+    "hvdgloo.torch.ignite": "ignite",
+    "hvdgloo.torch.lightning": "lightning",
     "hvdgloo.spark.keras": "pyspark",
     "hvdgloo.spark.torch": "pyspark",
 }
@@ -173,6 +175,8 @@ EXPORTS = {
     "hvdgloo.mxnet.elastic": {"ObjectState", "State", "run"},
     "hvdgloo.torch.distributed": {"log", "metrics", "register"},
     "hvdgloo.torch.elastic": {"ElasticSampler", "TorchState", "run"},
+    "hvdgloo.torch.ignite": {"LogHandler"},
+    "hvdgloo.torch.lightning": {"LogCallback"},
     "hvdgloo.mxnet": EVERY_FRONTEND | {"DistributedOptimizer", "DistributedTrainer", "broadcast_parameters"},
     "hvdgloo.tensorflow": BASICS
     | VALUES

@@ -104,12 +104,15 @@ def test_functions_travel_by_reference(hvd: ModuleType) -> None:
             "mxnet",
             "hvdgloo.mxnet needs MXNet 1.9.1 and a numpy that it works with: pip install mxnet==1.9.1 numpy==1.23.5",
         ),
+        ("torch.ignite", "hvdgloo.torch.ignite needs pytorch-ignite: pip install pytorch-ignite"),
+        ("torch.lightning", "hvdgloo.torch.lightning needs Lightning: pip install lightning"),
     ],
 )
 def test_a_missing_framework_says_what_to_install(name: str, text: str) -> None:
     """Pain 2."""
+    package = name.rpartition(".")[2]
     program = (
-        f"import sys; sys.modules['{name}'] = None\n"
+        f"import sys; sys.modules['{package}'] = sys.modules['pytorch_{package}'] = None\n"
         f"try:\n    import hvdgloo.{name}\n"
         "except ImportError as error:\n    print(type(error).__name__, error)\n"
         "import hvdgloo.numpy as hvd, numpy\n"

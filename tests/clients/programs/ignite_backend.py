@@ -7,6 +7,9 @@ from ignite.metrics import Accuracy
 from torch.utils.data import TensorDataset
 
 import hvdgloo.torch as hvd
+from hvdgloo._job import process
+from hvdgloo._observe.samples import Progress
+from hvdgloo.torch.ignite import LogHandler
 
 
 def train(local_rank: int) -> None:
@@ -31,15 +34,18 @@ def train(local_rank: int) -> None:
     evaluator = Engine(lambda engine, batch: (model(batch[0]), batch[1]))
     Accuracy().attach(evaluator, "accuracy")
 
-    @trainer.on(Events.ITERATION_COMPLETED)
-    def show(engine: Engine) -> None:  # as in docs/recipes.md
-        state = engine.state
-        step = (state.iteration - 1) % state.epoch_length
-        hvd.log(loss=state.output, step=step, steps=state.epoch_length, epoch=state.epoch - 1, epochs=state.max_epochs)
-
+    LogHandler().attach(trainer, output_transform=lambda loss: {"loss": loss})
+    LogHandler().attach_evaluator(evaluator, "validation")
     trainer.add_event_handler(Events.COMPLETED, lambda engine: evaluator.run(loader))
     trainer.run(loader, max_epochs=5)
-    assert hvd.metrics().logged.keys() == {"loss"}
+    accuracy = evaluator.state.metrics["accuracy"]
+    assert hvd.metrics().logged == {"loss": trainer.state.output, "validation/accuracy": accuracy}
+    counters = process.group_counters()
+    assert counters.progress.sample(0) == Progress(None, 256 // 32, 4, 5), counters.progress
+    counters.progress = None
+    trainer.state.max_epochs = None
+    trainer.run(loader, max_iters=6)  # without epochs
+    assert counters.progress.sample(0) == Progress(5, 6), counters.progress
     weights = idist.all_gather(next(model.parameters()).detach().flatten()[None])
     assert torch.equal(weights[0], weights[1]), weights
     assert evaluator.state.metrics["accuracy"] > 0.9, evaluator.state.metrics

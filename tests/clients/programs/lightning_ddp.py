@@ -14,20 +14,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvdgloo.torch.distributed as hvd
-
-
-class Shown(pl.Callback):
-    """Shows metrics and progress, as in docs/recipes.md."""
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: Model, outputs: object, batch: object, index: int
-    ) -> None:
-        values = trainer.logged_metrics if index % 10 == 0 else None
-        steps = int(trainer.num_training_batches)
-        hvd.log(values, step=index, steps=steps, epoch=trainer.current_epoch, epochs=trainer.max_epochs)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, module: Model) -> None:
-        hvd.log(trainer.callback_metrics, epoch=trainer.current_epoch)
+from hvdgloo._job import process
+from hvdgloo.torch.lightning import LogCallback
 
 
 class Model(pl.LightningModule):
@@ -43,6 +31,12 @@ class Model(pl.LightningModule):
         self.log("loss", loss, on_epoch=True, sync_dist=True)
         return loss
 
+    def on_train_epoch_end(self) -> None:
+        self.log("rate", 0.1 - 0.01 * self.current_epoch)
+
+    def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+        self.log("val_loss", self._loss(batch), sync_dist=True)
+
     def test_step(self, batch: list[torch.Tensor], index: int) -> None:
         self.log("test_loss", self._loss(batch), sync_dist=True)
 
@@ -50,27 +44,49 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def trainer_of(here: int, size: int, **limits: int) -> pl.Trainer:
+    """Return a trainer for ``size`` ranks, of which ``here`` are on this host."""
+    strategy = DDPStrategy(process_group_backend=sys.argv[1]) if sys.argv[1:] else "ddp"
+    return pl.Trainer(
+        accelerator="cpu", strategy=strategy, devices=here, num_nodes=size // here, logger=False,
+        enable_progress_bar=False, default_root_dir="lightning", callbacks=[LogCallback()], **limits,
+    )  # fmt: skip
+
+
+def train_by_steps(trainer: pl.Trainer, model: Model, loader: DataLoader) -> None:
+    """Train a number of steps: the progress then counts these, and not epochs."""
+    counters = process.group_counters()
+    counters.progress = None
+    trainer.fit(model, loader)
+    assert (counters.progress.step, counters.progress.steps) == (10, 11), counters.progress
+    assert (counters.progress.epoch, counters.progress.epochs) == (None, None), counters.progress
+
+
 def main() -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
     size = int(os.environ.get("WORLD_SIZE", 2))
-    strategy = DDPStrategy(process_group_backend=sys.argv[1]) if sys.argv[1:] else "ddp"
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=strategy, devices=here, num_nodes=size // here, max_epochs=3, logger=False,
-        enable_progress_bar=False, default_root_dir="lightning", callbacks=[Shown()],
-    )  # fmt: skip
+    trainer = trainer_of(here, size, max_epochs=3)
     torch.manual_seed(7)
     x = torch.randn(256, 8)
     loader = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=16)
     torch.manual_seed(trainer.global_rank)  # models differ until they are broadcast
     model = Model()
-    trainer.fit(model, loader)
+    trainer.fit(model, loader, loader)
     assert trainer.world_size == size
-    assert hvd.metrics().logged.keys() == {"loss", "loss_step", "loss_epoch"}
+    logged = dict(hvd.metrics().logged)
+    assert logged.keys() == {"loss_step", "loss_epoch", "rate", "val_loss"}, logged
+    expected = {name: trainer.callback_metrics[name].item() for name in ("loss_epoch", "rate", "val_loss")}
+    assert expected.items() <= logged.items(), (logged, expected)
+    progress = process.group_counters().progress
+    assert (progress.step, progress.epoch, progress.epochs) == (None, 2, 3), progress
+    assert progress.steps == 256 // (16 * size), progress
     assert trainer.global_step == 3 * 256 // (16 * size)
     weights = trainer.strategy.all_gather(model.layer.weight.detach())
     assert all(torch.equal(weights[0], other) for other in weights), weights
     (tested,) = trainer.test(model, loader, verbose=False)
     assert tested["test_loss"] < 0.05, tested
+    assert hvd.metrics().logged["test_loss"] == tested["test_loss"]
+    train_by_steps(trainer_of(here, size, max_steps=11, accumulate_grad_batches=2), model, loader)
     if trainer.is_global_zero:
         print(f"result {tested['test_loss']}", flush=True)
     trainer.strategy.barrier()  # without a launcher both ranks write to one stdout

@@ -29,10 +29,15 @@ class Model(pl.LightningModule):
 def main() -> None:
     import horovod.torch as hvd
 
+    from hvdgloo.torch.lightning import LogCallback
+
     torch.manual_seed(7)
     x = torch.randn(256, 8)
     loader = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=16)
-    trainer = pl.Trainer(strategy="horovod", accelerator="cpu", max_epochs=3, enable_progress_bar=False, logger=False)
+    trainer = pl.Trainer(
+        strategy="horovod", accelerator="cpu", max_epochs=3, enable_progress_bar=False, logger=False,
+        callbacks=[LogCallback()],
+    )  # fmt: skip
     torch.manual_seed(hvd.rank())  # models differ until they are broadcast
     model = Model()
     trainer.fit(model, loader)
@@ -41,6 +46,7 @@ def main() -> None:
     assert torch.equal(weights[0], weights[1]), weights
     (tested,) = trainer.test(model, loader, verbose=False)
     assert tested["test_loss"] < 0.05, tested
+    assert hvd.metrics().logged.keys() == {"loss_step", "loss_epoch", "test_loss"}, hvd.metrics().logged
     print("as it should be", flush=True)
 
 

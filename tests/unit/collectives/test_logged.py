@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo._collectives.logged import averaged, check_note, check_progress, checked
+from hvdgloo._collectives.logged import averaged, check_note, check_progress, checked, fitting, record_metrics
+from hvdgloo._observe.counters import Counters
+from hvdgloo._observe.progress import Progress
 from hvdgloo.errors import InvalidArgumentError, MismatchError
 
 
@@ -58,6 +60,21 @@ def test_progress_is_given_in_whole_numbers_from_0() -> None:
 def test_progress_that_is_no_count_is_an_error(name: str, value: Any, least: int) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"{name} is a whole number, at least {least}"):
         check_progress(**{name: value})
+
+
+def test_what_cannot_be_logged_of_a_library_s_metrics_is_left_out() -> None:
+    counters = Counters()
+    metrics = {"loss": np.float32(0.5), "confusion": np.ones((2, 2)), "x" * 101: 1.0, "best": None, "acc": 1}
+    record_metrics(counters, metrics, step=3, steps=math.inf, epoch=0, epochs=-1)
+    assert counters.logged == {"loss": 0.5, "acc": 1.0}
+    assert counters.progress == Progress(step=3, epoch=0)
+
+
+def test_of_too_many_metrics_of_a_library_the_first_are_logged_each_time() -> None:
+    metrics = {f"class {n}": float(n) for n in range(70)}
+    first = fitting(metrics, {"loss": 0.1})
+    assert list(first) == [f"class {n}" for n in range(63)]
+    assert fitting(metrics, {"loss": 0.1, **first}) == first
 
 
 @pytest.mark.parametrize("note", ["", 7, "x" * 1001])
