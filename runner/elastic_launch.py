@@ -11,6 +11,7 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 
 from hvdgloo._net import ports
@@ -89,7 +90,8 @@ def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings)
         running = observer.running(progress_display(spec, around.job_observer, console))
         notes = around.outside(supervisor.fail_soon)
         with passed_on(around.signals, supervisor.interrupt) as signal_came, supervisor, display, running, notes:
-            epochs = ElasticEpochs(elastic.rules, act=supervisor.act)
+            rules = replace(elastic.rules, start_timeout=spec.start_timeout)
+            epochs = ElasticEpochs(rules, act=supervisor.act)
             polling = HostPolling(manager, listed, supervisor.tell_soon, interval=elastic.interval)
             supervisor.feed, supervisor.on_turn = epochs.feed, polling.keep_time
             with _serving(spec, elastic, job_id, supervisor, epochs, polling, chosen):

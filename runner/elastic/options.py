@@ -106,7 +106,6 @@ class ElasticOptions:
             smallest=size if self.min_np is None else self.min_np,
             largest=self.max_np,
             elastic_timeout=config.elastic_timeout if self.elastic_timeout is None else self.elastic_timeout,
-            start_timeout=config.start_timeout,
             connect_timeout=config.connect_timeout,
             reset_limit=self.reset_limit,
             failures_per_host=failures if self.failures_per_host is None else self.failures_per_host,

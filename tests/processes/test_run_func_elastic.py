@@ -119,3 +119,18 @@ def test_a_job_that_has_too_few_workers_left() -> None:
     with pytest.raises(JobFailedError, match="exited with status 7") as caught:
         hvdgloo.run.run(fail, min_num_proc=2, failures_per_host=1)
     assert caught.value.exit_code == 7
+
+
+def test_a_worker_that_does_not_initialise_in_the_given_time_is_left_out() -> None:
+    def waits() -> None:
+        import os
+        import signal
+
+        import hvdgloo.numpy as hvd
+
+        if os.environ["RANK"] == "1":
+            signal.pause()
+        hvd.init()
+
+    with pytest.raises(JobFailedError, match=r"has not called hvd.init\(\) within 2 s \(--start-timeout\)"):
+        hvdgloo.run.run(waits, min_num_proc=2, failures_per_host=1, start_timeout=2)
