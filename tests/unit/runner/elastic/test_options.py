@@ -11,7 +11,7 @@ import pytest
 
 import hvdgloo.run
 from hvdgloo.errors import ConfigError
-from hvdgloo.rendezvous._elastic.events import Join
+from hvdgloo.rendezvous._elastic.events import Join, Rules
 from hvdgloo.runner.cli import config_file
 from hvdgloo.runner.cli.flags import build_parser, split
 from hvdgloo.runner.cli.main import command_line, main
@@ -55,26 +55,61 @@ def listed(spec: ElasticSpec) -> Mapping[str, int | None]:
 
 SCRIPT = ["--host-discovery-script", "./hosts.sh"]
 
+FLAGS = """
+    -np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh --slots-per-host 3 --elastic-timeout 50
+    --reset-limit 0 --blacklist-cooldown-range 10 100 --failures-per-host 2 --join now --discovery-interval 0.5
+    --discovery-timeout 7 --start-timeout 33
+"""
+HOROVODS_FLAGS = FLAGS.replace("--min-np", "--min-num-proc").replace("--max-np", "--max-num-proc")
+FILE = """
+num_proc: 4
+timeouts: {start_seconds: 33}
+elastic: {min_np: 2, max_np: 8, host_discovery_script: ./hosts.sh, slots_per_host: 3, timeout_seconds: 50,
+  reset_limit: 0, blacklist_cooldown_range: [10, 100], failures_per_host: 2, join: now,
+  discovery_interval_seconds: 0.5, discovery_timeout_seconds: 7}
+"""
+# The first ones in Horovod's positions.
+ARGUMENTS = (int, (), None, 4, 2, 8, 3, 0, (10, 100), None, None, "./hosts.sh", 33)
+MORE_ARGUMENTS = {"elastic_timeout": 50, "failures_per_host": 2, "env": {"HVDGLOO_ELASTIC_JOIN": "now"}}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSpec]:
+    """Return the specs that ``hvdgloo.run.run`` launches; all workers end with 0 at once."""
+    specs: list[LaunchSpec] = []
+
+    def launch(spec: LaunchSpec, **_: Any) -> LaunchResult:
+        specs.append(spec)
+        return LaunchResult(JobOutcome(), ())
+
+    monkeypatch.setattr("hvdgloo.run.launch", launch)
+    return specs
+
+
+@pytest.mark.parametrize("source", ["flags", "Horovod's flags", "a file", "arguments of run"])
+def test_options_mean_the_same_wherever_they_are_written(source: str, folder: Path, launched: list[LaunchSpec]) -> None:
+    if source == "arguments of run":
+        hvdgloo.run.run(*ARGUMENTS, **MORE_ARGUMENTS)
+        (spec,) = launched
+    else:
+        (folder / "job.yaml").write_text(FILE)
+        flags = {"flags": FLAGS, "Horovod's flags": HOROVODS_FLAGS, "a file": "--config-file job.yaml"}
+        spec = launch_spec(*flags[source].split())
+    assert spec.elastic is not None
+    assert spec.elastic.rules == Rules(
+        size=4, smallest=2, largest=8, elastic_timeout=50, reset_limit=0, failures_per_host=2, cooldown=(10, 100),
+        join=Join.NOW, hosts_may_come=True, launched=True,
+    )  # fmt: skip
+    assert spec.start_timeout == 33
+    assert isinstance(spec.elastic.discovery, HostDiscoveryScript)
+    assert listed(spec.elastic) == {"h1": 4, "h2": 3}
+    assert spec.elastic.interval == (1 if source == "arguments of run" else 0.5)
+
 
 class TestWhatIsAskedFor:
     @pytest.mark.parametrize("script", ["./hosts.sh now", "cd . && ./hosts.sh", "HOSTS=2 ./hosts.sh", "hosts.sh"])
     def test_a_script_may_be_a_command_line(self, folder: Path, script: str) -> None:
         assert listed(asked("-np", "2", "--host-discovery-script", script)) == {"h1": 4, "h2": None}
-
-    def test_all_flags_by_either_name(self) -> None:
-        for least, most in (("--min-np", "--max-np"), ("--min-num-proc", "--max-num-proc")):
-            spec = asked(
-                *("-np", "4", least, "2", most, "8", *SCRIPT, "--slots-per-host", "3", "--elastic-timeout", "50"),
-                *("--reset-limit", "5", "--blacklist-cooldown-range", "10", "100", "--failures-per-host", "2"),
-                *("--join", "now", "--discovery-interval", "0.5", "--discovery-timeout", "7", "--start-timeout", "33"),
-            )
-            rules = spec.rules
-            assert (rules.size, rules.smallest, rules.largest) == (4, 2, 8)
-            assert (rules.elastic_timeout, rules.start_timeout, rules.reset_limit) == (50, 33, 5)
-            assert (rules.cooldown, rules.failures_per_host, rules.join) == ((10, 100), 2, Join.NOW)
-            assert (rules.hosts_may_come, rules.launched, spec.interval) == (True, True, 0.5)
-            assert isinstance(spec.discovery, HostDiscoveryScript)
-            assert listed(spec) == {"h1": 4, "h2": 3}
 
     def test_defaults(self) -> None:
         spec = asked("-np", "4", *SCRIPT)
@@ -111,18 +146,9 @@ class TestWhatIsAskedFor:
         rules = asked("-np", "4", "--min-np", "2").rules
         assert (rules.elastic_timeout, rules.join) == (78, Join.NOW)
 
-    def test_a_file(self, folder: Path) -> None:
-        (folder / "job.yaml").write_text(
-            "num_proc: 4\nelastic:\n  min_np: 2\n  max_np: 8\n  host_discovery_script: ./hosts.sh\n"
-            "  slots_per_host: 3\n  timeout_seconds: 50\n  reset_limit: 0\n  blacklist_cooldown_range: [10, 100]\n"
-            "  failures_per_host: 2\n  join: now\n  discovery_interval_seconds: 0.5\n  discovery_timeout_seconds: 7\n"
-        )
-        spec = asked("--config-file", "job.yaml")
-        rules = spec.rules
-        assert (rules.size, rules.smallest, rules.largest, rules.reset_limit) == (4, 2, 8, 0)
-        assert (rules.elastic_timeout, rules.cooldown, rules.failures_per_host) == (50, (10, 100), 2)
-        assert (rules.join, spec.interval, listed(spec)) == (Join.NOW, 0.5, {"h1": 4, "h2": 3})
-        assert asked("--config-file", "job.yaml", "--min-np", "3").rules.smallest == 3, "flags win"
+    def test_flags_win_over_a_file(self, folder: Path) -> None:
+        (folder / "job.yaml").write_text(FILE)
+        assert asked("--config-file", "job.yaml", "--min-np", "3").rules.smallest == 3
         spec = asked("--config-file", "job.yaml", "-H", "h1:8")
         assert isinstance(spec.discovery, FixedHosts), "hosts on the command line win over a script in the file"
 
@@ -238,27 +264,7 @@ class Hosts:
 
 
 class TestRun:
-    """``hvdgloo.run.run`` takes the same, some of it in Horovod's positions."""
-
-    @pytest.fixture
-    def launched(self, monkeypatch: pytest.MonkeyPatch) -> list[LaunchSpec]:
-        """Return the specs to be launched; all workers end with 0 at once."""
-        specs: list[LaunchSpec] = []
-
-        def launch(spec: LaunchSpec, **_: Any) -> LaunchResult:
-            specs.append(spec)
-            return LaunchResult(JobOutcome(), ())
-
-        monkeypatch.setattr("hvdgloo.run.launch", launch)
-        return specs
-
-    def test_in_horovods_positions(self, launched: list[LaunchSpec]) -> None:
-        hvdgloo.run.run(int, (), None, 4, 2, 8, 3, 5, (10, 100), None, None, "./hosts.sh")
-        spec = launched[0].elastic
-        assert spec is not None
-        rules = spec.rules
-        assert (rules.size, rules.smallest, rules.largest, rules.reset_limit) == (4, 2, 8, 5)
-        assert (rules.cooldown, listed(spec)) == ((10.0, 100.0), {"h1": 4, "h2": 3})
+    """``hvdgloo.run.run`` takes the same."""
 
     def test_what_only_we_have(self, launched: list[LaunchSpec]) -> None:
         hosts = Hosts()
