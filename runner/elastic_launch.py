@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from hvdgloo._net import ports
 from hvdgloo._net.tls import Tls
@@ -27,8 +28,7 @@ from hvdgloo.runner.console.startup_view import StartDisplay
 from hvdgloo.runner.elastic.discovery import HostManager, host_entry
 from hvdgloo.runner.elastic.host_polling import HostPolling
 from hvdgloo.runner.host_admission import Admission, launcher_addresses
-from hvdgloo.runner.host_setup import base_environment, check_outputs, command_on, limits_there, required_on
-from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
+from hvdgloo.runner.host_setup import HostWorkers, check_outputs, required_on
 from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.job_console import expect, open_console
 from hvdgloo.runner.job_report import complete
@@ -191,47 +191,39 @@ class _Giver:
         self._job_id = job_id
         self._plan: Assignment | None = None
         self._slots: tuple[Slot, ...] = ()
+        self._hosts: WeakKeyDictionary[Visit, HostWorkers] = WeakKeyDictionary()
 
     def environment(self, visit: Visit) -> Mapping[str, str]:
         """Return the environment that all workers of a host share."""
-        host = self._host(visit)
-        chosen = bool(self._spec.nics.rules(host.name).items)
-        own = interface_variables(self._admission.reached(visit).address, chosen=chosen)
-        return {**own, **base_environment(self._spec, self._spawner, host)}
+        return self._workers_on(visit).environment
 
     def frame(self, visit: Visit, order: SpawnOrder, number: int) -> Spawn:
         """Return the frame that starts a worker, with the place that it will probably get."""
-        reached = self._admission.reached(visit)
-        host, hello = self._host(visit), visit.hello
         if order.plan is not self._plan:  # workers that are started together have one, and there may be thousands
             self._plan, self._slots = order.plan, _slots(order.plan)
-        slot = self._slots[order.plan.ranks[order.worker]]
-        environ = base_environment(self._spec, self._spawner, host)
-        env = {
-            **worker_environment(
-                slot,
-                job_id=self._job_id,
-                epoch=0,
-                rendezvous=(reached.rendezvous, reached.port or self._port),
-                secret=self._spec.secret,
-                address=reached.address.address,
-                master=self._master(order.plan),
-                max_restarts=self._reset_limit,
-            ),
-            "TORCHELASTIC_RESTART_COUNT": str(order.plan.epoch),
-            **thread_defaults(
-                hello.cores, slot.local_size, limits_there(host, environ), machine_cores=hello.machine_cores
-            ),
-            "HVDGLOO_ELASTIC": "1",
-            "HOROVOD_ELASTIC": "1",
-            "HVDGLOO_WORKER": order.worker,
-        }
-        command = command_on(self._spec, self._spawner, host)
-        return Spawn(number, command, env, task=self._spec.function is not None)
+        return self._workers_on(visit).spawn(
+            number,
+            self._slots[order.plan.ranks[order.worker]],
+            self._master(order.plan),
+            max_restarts=self._reset_limit,
+            more={
+                "TORCHELASTIC_RESTART_COUNT": str(order.plan.epoch),
+                "HVDGLOO_ELASTIC": "1",
+                "HOROVOD_ELASTIC": "1",
+                "HVDGLOO_WORKER": order.worker,
+            },
+        )
 
-    def _host(self, visit: Visit) -> HostEntry:
-        assert visit.link is not None
-        return visit.link.host
+    def _workers_on(self, visit: Visit) -> HostWorkers:
+        workers = self._hosts.get(visit)
+        if workers is None:
+            assert visit.link is not None
+            reached = self._admission.reached(visit)
+            rendezvous = reached.rendezvous, reached.port or self._port
+            workers = self._hosts[visit] = HostWorkers(
+                self._spec, self._spawner, self._job_id, visit.link.host, visit.hello, reached.address, rendezvous
+            )
+        return workers
 
     def _master(self, plan: Assignment) -> tuple[str, int] | None:
         """Return an address and a free port of rank 0's host, if that host has been admitted; once all workers are

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from hvdgloo._platform.writable import unwritable
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.job.advice import advise
-from hvdgloo.runner.job.command import needs
+from hvdgloo.runner.job.command import interface_variables, needs, thread_defaults, worker_environment
 from hvdgloo.runner.job.environment import for_other_hosts
-from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
-from hvdgloo.runner.protocol.frames import Require
+from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
+from hvdgloo.runner.network.interfaces import Address
+from hvdgloo.runner.protocol.frames import Hello, Require, Spawn
 from hvdgloo.runner.transport.base import Spawner
 
 
@@ -87,6 +89,77 @@ def base_environment(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Map
     return {name: value for name, value in sent.items() if name not in own.kept}
 
 
-def limits_there(host: HostEntry, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment for a host, extended by the names of variables there that limit threads."""
-    return environ if host.profile is None else {**environ, **dict.fromkeys(host.profile.limits, "")}
+class HostWorkers:
+    """The workers of one host: their environment, and the frames that start them.
+
+    Args:
+        hello: the first frame of the host's agent.
+        address: address at which peers reach the workers.
+        rendezvous: address and port at which the workers reach the server.
+
+    Attributes:
+        environment: the variables that all workers of the host share.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        spawner: Spawner,
+        job_id: str,
+        host: HostEntry,
+        hello: Hello,
+        address: Address,
+        rendezvous: tuple[str, int],
+    ) -> None:
+        base = base_environment(spec, spawner, host)
+        chosen = bool(spec.nics.rules(host.name).items)
+        self.environment = {**interface_variables(address, chosen=chosen), **base}
+        self._spec = spec
+        self._job_id = job_id
+        self._hello = hello
+        self._address = address.address
+        self._rendezvous = rendezvous
+        self._command = command_on(spec, spawner, host)
+        # The names of variables on the host that limit threads count as well.
+        self._limits = base if host.profile is None else {**base, **dict.fromkeys(host.profile.limits, "")}
+
+    def threads(self, local_size: int) -> dict[str, str]:
+        """Return the variables that share the host's cores among so many workers."""
+        cores = self._hello.cores
+        return thread_defaults(cores, local_size, self._limits, machine_cores=self._hello.machine_cores)
+
+    def spawn(
+        self,
+        number: int,
+        slot: Slot,
+        master: tuple[str, int] | None,
+        *,
+        restart: int = 0,
+        max_restarts: int | None,
+        more: Mapping[str, str] = MappingProxyType({}),
+    ) -> Spawn:
+        """Return the frame that starts a worker.
+
+        Args:
+            slot: its place; in an elastic job, the one that it will probably get.
+            master, restart, max_restarts: as for ``worker_environment``.
+            more: further variables for this worker.
+        """
+        env = worker_environment(
+            slot,
+            job_id=self._job_id,
+            epoch=0,
+            rendezvous=self._rendezvous,
+            secret=self._spec.secret,
+            address=self._address,
+            master=master,
+            restart=restart,
+            max_restarts=max_restarts,
+        )
+        return Spawn(
+            number,
+            self._command,
+            {**env, **self.threads(slot.local_size), **more},
+            stdin=slot.rank == self._spec.stdin_rank,
+            task=self._spec.function is not None,
+        )

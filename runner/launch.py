@@ -19,8 +19,7 @@ from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.runner.console.console import Console, is_terminal, make_directory
 from hvdgloo.runner.console.progress import Backoff, InitProgress
 from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
-from hvdgloo.runner.host_setup import base_environment, check_outputs, command_on, limits_there, required_on
-from hvdgloo.runner.job.command import interface_variables, thread_defaults, worker_environment
+from hvdgloo.runner.host_setup import HostWorkers, check_outputs, required_on
 from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
 from hvdgloo.runner.job.outcome import JobOutcome, blame
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
@@ -29,7 +28,6 @@ from hvdgloo.runner.job_report import complete
 from hvdgloo.runner.launch_observer import LaunchObserver
 from hvdgloo.runner.launch_result import LaunchResult, Restart, first_line, history
 from hvdgloo.runner.network.addressing import Placement
-from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.network_discovery import discover
 from hvdgloo.runner.observing.job_observer import JobObserver, progress_display
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Spawn
@@ -184,17 +182,19 @@ def _attempt(
             _say_server(console, spec, hosts, network.placement)
             with open_rendezvous(supervisor, spec, hosts, network.placement) as rendezvous:
                 addresses = network.placement.addresses
-                sizes = {slot.host: slot.local_size for slot in slots}
-                env = [
-                    _host_environment(spec, spawner, *each, sizes[number])
-                    for number, each in enumerate(zip(hosts, hellos, addresses, strict=True))
+                workers = [
+                    HostWorkers(spec, spawner, job_id, *each)
+                    for each in zip(hosts, hellos, addresses, rendezvous.endpoints, strict=True)
                 ]
-                commands = [command_on(spec, spawner, host) for host in hosts]
-                workers = _spawns(
-                    spec, slots, commands, job_id, rendezvous.endpoints, addresses, network.master_port, number
-                )
-                _say_threads(console, spec, env)
-                supervisor.start(env, workers)
+                spawns: list[list[Spawn]] = [[] for _ in hosts]
+                master = addresses[0].address, network.master_port
+                for slot in slots:
+                    frame = workers[slot.host].spawn(
+                        slot.rank, slot, master, restart=number, max_restarts=spec.max_restarts
+                    )
+                    spawns[slot.host].append(frame)
+                _say_threads(console, spec, workers[0].threads(slots[0].local_size))
+                supervisor.start([each.environment for each in workers], spawns)
                 rendezvous.serve()
                 if spec.stdin_rank is not None:
                     _feed_stdin(supervisor, spec.stdin_rank)
@@ -231,44 +231,6 @@ def _hosts_in_use(hosts: Sequence[HostEntry], slots: Sequence[Slot]) -> tuple[Ho
     return tuple(replace(host, slots=used[host.name]) for host in hosts if used[host.name])
 
 
-def _host_environment(
-    spec: LaunchSpec, spawner: Spawner, host: HostEntry, hello: Hello, address: Address, local_size: int
-) -> dict[str, str]:
-    environ = base_environment(spec, spawner, host)
-    threads = thread_defaults(hello.cores, local_size, limits_there(host, environ), machine_cores=hello.machine_cores)
-    rules = spec.nics.rules(host.name)
-    return {**interface_variables(address, chosen=bool(rules.items)), **environ, **threads}
-
-
-def _spawns(
-    spec: LaunchSpec,
-    slots: Sequence[Slot],
-    commands: Sequence[tuple[str, ...]],
-    job_id: str,
-    rendezvous: Sequence[tuple[str, int]],
-    addresses: Sequence[Address],
-    port: int,
-    restart: int,
-) -> list[list[Spawn]]:
-    spawns: list[list[Spawn]] = [[] for _ in addresses]
-    for slot in slots:
-        env = worker_environment(
-            slot,
-            job_id=job_id,
-            epoch=0,
-            rendezvous=rendezvous[slot.host],
-            secret=spec.secret,
-            address=addresses[slot.host].address,
-            master=(addresses[0].address, port),
-            restart=restart,
-            max_restarts=spec.max_restarts,
-        )
-        task = spec.function is not None
-        stdin = slot.rank == spec.stdin_rank
-        spawns[slot.host].append(Spawn(slot.rank, commands[slot.host], env, stdin=stdin, task=task))
-    return spawns
-
-
 def _say_crowded(console: Console, hosts: Sequence[HostEntry], hellos: Sequence[Hello]) -> None:
     remark = remark_on_load(hosts, [hello.cores for hello in hellos])
     if remark:
@@ -290,13 +252,10 @@ def _say_server(console: Console, spec: LaunchSpec, hosts: Sequence[HostEntry], 
         )
 
 
-def _say_threads(console: Console, spec: LaunchSpec, env: Sequence[Mapping[str, str]]) -> None:
-    if not spec.output.verbose:
-        return
-    added = {name: value for name, value in env[0].items() if name not in spec.environ}
-    if "OMP_NUM_THREADS" in added:
+def _say_threads(console: Console, spec: LaunchSpec, threads: Mapping[str, str]) -> None:
+    if spec.output.verbose and "OMP_NUM_THREADS" in threads.keys() - spec.environ.keys():
         console.notice(
-            f"OMP_NUM_THREADS={added['OMP_NUM_THREADS']} for each worker, so that they share the host's cores; "
+            f"OMP_NUM_THREADS={threads['OMP_NUM_THREADS']} for each worker, so that they share the host's cores; "
             "set it yourself for another number"
         )
 

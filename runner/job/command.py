@@ -153,7 +153,6 @@ def worker_environment(
 
     There are three families: hvdgloo's names, the Horovod names that have a meaning here, and the names that torchrun
     sets, which torch.distributed's ``env://`` and libraries based on it read.
-    torch.distributed's ``env://`` and libraries built on it read.
 
     Args:
         rendezvous: address and port of the server.

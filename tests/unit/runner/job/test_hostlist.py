@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdgloo.errors import ConfigError
+from hvdgloo.runner.host_setup import HostWorkers
 from hvdgloo.runner.job.host_sources import take_inventory
 from hvdgloo.runner.job.hostlist import check_load, parse_hosts, place, read_hostfile, remark_on_load, shortlist
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Reach
-from hvdgloo.runner.launch import _host_environment
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.frames import Hello
 from hvdgloo.runner.transport.failures import Ending
@@ -232,8 +232,8 @@ def test_pain_28_threads_follow_the_host_s_own_machine_and_not_the_launcher_s(
 ) -> None:
     host = HostEntry("a", 1)
     hello = Hello(1, "", "a", "identity", 1, cores, 0, 20000, machine)
-    environ = _host_environment(spec(1), LocalSpawner(), host, hello, Address("eth0", "10.0.0.1", 24), 1)
-    assert environ.get("OMP_NUM_THREADS") == threads
+    workers = HostWorkers(spec(1), LocalSpawner(), "job", host, hello, Address("eth0", "10.0.0.1", 24), ("10.0.0.1", 1))
+    assert workers.threads(1).get("OMP_NUM_THREADS") == threads
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,8 @@ def test_nccl_is_told_an_interface_where_nics_chooses_one(nics: tuple[str, ...],
     hosts = (HostEntry("a", 1), HostEntry("b", 1))
     both = replace(spec(2), hosts=hosts, network_interfaces=nics)
     hello = Hello(1, "", "a", "identity", 1, 4, 0, 20000, 4)
-    environ = _host_environment(both, LocalSpawner(), hosts[0], hello, Address("eth0", "10.0.0.1", 24), 1)
+    address = Address("eth0", "10.0.0.1", 24)
+    environ = HostWorkers(both, LocalSpawner(), "job", hosts[0], hello, address, ("10.0.0.1", 1)).environment
     assert environ.get("NCCL_SOCKET_IFNAME") == told
     assert environ["GLOO_SOCKET_IFNAME"] == "eth0"
 

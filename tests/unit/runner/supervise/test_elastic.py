@@ -158,8 +158,7 @@ CROWD = Assignment(0, tuple(Member(f"h1/{slot}/{slot}", "h1", slot, slot) for sl
 
 def giver(supervisor: ElasticSupervisor) -> _Giver:
     """Return an object that makes the frames for the workers of one host, ``h1``."""
-    address = SimpleNamespace(address="10.0.0.1")
-    reached = SimpleNamespace(rendezvous="10.0.0.9", port=1, address=address)
+    reached = SimpleNamespace(rendezvous="10.0.0.9", port=1, address=Address("", "10.0.0.1", 8))
     admission = cast(Any, SimpleNamespace(reached=lambda _: reached))
     spawner = cast(Any, SimpleNamespace(is_local=lambda _: True, python_for=lambda _: "python3"))
     return _Giver(supervisor._spec, "job", supervisor, spawner, admission, 1)
