@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
+
+import msgspec
 
 NO_STATE = -1
 """Serial of a worker that never had the job's state."""
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True):
     """A worker that can be a member of the next epoch.
 
     Attributes:
@@ -42,8 +42,7 @@ class Candidate:
     machine: str = ""
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """A member of an epoch; its rank is its index in ``Assignment.members``.
 
     Attributes:
@@ -67,8 +66,7 @@ class Member:
         return self.machine or self.host
 
 
-@dataclass(frozen=True)
-class Assignment:
+class Assignment(msgspec.Struct, frozen=True, dict=True):
     """The members of an epoch.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The epochs of an elastic job at the server: threads, locks and the clock around ``ElasticJob``.
+"""The epochs of an elastic job at the server: the requests of its workers around ``ElasticJob``.
 
 Requests become events, and actions become replies to requests, or news. Actions that only a launcher can carry out
 (start and end workers) or wants to know of go to its ``act``. Without a launcher, a worker counts as gone when it has
@@ -7,9 +7,7 @@ had no connection for ``LOST_TIME``: its request for news holds one as long as i
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -41,13 +39,11 @@ from hvdgloo.rendezvous._elastic.events import (
     Voided,
 )
 from hvdgloo.rendezvous._elastic.job import ElasticJob
-from hvdgloo.rendezvous._server.epochs import NotAcceptedError, StoppingError
-from hvdgloo.rendezvous._server.pauses import Pause, Steps
-from hvdgloo.rendezvous._store import Latch
-from hvdgloo.rendezvous._worker_info import WorkerInfo, control_tree, started_by
-from hvdgloo.topology import Host, Topology, Worker, places
-
-logger = logging.getLogger(__name__)
+from hvdgloo.rendezvous._server.epochs import Epochs, NotYet
+from hvdgloo.rendezvous._server.membership import NotAcceptedError, topology_of
+from hvdgloo.rendezvous._server.pauses import Steps
+from hvdgloo.rendezvous._worker_info import WorkerInfo, started_by
+from hvdgloo.topology import places
 
 LOST_TIME = 0.5
 """Seconds without any connection after which a worker without a launcher counts as gone."""
@@ -57,9 +53,10 @@ SILENT_TIME = 30.0
 thread of its own, so only a process that is stopped, or never releases the interpreter's lock, takes longer."""
 
 _LATE = 1.0  # seconds by which a busy machine may wake a thread late
+_NEWS = ""  # name under which requests for news wait; no worker has it
 
 
-class ElasticEpochs:
+class ElasticEpochs(Epochs):
     """The epochs of one elastic job. Thread-safe.
 
     Args:
@@ -69,9 +66,6 @@ class ElasticEpochs:
         hold: seconds in which no epoch is formed, if workers of an earlier server may be in training.
         silent_time: seconds; see ``SILENT_TIME``.
         clock: monotonic seconds.
-
-    Attributes:
-        on_change: called when something has happened that may be worth reporting; under the lock, as ``act`` is.
     """
 
     def __init__(
@@ -83,16 +77,12 @@ class ElasticEpochs:
         silent_time: float = SILENT_TIME,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(rules.start_timeout, clock)
         self.rules = rules
-        self.on_change: Callable[[], None] = lambda: None
         self._act = act
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # wakes the clock's thread
         self._job = ElasticJob(rules, clock(), hold=hold)
         self._infos: dict[str, WorkerInfo] = {}
         self._answers: dict[str, bytes] = {}
-        self._waiting: dict[str, list[Latch]] = {}
         self._clients: dict[str, str] = {}  # client to worker
         self._connected: dict[str, set[str]] = {}  # worker to clients
         self._leaving_at: dict[str, float] = {}  # worker to the time at which it counts as gone
@@ -100,24 +90,13 @@ class ElasticEpochs:
         self._silent_at: dict[str, float] = {}  # worker that got news to the time at which it counts as silent
         self._topology: tuple[int, bytes] = (-1, b"")  # of the newest epoch
         self._news = elastic.News(0, 0, 0, -1, "")
-        self._readers: list[Latch] = []
-        self._closed = ""
-        self._thread: threading.Thread | None = None
-
-        self.on_formed: Callable[[int], None] = lambda epoch: None
-        """Called with the number of each epoch before its members get their replies; set by the server at its start."""
-
-    def start(self) -> None:
-        """Keep the time on a thread of its own, until ``close``."""
-        self._thread = threading.Thread(target=self._keep_time, name="hvdgloo-rendezvous-elastic", daemon=True)
-        self._thread.start()
 
     def feed(self, event: Event) -> None:
         """Feed an event from the launcher."""
         with self._lock:
             self._tell(event)
 
-    def ask(self, client: str, ask: elastic.Register, *, timeout: float) -> Steps[bytes | str]:
+    def ask(self, client: str, ask: elastic.Register, *, timeout: float) -> Steps[bytes | NotYet]:
         """Wait for a worker's next epoch.
 
         Args:
@@ -126,14 +105,13 @@ class ElasticEpochs:
             timeout: seconds to wait here.
 
         Returns:
-            the encoded reply; or what is waited for, if the timeout expires first.
+            the encoded reply.
 
         Raises:
             NotAcceptedError: the worker's description of itself cannot be used.
             StoppingError: the server is being stopped.
         """
         info = _info(ask.info)
-        latch = Latch()
         with self._lock:
             self._check_open()
             self._note_client(client, ask.worker, info)
@@ -152,23 +130,15 @@ class ElasticEpochs:
             answer = self._answers.pop(ask.worker, None)
             if answer is not None:
                 return answer
-            self._waiting.setdefault(ask.worker, []).append(latch)
-        try:
-            yield Pause(latch, timeout, latch.release)
-        finally:
-            with self._lock:
-                waiting = self._waiting.get(ask.worker, [])
-                if latch in waiting:
-                    waiting.remove(latch)
-                    if not waiting:
-                        del self._waiting[ask.worker]
+            waiting = self._waiters.wait(ask.worker, timeout)
+        yield from waiting
         with self._lock:
             answer = self._answers.pop(ask.worker, None)
             if answer is not None:
                 return answer
             self._check_open()
             awaited = self._job.waiting_for
-            return f"waiting for {awaited}" if awaited else self._job.phase.value
+            return NotYet(f"waiting for {awaited}" if awaited else self._job.phase.value)
 
     def report(self, client: str, report: elastic.Report) -> None:
         """Take a worker's report of its progress.
@@ -196,7 +166,6 @@ class ElasticEpochs:
             NotAcceptedError: the client is another worker's, or its description of itself cannot be used.
             StoppingError: the server is being stopped.
         """
-        latch = Latch()
         with self._lock:
             self._check_open()
             self._check_speaker(client, listen.worker)
@@ -204,13 +173,8 @@ class ElasticEpochs:
             self._silent_at.pop(listen.worker, None)
             if self._news.number != listen.since:
                 return self._tell_news(listen.worker)
-            self._readers.append(latch)
-        try:
-            yield Pause(latch, timeout, latch.release)
-        finally:
-            with self._lock:
-                if latch in self._readers:
-                    self._readers.remove(latch)
+            waiting = self._waiters.wait(_NEWS, timeout)
+        yield from waiting
         with self._lock:
             self._check_open()
             return self._tell_news(listen.worker)
@@ -218,7 +182,7 @@ class ElasticEpochs:
     def _tell_news(self, worker: str) -> bytes:
         if worker in self._connected:  # it has not gone meanwhile
             self._silent_at[worker] = self._clock() + self._silent_time
-            self._changed.notify()
+            self._wake_by(self._silent_at[worker])
         return elastic.NEWS.encode(self._news)
 
     def client_came(self, client: str) -> None:
@@ -239,15 +203,7 @@ class ElasticEpochs:
             clients.discard(client)
             if not clients and not self.rules.launched:
                 self._leaving_at[worker] = self._clock() + LOST_TIME
-                self._changed.notify()
-
-    def close(self, reason: str) -> None:
-        """Release all waiters with a StoppingError, and end the thread."""
-        with self._lock:
-            self._release(reason)
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+                self._wake_by(self._leaving_at[worker])
 
     @property
     def assignment(self) -> Assignment:
@@ -255,11 +211,11 @@ class ElasticEpochs:
         with self._lock:
             return self._job.assignment
 
-    def status(self) -> dict[str, Any]:
-        """Return the job's part of ``/v1/status``, as JSON values."""
+    def status(self, connected: Callable[[str], bool]) -> dict[str, Any]:
+        """Return the job as ``/v1/status`` shows it. Its workers may have several clients, which it knows itself."""
         with self._lock:
             assignment = self._job.assignment
-            return {
+            job = {
                 "phase": self._job.phase.name.lower(),
                 "epoch": assignment.epoch,
                 "resets": self._job.resets,
@@ -276,16 +232,7 @@ class ElasticEpochs:
                 ],
                 "waiting_for": self._job.waiting_for,
             }
-
-    def _release(self, reason: str) -> None:
-        self._closed = reason
-        for latch in [latch for latches in self._waiting.values() for latch in latches] + self._readers:
-            latch.release()
-        self._changed.notify()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoppingError(self._closed)
+            return {"epochs": [], "elastic": job}
 
     def _replace_ended_job(self, ask: elastic.Register) -> None:
         """Begin another job if this one has ended: its workers may be started again once the old ones are gone."""
@@ -341,34 +288,24 @@ class ElasticEpochs:
         self._connected.setdefault(worker, set()).add(client)
         self._leaving_at.pop(worker, None)
 
-    def _keep_time(self) -> None:
-        with self._lock:
-            try:
-                self._keep_time_until_closed()
-            except Exception as error:  # without the clock no wait would end
-                logger.exception("the clock of the elastic job")
-                reason = f"the rendezvous server has failed: {error!r}"
-                self._release(reason)
-                self._act(Ended(reason, Failing(reason=reason)))
-                self.on_change()
+    def _clock_failed(self, reason: str) -> None:
+        super()._clock_failed(reason)
+        self._act(Ended(reason, Failing(reason=reason)))
 
-    def _keep_time_until_closed(self) -> None:
-        while not self._closed:
-            now = self._clock()
-            times = (*self._leaving_at.values(), *self._silent_at.values())
-            due = min(self._job.deadline, min(times, default=math.inf))
-            if now < due:
-                self._changed.wait(min(due - now, threading.TIMEOUT_MAX))
-                continue
-            for worker in [worker for worker, at in self._leaving_at.items() if now >= at]:
-                del self._leaving_at[worker]
-                self._tell(Gone(worker, None, "has lost its connection"))
-            for worker in [worker for worker, at in self._silent_at.items() if now >= at]:
-                self._silent_at[worker] = now + self._silent_time
-                if now - due < _LATE:  # otherwise this process did not run, and has not read what arrived meanwhile
-                    self._tell(Silent(worker, self._silent_time))
-            if now >= self._job.deadline:
-                self._tell(TimePassed())
+    def _deadline(self) -> float:
+        return min(self._job.deadline, *self._leaving_at.values(), *self._silent_at.values(), math.inf)
+
+    def _pass_time(self, now: float) -> None:
+        due = self._wakes_at
+        for worker in [worker for worker, at in self._leaving_at.items() if now >= at]:
+            del self._leaving_at[worker]
+            self._tell(Gone(worker, None, "has lost its connection"))
+        for worker in [worker for worker, at in self._silent_at.items() if now >= at]:
+            self._silent_at[worker] = now + self._silent_time
+            if now - due < _LATE:  # otherwise this process did not run, and has not read what arrived meanwhile
+                self._tell(Silent(worker, self._silent_time))
+        if now >= self._job.deadline:
+            self._tell(TimePassed())
 
     def _tell(self, event: Event) -> None:
         """Feed the job, and carry out its actions."""
@@ -393,18 +330,15 @@ class ElasticEpochs:
                     self._act(action)
         if self._news is not before:
             self._news = msgspec.structs.replace(self._news, number=self._news.number + 1)
-            for latch in self._readers:
-                latch.release()
-            self._readers.clear()
+            self._waiters.release(_NEWS)
         if isinstance(event, Gone):
             self._forget(event.worker)
-        self._changed.notify()
-        self.on_change()
+        self._wake_by(self._job.deadline)
+        self._note_change()
 
     def _answer(self, worker: str, answer: elastic.Reply) -> None:
         self._answers[worker] = elastic.REPLY.encode(answer)
-        for latch in self._waiting.pop(worker, ()):
-            latch.release()
+        self._waiters.release(worker)
 
     def _forget(self, worker: str) -> None:
         self._infos.pop(worker, None)
@@ -418,32 +352,12 @@ class ElasticEpochs:
         """Reply to these members of an epoch."""
         if self._topology[0] != assignment.epoch:
             self.on_formed(assignment.epoch)
-            self._topology = assignment.epoch, messages.pack_topology(self._topology_of(assignment))
+            infos = [self._infos[member.worker] for member in assignment.members]
+            self._topology = assignment.epoch, messages.pack_topology(topology_of(assignment, infos))
         new = [rank for rank, member in enumerate(assignment.members) if member.worker in assignment.fresh]
         for worker in workers:
             rank = assignment.ranks[worker]
             self._answer(worker, elastic.Formed(rank, self._topology[1], assignment.root, assignment.everyone, new))
-
-    def _topology_of(self, assignment: Assignment) -> Topology:
-        infos = [self._infos[member.worker] for member in assignment.members]
-        numbers = {name: number for number, (name, _) in enumerate(assignment.slots)}
-        hosts = []
-        for name, _ in assignment.slots:
-            here = [info for member, info in zip(assignment.members, infos, strict=True) if member.home == name]
-            identities = {info.host_identity for info in here}
-            hosts.append(
-                Host(
-                    name if self.rules.launched else here[0].host_name,
-                    # Workers that a launcher put on one host but that disagree about its identity share no memory.
-                    identities.pop() if len(identities) == 1 else "",
-                    tuple(dict.fromkeys(info.address for info in here)),
-                )
-            )
-        workers = [
-            Worker(rank, numbers[member.home], member.local_rank, info.pid, info.address, info.port)
-            for rank, (member, info) in enumerate(zip(assignment.members, infos, strict=True))
-        ]
-        return Topology(assignment.epoch, tuple(hosts), tuple(workers), *control_tree(infos))
 
 
 def _info(data: dict[str, Any]) -> WorkerInfo:

@@ -1,11 +1,11 @@
-"""Epochs in which workers register: the waiting around the pure Membership.
+"""The epochs of a job at the server: the waiting, the clock and the answers around a pure decision about its workers.
 
-Every worker that registers waits here until the last one registers, the epoch's deadline passes, the server stops, or
-its own timeout expires. The deadline belongs to the epoch, so all waiting workers learn at the same time and in the
-same words that one is missing, and no late worker starts to wait alone. The deadline moves with each worker that
-registers, as long as there are more than ever before: a hundred workers on two cores import one after the other, and
-the last may register long after the first. But a worker that is restarted again and again does not keep the others
-waiting.
+``Epochs`` is the common part of both kinds of jobs. ``FixedEpochs`` is a job whose workers may not change: it has a
+single epoch, which the pure ``Membership`` decides. ``hvdgloo.rendezvous._server.elastic`` is an elastic one.
+
+Every worker that registers in a fixed job waits here until the last one registers, the epoch's deadline passes, the
+server stops, or its own timeout expires. The deadline belongs to the epoch, so all waiting workers learn at the same
+time and in the same words that one is missing, and no late worker starts to wait alone.
 
 After a failed start, an epoch with a launcher stays failed: the launcher ends the job. Without a launcher it starts
 again, since the workers' starter (Kubernetes, Slurm) will start them again.
@@ -13,17 +13,22 @@ again, since the workers' starter (Kubernetes, Slurm) will start them again.
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hvdgloo.rendezvous import _messages as messages
-from hvdgloo.rendezvous._server.membership import Membership, NotAcceptedError
-from hvdgloo.rendezvous._server.pauses import Pause, Steps
-from hvdgloo.rendezvous._store import Latch
+from hvdgloo.rendezvous._server.membership import Membership, NotAcceptedError, State
+from hvdgloo.rendezvous._server.pauses import Steps, Waiters
 from hvdgloo.rendezvous._worker_info import WorkerInfo
+
+logger = logging.getLogger(__name__)
 
 
 class UnknownEpochError(Exception):
@@ -40,151 +45,59 @@ class StoppingError(Exception):
 
 @dataclass(frozen=True)
 class NotYet:
-    """The caller's timeout expired first: registering again continues the wait.
+    """The caller's timeout expired first: asking again continues the wait.
 
     Attributes:
-        summary: the workers that have registered, in words.
-        idle: seconds since the number of workers last reached a new maximum.
+        summary: reason of the wait, in words.
+        idle: seconds since the number of workers of a fixed job last reached a new maximum; None in an elastic job.
     """
 
     summary: str
-    idle: float
+    idle: float | None = None
 
 
-@dataclass(frozen=True)
-class Placed:
-    """The caller's rank, and the packed topology, which is the same bytes for all."""
-
-    rank: int
-    topology: bytes
-
-
-@dataclass
-class _Round:
-    """One attempt to gather an epoch's workers."""
-
-    membership: Membership
-    started: float | None = None
-    deadline: float = 0.0
-    most: int = 0
-    waiting: dict[str, list[Latch]] = field(default_factory=dict)
-    topology: bytes | None = None
-    ranks: dict[str, int] = field(default_factory=dict)
-    completed_after: float = 0.0
-    failure: str = ""
-
-    @property
-    def state(self) -> str:
-        return "failed" if self.failure else "complete" if self.topology is not None else "gathering"
-
-    def placed(self, client: str) -> Placed | None:
-        return None if self.topology is None else Placed(self.ranks[client], self.topology)
-
-    def release(self) -> None:
-        """Wake one waiting thread, which wakes the next one: a thousand threads woken at once would compete for the
-        interpreter.
-        """
-        for latches in self.waiting.values():
-            for latch in latches:
-                latch.release()
-                return
-
-
-class Epochs:
-    """All epochs of one server. Thread-safe.
+class Epochs(ABC):
+    """The epochs of one job. Thread-safe.
 
     Args:
-        start_timeout: seconds without a further worker after which an epoch fails.
+        start_timeout: seconds without a further worker after which a start fails.
         clock: monotonic seconds.
+
+    Attributes:
+        last_failure: reason of the last failed start of a fixed job; empty if none has failed.
+        on_formed: called with the number of each epoch of an elastic job before its members get their replies; under
+            the lock. Set by the server at its start.
     """
 
-    def __init__(self, start_timeout: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, start_timeout: float, clock: Callable[[], float]) -> None:
         self.start_timeout = start_timeout
+        self.last_failure = ""
+        self.on_formed: Callable[[int], None] = lambda epoch: None
         self._clock = clock
         self._lock = threading.Lock()
+        self._waiters = Waiters(self._lock)
         self._changed = threading.Condition(self._lock)
         self._changes = 0
-        self._rounds: dict[int, _Round] = {}
+        self._timer = threading.Condition(self._lock)  # wakes the clock's thread
+        self._wakes_at = -math.inf
         self._closed = ""
-        self._last_failure = ""
+        self._thread: threading.Thread | None = None
 
-    def open(self, epoch: int, *, size: int | None = None, hosts: Sequence[tuple[str, int]] | None = None) -> None:
-        """Let workers register for an epoch.
-
-        Raises:
-            ValueError: it is open already, or has no workers.
-        """
-        membership = Membership(epoch, size=size, hosts=hosts)
-        with self._lock:
-            if epoch in self._rounds:
-                raise ValueError(f"epoch {epoch} is already open")
-            self._rounds[epoch] = _Round(membership)
-
-    def register(self, epoch: int, client: str, info: WorkerInfo, *, timeout: float) -> Steps[Placed | NotYet]:
-        """Admit a worker and wait for the others.
-
-        If its client hangs up meanwhile, the worker loses its place, so that a restarted one finds it free.
-
-        Args:
-            epoch: number of the epoch.
-            client: id of the worker's client; the same client gets the same answer again.
-            info: the worker's description of itself.
-            timeout: seconds to wait here.
-
-        Raises:
-            UnknownEpochError, EpochFailedError, StoppingError, NotAcceptedError: as each of them says.
-        """
-        latch = Latch()
-        with self._lock:
-            current = self._join(epoch, client, info)
-            placed = current.placed(client)
-            if placed is not None:
-                return placed
-            current.waiting.setdefault(client, []).append(latch)
-        gone = False
-
-        def hang_up() -> None:
-            nonlocal gone
-            gone = True
-            latch.release()
-
-        until = self._clock() + timeout
-        try:
-            # The deadline has moved if others registered meanwhile.
-            while not (yield Pause(latch, min(until, current.deadline) - self._clock(), hang_up)):
-                if self._clock() >= min(until, current.deadline):
-                    break
-        finally:
-            with self._lock:
-                self._stop_waiting(current, client, latch, gone)
-        with self._lock:
-            placed = current.placed(client)
-            if placed is not None:
-                return placed
-            if not current.failure and self._clock() >= current.deadline:
-                self._fail(epoch, current, self._too_late(current))
-            if current.failure:
-                raise EpochFailedError(current.failure)
-            if self._closed:
-                raise StoppingError(self._closed)
-            return NotYet(current.membership.summary(), self._clock() - (current.deadline - self.start_timeout))
-
-    def client_left(self, client: str) -> None:
-        """Free the places of a client without connections, in every epoch that has not started."""
-        with self._lock:
-            for current in self._rounds.values():
-                if current.topology is None and client not in current.waiting:
-                    self._leave(current, client)
+    def start(self) -> None:
+        """Keep the time on a thread of its own, until ``close``."""
+        self._thread = threading.Thread(target=self._keep_time, name="hvdgloo-rendezvous-clock", daemon=True)
+        self._thread.start()
 
     def close(self, reason: str) -> None:
-        """Release all waiters with a StoppingError."""
+        """Release all waiters with a StoppingError, and end the thread."""
         with self._lock:
-            self._closed = reason
-            for current in self._rounds.values():
-                current.release()
+            self._release(reason)
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def wait_for_change(self, seen: int, timeout: float) -> int:
-        """Wait until workers arrive or leave, or an epoch fails, after the last call.
+        """Wait until workers arrive or leave, or an epoch changes in another way, after the last call.
 
         Args:
             seen: result of the last call; -1 returns at once.
@@ -202,137 +115,202 @@ class Epochs:
         with self._lock:
             self._note_change()
 
-    def last_failure(self) -> str:
-        """Return the reason of the last failed attempt; empty if none has failed."""
-        with self._lock:
-            return self._last_failure
+    def client_came(self, client: str) -> None:  # noqa: B027 - a fixed job waits for a worker's request
+        """Note that a client, perhaps a worker's, has a connection."""
 
-    def status(self, connected: Callable[[str], bool]) -> list[dict[str, Any]]:
-        """Return the epochs' part of ``/v1/status``, as JSON values; ``connected`` tells if a client is connected."""
-        with self._lock:
-            return [self._describe(epoch, current, connected) for epoch, current in sorted(self._rounds.items())]
+    @abstractmethod
+    def client_left(self, client: str) -> None:
+        """Note that a client has no connection left."""
+
+    @abstractmethod
+    def status(self, connected: Callable[[str], bool]) -> dict[str, Any]:
+        """Return the job's part of ``/v1/status``, as JSON values; ``connected`` tells if a client is connected."""
 
     def workers_in(self) -> dict[int, tuple[int, int]]:
-        """Return (registered workers, expected workers) by epoch."""
-        with self._lock:
-            return {e: (r.membership.arrived, r.membership.size) for e, r in self._rounds.items()}
+        """Return (registered workers, expected workers) by epoch of a fixed job."""
+        return {}
 
-    def _join(self, epoch: int, client: str, info: WorkerInfo) -> _Round:
-        if self._closed:
-            raise StoppingError(self._closed)
-        current = self._rounds.get(epoch)
-        if current is None:
-            known = ", ".join(str(number) for number in sorted(self._rounds)[-8:])
-            raise UnknownEpochError(f"there is no epoch {epoch}; open: {known}")
-        if current.started is not None and not current.topology and self._clock() >= current.deadline:
-            # All waiters are gone; none was left to declare the failure.
-            self._fail(epoch, current, self._too_late(current))
-            current = self._rounds[epoch]
-        if current.failure:
-            raise EpochFailedError(current.failure)
-        membership = current.membership
-        membership.join(client, info)
-        self._note_change()
-        if current.started is None:
-            current.started = self._clock()
-            current.most = 0
-        if membership.arrived > current.most:
-            current.most = membership.arrived
-            current.deadline = self._clock() + self.start_timeout
-        if membership.complete and current.topology is None:
-            self._complete(epoch, current)
-        return current
+    # Below, the caller has the lock.
 
-    def _complete(self, epoch: int, current: _Round) -> None:
-        try:
-            topology, ranks = current.membership.topology()
-        except ValueError as error:
-            self._fail(epoch, current, f"epoch {epoch} cannot start: {error}")
-            raise EpochFailedError(current.failure) from None
-        current.ranks = ranks
-        current.topology = messages.pack_topology(topology)
-        current.completed_after = self._clock() - (current.started or 0.0)
-        current.release()
+    @abstractmethod
+    def _deadline(self) -> float:
+        """Return the time at which to call ``_pass_time``; infinite if time alone changes nothing."""
 
-    def _fail(self, epoch: int, current: _Round, text: str) -> None:
-        current.failure = self._last_failure = text
-        current.release()
-        self._note_change()
-        if current.membership.hosts is None and self._rounds.get(epoch) is current:
-            self._rounds[epoch] = _Round(Membership(epoch, size=current.membership.size))
-
-    def _too_late(self, current: _Round) -> str:
-        membership = current.membership
-        return (
-            f"epoch {membership.epoch} did not start: no further worker came for {self.start_timeout:g} s, and "
-            f"{membership.summary()}. Look at the missing workers' output; if they only need longer, raise the start "
-            "timeout"
-        )
+    @abstractmethod
+    def _pass_time(self, now: float) -> None:
+        """Decide what is due."""
 
     def _note_change(self) -> None:
         self._changes += 1
         self._changed.notify_all()
 
-    def _stop_waiting(self, current: _Round, client: str, latch: Latch, gone: bool) -> None:
-        latches = current.waiting.get(client, [])
-        if latch in latches:
-            latches.remove(latch)
-        if not latches:
-            current.waiting.pop(client, None)
-            if gone:
-                self._leave(current, client)
-        if self._closed or current.state != "gathering":
-            current.release()
+    def _wake_by(self, when: float) -> None:
+        """Have the clock's thread look at what is due at this time. A deadline that moves away does not wake it."""
+        if when < self._wakes_at:
+            self._timer.notify()
 
-    def _leave(self, current: _Round, client: str) -> None:
-        """Remove a worker, so that its place is free for one started in its stead."""
-        if not current.failure and current.membership.leave(client):
-            self._note_change()
-            if current.membership.arrived == 0:
-                current.started = None  # the epoch's time starts with the first worker that stays
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoppingError(self._closed)
 
-    def _describe(self, epoch: int, current: _Round, connected: Callable[[str], bool]) -> dict[str, Any]:
-        membership = current.membership
-        expected: dict[str, int] = {}
-        for name, slots in membership.hosts or ():
-            expected[name] = expected.get(name, 0) + slots
-        description: dict[str, Any] = {
-            "epoch": epoch,
-            "state": current.state,
-            "expected": membership.size,
-            "arrived": membership.arrived,
-            "summary": current.failure or membership.summary(),
-            "hosts": [
-                {"name": name, "arrived": arrived, "expected": expected.get(name)}
-                for name, arrived in membership.arrived_by_host().items()
-            ],
-            "missing_ranks": membership.missing_ranks(),
-            "workers": [
-                {
-                    "rank": current.ranks.get(each.client, each.info.rank),
-                    "index": each.info.index,
-                    "host": each.info.host_name,
-                    "pid": each.info.pid,
-                    "address": each.info.address,
-                    "port": each.info.port,
-                    "connected": connected(each.client),
-                }
-                for each in membership.registrations
-            ],
-        }
-        if current.topology is not None:
-            description["gathered_in_s"] = round(current.completed_after, 3)
-        elif current.started is not None and not current.failure:
-            description["fails_in_s"] = round(max(0.0, current.deadline - self._clock()), 1)
-        return description
+    def _release(self, reason: str) -> None:
+        self._closed = reason
+        self._waiters.release()
+        self._timer.notify()
+
+    def _clock_failed(self, reason: str) -> None:
+        self.last_failure = reason
+        self._release(reason)
+        self._note_change()
+
+    def _keep_time(self) -> None:
+        with self._lock:
+            try:
+                while not self._closed:
+                    now, self._wakes_at = self._clock(), self._deadline()
+                    if now < self._wakes_at:
+                        self._timer.wait(min(self._wakes_at - now, threading.TIMEOUT_MAX))
+                    else:
+                        self._pass_time(now)
+            except Exception as error:  # without the clock no wait would end
+                logger.exception("the clock of the rendezvous server")
+                self._clock_failed(f"the rendezvous server has failed: {error!r}")
+
+
+class FixedEpochs(Epochs):
+    """The only epoch of a job whose workers may not change: epoch 0, which is open from the start.
+
+    Args:
+        size, hosts: as for ``Membership``.
+
+    Raises:
+        ValueError: as ``Membership`` does.
+    """
+
+    def __init__(
+        self,
+        start_timeout: float,
+        *,
+        size: int | None = None,
+        hosts: Sequence[tuple[str, int]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(start_timeout, clock)
+        self._begin = partial(Membership, 0, size=size, hosts=hosts, start_timeout=start_timeout)
+        self._current = self._begin()
+        self._topology = b""
+
+    def register(self, epoch: int, client: str, info: WorkerInfo, *, timeout: float) -> Steps[bytes | NotYet]:
+        """Admit a worker and wait for the others.
+
+        Args:
+            epoch: number of the epoch.
+            client: id of the worker's client; the same client gets the same answer again.
+            info: the worker's description of itself.
+            timeout: seconds to wait here.
+
+        Returns:
+            the worker's rank and the topology, encoded.
+
+        Raises:
+            UnknownEpochError, EpochFailedError, StoppingError, NotAcceptedError: as each of them says.
+        """
+        with self._lock:
+            self._check_open()
+            if epoch != 0:
+                raise UnknownEpochError(f"there is no epoch {epoch}; open: 0")
+            self._pass_time(self._clock())  # the deadline, if the clock's thread has not done so yet
+            current = self._current
+            current.join(client, info, self._clock())
+            self._settle()
+            if current.state is not State.GATHERING:
+                return self._answer(current, client)
+            waiting = self._waiters.wait(client, timeout)
+        yield from waiting
+        with self._lock:
+            return self._answer(current, client)
+
+    def client_left(self, client: str) -> None:
+        """Free the place of a worker without connections, unless the epoch has started."""
+        with self._lock:
+            if self._current.leave(client):
+                self._note_change()
+
+    def workers_in(self) -> dict[int, tuple[int, int]]:
+        """Return (registered workers, expected workers) by epoch."""
+        with self._lock:
+            return {self._current.epoch: (self._current.arrived, self._current.size)}
+
+    def status(self, connected: Callable[[str], bool]) -> dict[str, Any]:
+        """Return the epoch as ``/v1/status`` shows it."""
+        with self._lock:
+            current, expected = self._current, self._current.expected_by_host()
+            description: dict[str, Any] = {
+                "epoch": current.epoch,
+                "state": current.state.value,
+                "expected": current.size,
+                "arrived": current.arrived,
+                "summary": current.failure or current.summary(),
+                "hosts": [
+                    {"name": name, "arrived": arrived, "expected": expected.get(name)}
+                    for name, arrived in current.arrived_by_host().items()
+                ],
+                "missing_ranks": current.missing_ranks(),
+                "workers": [
+                    {
+                        "rank": current.ranks.get(client, info.rank),
+                        "index": info.index,
+                        "host": info.host_name,
+                        "pid": info.pid,
+                        "address": info.address,
+                        "port": info.port,
+                        "connected": connected(client),
+                    }
+                    for client, info in current.workers.items()
+                ],
+            }
+            if current.state is State.COMPLETE:
+                description["gathered_in_s"] = round(current.gathered_in, 3)
+            elif current.deadline < math.inf:
+                description["fails_in_s"] = round(max(0.0, current.deadline - self._clock()), 1)
+            return {"epochs": [description]}
+
+    def _deadline(self) -> float:
+        return self._current.deadline
+
+    def _pass_time(self, now: float) -> None:
+        if now >= self._current.deadline:
+            self._current.pass_time(now)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Release the workers that wait if the epoch is complete or has failed."""
+        current = self._current
+        if current.state is not State.GATHERING:
+            self._waiters.release()
+        if current.failure:
+            self.last_failure = current.failure
+            if current.hosts is None:
+                self._current = self._begin()
+        self._wake_by(current.deadline)
+        self._note_change()
+
+    def _answer(self, current: Membership, client: str) -> bytes | NotYet:
+        if current.failure:
+            raise EpochFailedError(current.failure)
+        if current.topology is not None and client in current.ranks:
+            self._topology = self._topology or messages.pack_topology(current.topology)
+            return messages.pack_placed(current.ranks[client], self._topology)
+        self._check_open()
+        return NotYet(current.summary(), current.idle(self._clock()))
 
 
 __all__ = [
     "EpochFailedError",
     "Epochs",
+    "FixedEpochs",
     "NotAcceptedError",
     "NotYet",
-    "Placed",
     "StoppingError",
     "UnknownEpochError",
 ]

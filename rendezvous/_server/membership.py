@@ -1,23 +1,37 @@
-"""Registrations in, ranks and topology out. Pure: no clock, no lock, no socket.
+"""The workers of a job whose number may not change: registrations in, ranks and topology out. Pure, like the elastic
+job: it uses no clock, lock or socket, and times are the caller's.
 
-An epoch is one generation of the job's membership. Its Membership knows which workers are expected, admits them, and
-assigns the ranks once all have registered:
+::
+
+                all have registered
+    GATHERING ----------------------> COMPLETE
+        |
+        | no further worker for too long, or ranks that cannot be
+        +------------------------------------------------------> FAILED
+
+The Membership knows which workers are expected, admits them, and assigns the ranks once all have registered:
 
 * **with a launcher** the slots are known: ``hosts`` has the number of workers of each host, and each worker brings its
   rank.
 * **without one** only the number is known. Workers with the same host identity form a host. Hosts are in order of their
   first worker's arrival, and so are a host's workers; if workers bring an index, the lower index goes first instead.
+
+The deadline moves with each worker that registers, as long as there are more than ever before: a hundred workers on two
+cores import one after the other, and the last may register long after the first. But a worker that is restarted again
+and again does not keep the others waiting.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from hvdgloo.rendezvous._elastic.assignment import Assignment, Candidate, choose
 from hvdgloo.rendezvous._worker_info import WorkerInfo, control_tree, started_by
-from hvdgloo.topology import Host, Topology, Worker, abbreviated, fill, ranges
+from hvdgloo.topology import Host, Topology, Worker, abbreviated, ranges
 
 
 class NotAcceptedError(Exception):
@@ -29,13 +43,12 @@ class NotAcceptedError(Exception):
         self.taken = taken
 
 
-@dataclass(frozen=True)
-class RegisteredWorker:
-    """An admitted worker: its client id, its description of itself, and the number of its arrival."""
+class State(enum.Enum):
+    """The state of a Membership."""
 
-    client: str
-    info: WorkerInfo
-    arrival: int
+    GATHERING = "gathering"
+    COMPLETE = "complete"
+    FAILED = "failed"
 
 
 class Membership:
@@ -45,12 +58,28 @@ class Membership:
         epoch: number of the epoch.
         size: number of expected workers, without a launcher.
         hosts: (name, slots) in order, with a launcher. Exactly one of ``size`` and ``hosts`` is given.
+        start_timeout: seconds without a further worker after which the epoch fails.
+
+    Attributes:
+        workers: the admitted workers by client, in order of arrival.
+        state: present state.
+        failure: reason of the failure, which names the workers that are missing; empty if it has not failed.
+        topology: the topology; None unless complete.
+        ranks: rank by client; empty unless complete.
+        gathered_in: seconds from the first worker's arrival to the last one's; 0 unless complete.
 
     Raises:
-        ValueError: neither or both are given, or there is no slot.
+        ValueError: neither or both of ``size`` and ``hosts`` are given, or there is no slot.
     """
 
-    def __init__(self, epoch: int, *, size: int | None = None, hosts: Sequence[tuple[str, int]] | None = None) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        *,
+        size: int | None = None,
+        hosts: Sequence[tuple[str, int]] | None = None,
+        start_timeout: float = math.inf,
+    ) -> None:
         if (size is None) == (hosts is None):
             raise ValueError("an epoch needs either the number of workers (size) or the hosts with their slots (hosts)")
         self.epoch = epoch
@@ -62,72 +91,92 @@ class Membership:
         if size is None or size < 1:
             raise ValueError(f"an epoch needs at least one worker, not {size}")
         self.size = size
-        self._places = self._fill()
-        self._registrations: dict[str, RegisteredWorker] = {}
-        self._slots: dict[int, str] = {}  # rank or index to the client that has it
-        self._arrivals = 0
+        self.start_timeout = start_timeout
+        self.workers: dict[str, WorkerInfo] = {}
+        self.state = State.GATHERING
+        self.failure = ""
+        self.topology: Topology | None = None
+        self.ranks: dict[str, int] = {}
+        self.gathered_in = 0.0
+        self._host_of = [host for host, (_, slots) in enumerate(self.hosts or ()) for _ in range(slots)]  # by rank
+        self._claims: dict[int, str] = {}  # rank or index to the client that has it
+        self._most = 0
+        self._began_at = self._progress_at = 0.0
 
     @property
     def arrived(self) -> int:
-        return len(self._registrations)
+        return len(self.workers)
 
     @property
-    def complete(self) -> bool:
-        return len(self._registrations) == self.size
+    def deadline(self) -> float:
+        """Time at which it fails unless a further worker registers; infinite if there is no worker, or none is missing.
 
-    @property
-    def registrations(self) -> tuple[RegisteredWorker, ...]:
-        """All admitted workers, in order of arrival."""
-        return tuple(self._registrations.values())
+        So the epoch's time starts with the first worker that stays.
+        """
+        waits = self.state is State.GATHERING and self.workers
+        return self._progress_at + self.start_timeout if waits else math.inf
 
-    def join(self, client: str, info: WorkerInfo) -> None:
-        """Admit a worker. The same client may repeat the call.
+    def idle(self, now: float) -> float:
+        """Return the seconds since the number of workers last reached a new maximum."""
+        return now - self._progress_at
+
+    def join(self, client: str, info: WorkerInfo, now: float) -> None:
+        """Admit a worker; with the last one the epoch is complete, or fails. The same client may repeat the call.
+
+        A failed epoch admits none: all are told of the failure.
 
         Raises:
             NotAcceptedError: it brings no rank although ranks are known, a rank out of range, or another client's rank,
                 or the epoch is full.
         """
-        registration = self._registrations.get(client)
-        if registration is not None:
-            if registration.info != info:
+        if self.state is State.FAILED:
+            return
+        known = self.workers.get(client)
+        if known is not None:
+            if known != info:
                 raise NotAcceptedError("this client has already registered as another worker", taken=True)
             return
-        slot = self._slot(info)
-        if slot is not None and slot in self._slots:
-            other = self._registrations[self._slots[slot]].info
-            what = "rank" if info.rank is not None else "index"
-            raise NotAcceptedError(
-                started_by(other, info, f"{what} {slot}")
-                or f"{what} {slot} of epoch {self.epoch} is taken by pid {other.pid} on host {other.host_name}; "
-                f"two workers were started with the same {what}, or this one was started again",
-                taken=True,
-            )
-        if self.complete:
-            for each in self.registrations:
-                if own := started_by(each.info, info, "a worker"):
+        claim = self._claim(info)
+        if self.arrived == self.size:
+            for other in self.workers.values():
+                if own := started_by(other, info, "a worker"):
                     raise NotAcceptedError(own, taken=True)
             raise NotAcceptedError(f"epoch {self.epoch} is complete: {self.summary()}", taken=True)
-        self._registrations[client] = RegisteredWorker(client, info, self._arrivals)
-        self._arrivals += 1
-        if slot is not None:
-            self._slots[slot] = client
+        if not self.workers:
+            self._began_at, self._most = now, 0
+        self.workers[client] = info
+        if claim is not None:
+            self._claims[claim] = client
+        if self.arrived > self._most:
+            self._most, self._progress_at = self.arrived, now
+        if self.arrived == self.size:
+            self._complete(now)
 
     def leave(self, client: str) -> bool:
-        """Forget a worker that left before all had registered; return False if it had not, or if it is too late."""
-        if self.complete or client not in self._registrations:
+        """Forget a worker that left before all had registered, so that its place is free for one started in its stead.
+
+        Returns:
+            False if it had not registered, or if it is too late.
+        """
+        if self.state is not State.GATHERING or client not in self.workers:
             return False
-        del self._registrations[client]
-        self._slots = {slot: other for slot, other in self._slots.items() if other != client}
+        claim = _number(self.workers.pop(client))
+        if claim is not None:
+            del self._claims[claim]
         return True
 
-    def clear(self) -> None:
-        """Forget all workers, to start again."""
-        self._registrations.clear()
-        self._slots.clear()
+    def pass_time(self, now: float) -> None:
+        """Fail if the deadline has passed."""
+        if now >= self.deadline:
+            self._fail(
+                f"epoch {self.epoch} did not start: no further worker came for {self.start_timeout:g} s, and "
+                f"{self.summary()}. Look at the missing workers' output; if they only need longer, raise the start "
+                "timeout"
+            )
 
     def missing_ranks(self) -> list[int]:
         """Return the ranks that have not registered; empty without a launcher, since they are not known then."""
-        return [] if self.hosts is None else [rank for rank in range(self.size) if rank not in self._slots]
+        return [] if self.hosts is None else [rank for rank in range(self.size) if rank not in self._claims]
 
     def arrived_by_host(self) -> dict[str, int]:
         """Return the number of admitted workers by host name, hosts in order; a host without any has 0.
@@ -135,21 +184,25 @@ class Membership:
         Without a launcher, hosts of one name but several identities are distinguished by the start of the identity.
         """
         if self.hosts is not None:
-            counts = Counter(self._places[rank][0] for rank in self._slots)
+            counts = Counter(self._host_of[rank] for rank in self._claims)
             return _summed((name, counts[host]) for host, (name, _) in enumerate(self.hosts))
         identities: dict[str, str] = {}
-        for registration in self.registrations:
-            identities.setdefault(registration.info.host_identity, registration.info.host_name)
+        for info in self.workers.values():
+            identities.setdefault(info.host_identity, info.host_name)
         names = Counter(identities.values())
-        counts_by_identity = Counter(registration.info.host_identity for registration in self.registrations)
+        counts_by_identity = Counter(info.host_identity for info in self.workers.values())
         return {
             name if names[name] == 1 else f"{name} [{identity[:6]}]": counts_by_identity[identity]
             for identity, name in identities.items()
         }
 
+    def expected_by_host(self) -> dict[str, int]:
+        """Return the number of expected workers by host name; empty without a launcher."""
+        return _summed(self.hosts or ())
+
     def summary(self) -> str:
         """Describe the number of admitted workers, their hosts, and the missing ranks, for errors and for people."""
-        expected = _summed(self.hosts) if self.hosts is not None else {}
+        expected = self.expected_by_host()
         parts = [
             f"{name} {arrived} of {expected[name]}" if name in expected else f"{name} {arrived}"
             for name, arrived in self.arrived_by_host().items()
@@ -162,84 +215,95 @@ class Membership:
             text += f"; missing: rank {ranges(missing)}"
         return text
 
-    def topology(self) -> tuple[Topology, dict[str, int]]:
-        """Build the topology, once ``complete``.
-
-        Returns:
-            the topology, and the rank of each client.
-
-        Raises:
-            ValueError: workers without a launcher brought ranks that do not fill hosts one after the other.
-        """
-        if not self.complete:
-            raise ValueError(f"epoch {self.epoch} is not complete: {self.summary()}")
-        groups = self._groups()
-        hosts: list[Host] = []
-        workers: list[Worker] = []
-        ranks: dict[str, int] = {}
-        for index, (name, registrations) in enumerate(groups):
-            identities = {registration.info.host_identity for registration in registrations}
-            addresses = tuple(dict.fromkeys(registration.info.address for registration in registrations))
-            # Workers that a launcher put on one host but that disagree about its identity share no memory.
-            hosts.append(Host(name, identities.pop() if len(identities) == 1 else "", addresses))
-            for local_rank, registration in enumerate(registrations):
-                rank, info = len(workers), registration.info
-                if info.rank is not None and info.rank != rank:
-                    raise ValueError(
-                        f"rank {info.rank} is on host {info.host_name}, but ranks must fill hosts one after the other: "
-                        f"by that order it would be rank {rank}. Number the workers of each host consecutively, or "
-                        "leave out their ranks and let the rendezvous server choose"
-                    )
-                workers.append(Worker(rank, index, local_rank, info.pid, info.address, info.port))
-                ranks[registration.client] = rank
-        infos = [registration.info for _, registrations in groups for registration in registrations]
-        return Topology(self.epoch, tuple(hosts), tuple(workers), *control_tree(infos)), ranks
-
-    def _fill(self) -> list[tuple[int, int]]:
-        if self.hosts is None:
-            return []
-        names, slots = [name for name, _ in self.hosts], [count for _, count in self.hosts]
-        return fill(names, slots, self.size)
-
-    def _slot(self, info: WorkerInfo) -> int | None:
-        """Return the worker's own claim to a place: a rank, an index, or None."""
+    def _claim(self, info: WorkerInfo) -> int | None:
+        """Return a new worker's claim to a place: a rank, an index, or None."""
         if self.hosts is not None and info.rank is None:
             raise NotAcceptedError(
                 f"a launcher knows the ranks of epoch {self.epoch}, but this worker brings none (HVDGLOO_RANK)"
             )
         if info.rank is not None and info.rank >= self.size:
             raise NotAcceptedError(f"rank {info.rank} does not exist: epoch {self.epoch} has {self.size} workers")
-        kind = _claim(info)
-        for registration in self._registrations.values():
-            if _claim(registration.info) != kind:
-                raise NotAcceptedError(
-                    f"this worker brings {kind}, but others bring {_claim(registration.info)}: set HVDGLOO_RANK, or "
-                    "HVDGLOO_INDEX, for all workers or for none"
+        kind, others = _kind(info), _kind(next(iter(self.workers.values()), info))  # all admitted workers agree
+        if kind != others:
+            raise NotAcceptedError(
+                f"this worker brings {kind}, but others bring {others}: set HVDGLOO_RANK, or HVDGLOO_INDEX, for all "
+                "workers or for none"
+            )
+        claim = _number(info)
+        if claim is not None and claim in self._claims:
+            other = self.workers[self._claims[claim]]
+            what = "rank" if info.rank is not None else "index"
+            raise NotAcceptedError(
+                started_by(other, info, f"{what} {claim}")
+                or f"{what} {claim} of epoch {self.epoch} is taken by pid {other.pid} on host {other.host_name}; "
+                f"two workers were started with the same {what}, or this one was started again",
+                taken=True,
+            )
+        return claim
+
+    def _complete(self, now: float) -> None:
+        assignment = choose(self.epoch, [self._candidate(*worker) for worker in enumerate(self.workers.items())])
+        infos = [self.workers[member.worker] for member in assignment.members]
+        for rank, info in enumerate(infos):
+            if info.rank is not None and info.rank != rank:
+                self._fail(
+                    f"epoch {self.epoch} cannot start: rank {info.rank} is on host {info.host_name}, but ranks must "
+                    f"fill hosts one after the other: by that order it would be rank {rank}. Number the workers of "
+                    "each host consecutively, or leave out their ranks and let the rendezvous server choose"
                 )
-            break  # all admitted workers agree, so one of them is enough
-        return info.rank if info.rank is not None else info.index
+                return
+        self.state, self.gathered_in = State.COMPLETE, now - self._began_at
+        self.topology, self.ranks = topology_of(assignment, infos), assignment.ranks
 
-    def _groups(self) -> list[tuple[str, list[RegisteredWorker]]]:
-        """Return the hosts in order: name, and workers in order."""
+    def _candidate(self, arrival: int, worker: tuple[str, WorkerInfo]) -> Candidate:
+        client, info = worker
+        claim = _number(info)
+        order = arrival if claim is None else claim
+        host, name = info.host_identity, info.host_name
         if self.hosts is not None:
-            by_host: list[tuple[str, list[RegisteredWorker]]] = [(name, []) for name, _ in self.hosts]
-            for rank, (host, _) in enumerate(self._places):
-                by_host[host][1].append(self._registrations[self._slots[rank]])
-            return by_host
-        ordered = sorted(self.registrations, key=_order)
-        by_identity: dict[str, list[RegisteredWorker]] = {}
-        for registration in ordered:
-            by_identity.setdefault(registration.info.host_identity, []).append(registration)
-        return [(registrations[0].info.host_name, registrations) for registrations in by_identity.values()]
+            index = self._host_of[order]
+            host, name = str(index), self.hosts[index][0]
+        return Candidate(client, host, order, None, (order, 0), host_name=name)
+
+    def _fail(self, text: str) -> None:
+        self.state, self.failure = State.FAILED, text
 
 
-def _claim(info: WorkerInfo) -> str:
+def topology_of(assignment: Assignment, infos: Sequence[WorkerInfo]) -> Topology:
+    """Return the topology of an epoch of any job.
+
+    Args:
+        infos: the members' descriptions of themselves, by rank.
+    """
+    hosts: dict[str, list[int]] = {}
+    for rank, member in enumerate(assignment.members):
+        hosts.setdefault(member.home, []).append(rank)
+    numbers = {home: number for number, home in enumerate(hosts)}
+    return Topology(
+        assignment.epoch,
+        tuple(
+            Host(
+                assignment.members[ranks[0]].machine or assignment.members[ranks[0]].host_name,
+                # Workers that a launcher put on one host but that disagree about its identity share no memory.
+                infos[ranks[0]].host_identity if len({infos[rank].host_identity for rank in ranks}) == 1 else "",
+                tuple(dict.fromkeys(infos[rank].address for rank in ranks)),
+            )
+            for ranks in hosts.values()
+        ),
+        tuple(
+            Worker(rank, numbers[member.home], member.local_rank, info.pid, info.address, info.port)
+            for rank, (member, info) in enumerate(zip(assignment.members, infos, strict=True))
+        ),
+        *control_tree(infos),
+    )
+
+
+def _kind(info: WorkerInfo) -> str:
     return "a rank" if info.rank is not None else "an index" if info.index is not None else "neither rank nor index"
 
 
-def _order(registration: RegisteredWorker) -> int:
-    claim = registration.info.rank if registration.info.rank is not None else registration.info.index
-    return registration.arrival if claim is None else claim
+def _number(info: WorkerInfo) -> int | None:
+    return info.index if info.rank is None else info.rank
 
 
 def _summed(pairs: Any) -> dict[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -61,6 +62,53 @@ def waited(steps: Steps[T], watch: HangUpWatch) -> T:
     except StopIteration as end:
         answer: T = end.value
         return answer
+
+
+class Waiters:
+    """Requests that wait until they are released, by a name.
+
+    Each of them releases the next one when it continues: a thousand threads that continue at once would compete for the
+    interpreter.
+
+    Args:
+        lock: held by the caller of each method, but not while a wait goes on.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self._waiting: dict[str, list[Latch]] = {}
+        self._released: deque[Latch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def wait(self, name: str, timeout: float) -> Steps[None]:
+        """Return a wait of at most ``timeout`` seconds, which has begun."""
+        latch = Latch()
+        self._waiting.setdefault(name, []).append(latch)
+        return self._wait(name, latch, timeout)
+
+    def release(self, name: str | None = None) -> None:
+        """Release the requests that wait under this name; without a name, all of them."""
+        for each in list(self._waiting) if name is None else [name]:
+            self._released += self._waiting.pop(each, ())
+        self._release_next()
+
+    def _wait(self, name: str, latch: Latch, timeout: float) -> Steps[None]:
+        try:
+            yield Pause(latch, timeout, latch.release)
+        finally:
+            with self._lock:
+                waiting = self._waiting.get(name, [])
+                if latch in waiting:
+                    waiting.remove(latch)
+                    if not waiting:
+                        del self._waiting[name]
+                self._release_next()
+
+    def _release_next(self) -> None:
+        if self._released:
+            self._released.popleft().release()
 
 
 class PausedRequests(Generic[T]):

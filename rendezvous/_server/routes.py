@@ -40,7 +40,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 from hvdgloo._net.codec import Codec
@@ -48,6 +48,7 @@ from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous import _messages as messages
 from hvdgloo.rendezvous._server.epochs import (
     EpochFailedError,
+    FixedEpochs,
     NotAcceptedError,
     NotYet,
     StoppingError,
@@ -164,11 +165,12 @@ def signature_headers(service: Service, environ: Environ, rule: str, status: int
 
 
 def _hello(service: Service, _: Call) -> Reply:
-    return _json({"run": service.run, "version": __version__, "elastic": service.elastic is not None})
+    return _json({"run": service.run, "version": __version__, "elastic": not isinstance(service.epochs, FixedEpochs)})
 
 
 def _register(service: Service, call: Call, epoch: str) -> Steps[Reply]:
-    if service.elastic is not None:
+    epochs = service.epochs
+    if not isinstance(epochs, FixedEpochs):
         raise Refusal(
             409,
             "this job is elastic, and the worker has registered as one of a fixed number. Is an older version of "
@@ -179,10 +181,8 @@ def _register(service: Service, call: Call, epoch: str) -> Steps[Reply]:
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not a worker: {error}") from None
     with service.polling():
-        placed = yield from service.epochs.register(int(epoch), call.client, info, timeout=call.timeout())
-    if isinstance(placed, NotYet):
-        return _json({"reason": placed.summary, "idle": placed.idle}, 202)
-    return Reply(messages.pack_placed(placed.rank, placed.topology))
+        answer = yield from epochs.register(int(epoch), call.client, info, timeout=call.timeout())
+    return _json({"reason": answer.summary, "idle": answer.idle}, 202) if isinstance(answer, NotYet) else Reply(answer)
 
 
 def _next_epoch(service: Service, call: Call) -> Steps[Reply]:
@@ -191,7 +191,7 @@ def _next_epoch(service: Service, call: Call) -> Steps[Reply]:
     epochs, ask = _elastic(service), _read(REGISTER, call.body)
     with service.polling():
         answer = yield from epochs.ask(call.client, ask, timeout=call.timeout())
-    return _json({"reason": answer}, 202) if isinstance(answer, str) else Reply(answer)
+    return _json({"reason": answer.summary}, 202) if isinstance(answer, NotYet) else Reply(answer)
 
 
 def _report(service: Service, call: Call) -> Reply:
@@ -222,9 +222,9 @@ def _observe(service: Service, call: Call) -> Reply:
 
 
 def _elastic(service: Service) -> ElasticEpochs:
-    if service.elastic is None:
+    if isinstance(service.epochs, FixedEpochs):
         raise Refusal(404, "this job is not elastic: its workers are fixed")
-    return service.elastic
+    return cast("ElasticEpochs", service.epochs)
 
 
 def _read(codec: Codec[T], body: bytes) -> T:

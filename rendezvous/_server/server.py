@@ -20,7 +20,7 @@ from hvdgloo._net.tls import Tls
 from hvdgloo.config import format_endpoint
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous import _auth as auth
-from hvdgloo.rendezvous._server.epochs import Epochs
+from hvdgloo.rendezvous._server.epochs import Epochs, FixedEpochs
 from hvdgloo.rendezvous._store import Limits
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ class RendezvousServer:
         if not bind:
             raise ConfigError("a rendezvous server needs at least one address to listen on")
         self._secret = secret
-        self._epochs = Epochs(start_timeout)
         self._request_timeout = request_timeout
         self._limits = limits
         self._tls = tls
@@ -101,11 +100,19 @@ class RendezvousServer:
         self._service: Service | None = None
         self._front: Front | None = None
         self._elastic = elastic
+        self._epochs: Epochs
         if elastic is None:
-            self._open(size, hosts)
+            try:
+                self._epochs = FixedEpochs(start_timeout, size=size, hosts=hosts)
+            except ValueError as error:
+                raise ConfigError(f"rendezvous: {error}") from None
+            self._workers = size if size is not None else sum(slots for _, slots in hosts or ())
+            # Each worker may wait in one request, and in one more that repeats it.
+            self._threads = 2 * self._workers + _SPARE_THREADS
         elif size is not None or hosts is not None:
             raise ConfigError("rendezvous: the workers of an elastic job are not fixed by size or hosts")
         else:
+            self._epochs = elastic
             self._workers = elastic.rules.size
             self._threads = 2 * (elastic.rules.largest or _ELASTIC_WORKERS) + _SPARE_THREADS
 
@@ -153,13 +160,10 @@ class RendezvousServer:
             body_timeout=self._request_timeout,
             limits=self._limits,
             channel=b"" if self._tls is None else self._tls.fingerprint,
-            elastic=self._elastic,
             observed=self._observed,
             page=self._page,
         )
-        if self._elastic is not None:
-            self._elastic.on_change = self._epochs.wake
-            self._elastic.start()
+        self._epochs.start()
         self._front = Front(
             create_app(self._service, _create_pages),
             self._listeners,
@@ -232,7 +236,7 @@ class RendezvousServer:
     @property
     def last_failure(self) -> str:
         """Reason of the last failed start, as its workers were told; empty if none has failed."""
-        return self._epochs.last_failure()
+        return self._epochs.last_failure
 
     def __enter__(self) -> RendezvousServer:
         return self.start()
@@ -247,15 +251,6 @@ class RendezvousServer:
         if self._service is None:
             raise RuntimeError("this rendezvous server has not been started")
         return self._service
-
-    def _open(self, size: int | None, hosts: Sequence[tuple[str, int]] | None) -> None:
-        try:
-            self._epochs.open(0, size=size, hosts=hosts)
-        except ValueError as error:
-            raise ConfigError(f"rendezvous: {error}") from None
-        self._workers = size if size is not None else sum(slots for _, slots in hosts or ())
-        # Each worker may wait in one request, and in one more that repeats it.
-        self._threads = 2 * self._workers + _SPARE_THREADS
 
     def _most_polls(self) -> int:
         """Return the number of requests that may wait, so that others find a thread."""

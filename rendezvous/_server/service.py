@@ -29,7 +29,6 @@ from hvdgloo.version import __version__
 
 if TYPE_CHECKING:
     from hvdgloo._observe.samples import Observation
-    from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 
 MAX_CLIENTS = 1 << 17
 _MAX_GREETED = 1 << 12
@@ -72,8 +71,7 @@ class Service:
 
     Args:
         secret: the job's secret.
-        epochs: epochs in which workers register.
-        elastic: epochs of an elastic job, if it is one.
+        epochs: epochs of the job, which is elastic if they are.
         observed: receives ranks' observations, on any thread; None if the job has no observer.
         page: makes a link to the job's page, on any thread; None if there is none.
         max_polls: returns the number of requests that may wait at a time; further ones are told to try again.
@@ -93,7 +91,6 @@ class Service:
         body_timeout: float,
         limits: Limits,
         channel: bytes = b"",
-        elastic: ElasticEpochs | None = None,
         observed: Callable[[Observation], None] | None = None,
         page: Callable[[], str] | None = None,
     ) -> None:
@@ -103,7 +100,6 @@ class Service:
         self.token = auth.status_token(secret)
         self.run = auth.generate_id()
         self.epochs = epochs
-        self.elastic = elastic
         self.metrics = Metrics(self.epochs.workers_in, self.counts)
         self._max_polls = max_polls
         self.watch = watch
@@ -123,8 +119,7 @@ class Service:
         self.requests_served = 0
         self.refused = Refused()
         self._started = time.monotonic()
-        if elastic is not None:
-            elastic.on_formed = self._forget_epochs
+        epochs.on_formed = self._forget_epochs
 
     def store(self, scope: str) -> MemoryStore:
         """Return the store of a scope; scopes are created when they are first used."""
@@ -227,8 +222,7 @@ class Service:
         if connection.on_close is None:
             with self._lock:
                 self._connected[client] += 1
-            if self.elastic is not None:
-                self.elastic.client_came(client)
+            self.epochs.client_came(client)
             connection.on_close = lambda: self._client_left(client)
 
     def _client_left(self, client: str) -> None:
@@ -238,8 +232,6 @@ class Service:
                 return
             del self._connected[client]
         self.epochs.client_left(client)
-        if self.elastic is not None:
-            self.elastic.client_left(client)
 
     def close(self, reason: str) -> None:
         """End every waiting request with a clear error."""
@@ -247,8 +239,6 @@ class Service:
             self._stopping = reason
             stores = list(self._stores.values())
         self.epochs.close(reason)
-        if self.elastic is not None:
-            self.elastic.close(reason)
         for store in stores:
             store.close(reason)
 
@@ -276,9 +266,8 @@ class Service:
             "run": self.run,
             "uptime_s": round(time.monotonic() - self._started, 3),
             "start_timeout_s": self.epochs.start_timeout,
-            "epochs": self.epochs.status(self._connected.__contains__),
             "store": self.counts(),
-            **({} if self.elastic is None else {"elastic": self.elastic.status()}),
+            **self.epochs.status(self._connected.__contains__),
         }
 
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -18,8 +18,6 @@ from hvdgloo.rendezvous import Alone, ElasticClient, RendezvousClient, Rendezvou
 from hvdgloo.rendezvous._elastic import messages as elastic
 from hvdgloo.rendezvous._elastic.events import Action, Changed, Ended, Gone, HostsListed, Rules, Spawn
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
-from hvdgloo.rendezvous._server.epochs import StoppingError
-from hvdgloo.rendezvous._server.pauses import waited
 from tests.support.elastic_clients import Workers, placed
 from tests.support.rendezvous import SECRET, RawClient, Task, info, until
 
@@ -87,11 +85,6 @@ def test_workers_come_go_and_return(workers: Workers) -> None:
     third = workers.place("b", "c", after=1, serial=6, error="a peer was lost")
     assert time.monotonic() - started < 5
     assert all(placement.everyone and placement.topology.size == 2 for placement in third)
-
-
-def test_who_repeats_a_question_gets_the_same_answer(workers: Workers) -> None:
-    first = workers.place("a", "b")
-    assert placed(workers.ask("b")) == first[1]
 
 
 def test_a_failure_while_connecting_is_news_for_the_others(workers: Workers) -> None:
@@ -294,22 +287,6 @@ def test_a_launcher_feeds_what_it_sees_and_does_what_it_is_told() -> None:
         assert error.fate == "failed"
 
 
-def test_stop_ends_long_polls() -> None:
-    server = RendezvousServer(secret=SECRET, elastic=ElasticEpochs(RULES)).start()
-    with ExitStack() as stack:
-        workers = Workers(server.endpoint, stack)
-        tasks = [workers.ask("a"), Task[object](lambda: workers["b"].news(0, timeout=60))]
-        until(lambda: server.status()["store"]["waiting_requests"] == 2, "both to wait")
-        started = time.monotonic()
-        server.stop()
-        assert time.monotonic() - started < 10  # of the 20 and 60 s for which they would wait
-        for id in ("a", "b"):
-            workers.die(id)  # until then they wait for another server
-        for task in tasks:
-            assert isinstance(task.failure(25), RendezvousError)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("hvdgloo-rendezvous")]
-
-
 @pytest.mark.parametrize("path", ["next?timeout=0", "news?timeout=0", "reports"])
 def test_what_is_no_question_is_refused(server: RendezvousServer, path: str) -> None:
     raw = RawClient(server.endpoint, server.status()["run"])
@@ -363,41 +340,12 @@ def test_nothing_is_kept_of_one_that_has_gone() -> None:
     with RendezvousServer(secret=SECRET, elastic=epochs) as server, ExitStack() as stack:
         workers = Workers(server.endpoint, stack)
         waiting = workers.ask("a")
-        until(lambda: bool(epochs._waiting), "its request to wait")
+        until(lambda: bool(epochs._waiters), "its request to wait")
         workers.die("a")
         with pytest.raises(RendezvousError):
             waiting.result(5)
-        tables = (epochs._clients, epochs._waiting, epochs._connected, epochs._infos, epochs._answers)
+        tables = (epochs._clients, epochs._waiters, epochs._connected, epochs._infos, epochs._answers)
         until(lambda: not any(tables), "it to be forgotten")
-
-
-def test_a_clock_that_fails_ends_all_waits_and_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    broken = threading.Event()
-
-    def clock() -> float:
-        if broken.is_set() and threading.current_thread().name == "hvdgloo-rendezvous-elastic":
-            raise OSError("no time")
-        return time.monotonic()
-
-    actions: list[Action] = []
-    epochs = ElasticEpochs(RULES, act=actions.append, clock=clock)
-    epochs.start()
-    try:
-        listen = elastic.Listen("a", 0, None)
-        reader = Task(lambda: waited(epochs.news("client", listen, timeout=20), lambda hang_up: nullcontext()))
-        until(lambda: bool(epochs._readers), "the reader to wait")
-        broken.set()
-        with epochs._lock:
-            epochs._changed.notify()
-        with pytest.raises(StoppingError, match=r"has failed.*no time"):
-            reader.result(5)
-        assert "the clock of the elastic job" in caplog.text
-        ended = actions[-1]
-        assert isinstance(ended, Ended), "who has started the job is told, too"
-        assert "no time" in ended.text
-        assert ended.failure is not None
-    finally:
-        epochs.close("the test is over")
 
 
 def test_what_members_of_old_epochs_have_stored_goes_and_what_users_have_stays() -> None:

@@ -129,16 +129,6 @@ class TestGathering:
             with pytest.raises(RendezvousTimeoutError, match="missing: rank 2"):
                 clients[2].register(0, info(rank=2), timeout=30)  # too late, and told so at once
 
-    def test_without_a_launcher_the_next_attempt_starts_afresh(self) -> None:
-        with RendezvousServer(secret=SECRET, size=2, start_timeout=0.3) as server, ExitStack() as stack:
-            clients = [stack.enter_context(RendezvousClient(server.endpoint, SECRET)) for _ in range(3)]
-            with pytest.raises(RendezvousTimeoutError, match=r"1 of 2 workers are in \(hosts: h 1\)"):
-                clients[0].register(0, info(), timeout=30)
-            assert "1 of 2" in server.last_failure
-            again = Task(lambda: clients[1].register(0, info(), timeout=30))
-            assert clients[2].register(0, info(), timeout=30).topology.size == 2
-            assert again.result().topology.size == 2
-
     def test_ranks_that_cannot_be_fail_for_all_at_once(self) -> None:
         with RendezvousServer(secret=SECRET, size=3) as server, ExitStack() as stack:
             started = time.monotonic()
@@ -186,10 +176,6 @@ class TestGathering:
         with RendezvousClient(server.endpoint, SECRET) as client, pytest.raises(RendezvousTimeoutError):
             client.register(0, info(rank=1), timeout=0.1)
         until(lambda: server.status()["epochs"][0]["arrived"] == 0, "its place to be free", 2)
-
-    def test_the_same_client_gets_the_same_answer_again(self) -> None:
-        with RendezvousServer(secret=SECRET, size=1) as server, RendezvousClient(server.endpoint, SECRET) as client:
-            assert client.register(0, info(), timeout=5) == client.register(0, info(), timeout=5)
 
     def test_who_is_connected(self) -> None:
         with RendezvousServer(secret=SECRET, size=1) as server:

@@ -33,7 +33,7 @@ from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic import messages as elastic
 from hvdgloo.rendezvous._elastic.events import Gone, Rules
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
-from hvdgloo.rendezvous._server.epochs import NotAcceptedError
+from hvdgloo.rendezvous._server.epochs import NotAcceptedError, NotYet
 from hvdgloo.rendezvous._server.pauses import Steps
 from hvdgloo.runner.cli import config_file
 from hvdgloo.runner.cli.flags import build_parser
@@ -620,7 +620,7 @@ def _telling() -> Iterator[Callable[[tuple[int, str, bytes]], None]]:
     rules = Rules(size=2, smallest=1, launched=False)
     epochs = ElasticEpochs(rules)
 
-    def wait(steps: Steps[bytes | str] | Steps[bytes]) -> None:
+    def wait(steps: Steps[bytes | NotYet] | Steps[bytes]) -> None:
         with contextlib.suppress(StopIteration):
             next(steps)
             steps.send(False)
@@ -637,7 +637,7 @@ def _telling() -> Iterator[Callable[[tuple[int, str, bytes]], None]]:
                 epochs.report(client, elastic.REPORT.decode(data))
             elif kind == 4:
                 wait(epochs.news(client, elastic.LISTEN.decode(data), timeout=0))
-        if kind == 0 or epochs.status()["phase"] in ("over", "failed"):
+        if kind == 0 or epochs.status(bool)["elastic"]["phase"] in ("over", "failed"):
             epochs = ElasticEpochs(rules)
 
     yield read

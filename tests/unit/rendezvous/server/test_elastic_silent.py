@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -34,7 +34,7 @@ class Job:
         self.epochs = ElasticEpochs(
             Rules(size=1, smallest=1, failures_per_host=2), act=self.actions.append, clock=self.clock
         )
-        self._open: list[Steps[bytes]] = []
+        self._open: list[Steps[Any]] = []
         self.epochs.start()
         self.epochs.feed(HostsListed((("h1", 1),)))
         self.member = self.spawned()[0]
@@ -63,7 +63,7 @@ class Job:
         except StopIteration as end:
             answer: T = end.value
             return answer
-        self._open.append(steps)  # type: ignore[arg-type]
+        self._open.append(steps)
         return None
 
     def answered(self) -> bytes:
@@ -85,13 +85,12 @@ class Job:
         while self.clock.now < end:
             self.clock.now += 0.5
             with self.epochs._lock:
-                self.epochs._changed.notify()
+                self.epochs._timer.notify()
             until(self.epochs_are_idle, "the clock of the job to be at rest")
 
     def epochs_are_idle(self) -> bool:
         with self.epochs._lock:
-            due = min((*self.epochs._silent_at.values(), self.epochs._job.deadline))
-        return due > self.clock.now
+            return self.epochs._deadline() > self.clock.now
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
-"""Requests that were put aside go on once each: at their event, or when their time has passed."""
+"""Requests that were put aside go on once each: when they are released, or when their time has passed."""
 
 from __future__ import annotations
 
-from hvdgloo.rendezvous._server.pauses import Pause, PausedRequests
+import threading
+
+from hvdgloo.rendezvous._server.pauses import Pause, PausedRequests, Waiters
 from hvdgloo.rendezvous._store import Latch
 
 
@@ -49,3 +51,50 @@ def test_one_that_is_put_aside_again_meanwhile_goes_on_as_well() -> None:
         if len(seen) == 1:
             paused.put(request, second)
     assert seen == [("a", True), ("a", True)]
+
+
+class Waiting:
+    """Requests that wait, each with its pause and the rest of its steps."""
+
+    def __init__(self, names: str) -> None:
+        self.lock = threading.Lock()
+        self.waiters = Waiters(self.lock)
+        self.steps = [self.waiters.wait(name, 60.0) for name in names]
+        self.latches = [next(steps).latch for steps in self.steps]
+
+    def released(self) -> list[int]:
+        """Those that were released since the last call."""
+        return [number for number, latch in enumerate(self.latches) if latch.wait(0)]
+
+    def goes_on(self, number: int) -> None:
+        assert list(self.steps[number]) == []
+
+
+def test_requests_that_wait_are_released_one_after_the_other() -> None:
+    """Each releases the next one when it continues; a thousand at once would be in each other's way."""
+    waiting = Waiting("abc")
+    waiting.waiters.release()
+    for number in range(3):
+        assert waiting.released() == [number]
+        waiting.goes_on(number)
+    assert not waiting.waiters
+
+
+def test_a_request_whose_time_has_passed_does_not_break_the_chain() -> None:
+    waiting = Waiting("abc")
+    waiting.waiters.release()
+    assert waiting.released() == [0]
+    waiting.goes_on(1)
+    waiting.goes_on(0)
+    assert 2 in waiting.released()
+
+
+def test_only_requests_of_the_name_are_released() -> None:
+    waiting = Waiting("abab")
+    waiting.waiters.release("b")
+    assert waiting.released() == [1]
+    waiting.goes_on(1)
+    assert waiting.released() == [3]
+    waiting.goes_on(3)
+    assert waiting.released() == []
+    assert len(waiting.waiters) == 1
