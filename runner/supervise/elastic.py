@@ -31,8 +31,8 @@ from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.supervise.observers import PlacedWorker, SupervisionObserver
+from hvdgloo.runner.supervise.policy import Policy
 from hvdgloo.runner.supervise.supervisor import Supervisor
-from hvdgloo.runner.supervise.survivors import Survivors
 from hvdgloo.runner.transport.base import Spawner
 
 _LOOK_AGAIN = 0.05  # seconds between looks at a command whose agent has ended
@@ -139,7 +139,6 @@ class ElasticSupervisor(Supervisor):
         ranks: dict[int, int],
     ) -> None:
         super().__init__(spec, spawner, hosts, job_id, observer)
-        self._verdict = Survivors(self.outcome, observer.notice, self._stop_after_failure)
         self._agents.open(required)
         self._entry = entry
         self._ranks = ranks
@@ -157,6 +156,9 @@ class ElasticSupervisor(Supervisor):
         self._machines: dict[str, str] = {}
         self._told_of_machines = self._told_of_load = False
         self.handlers |= {Leaving: self._on_leaving}
+
+    def _policy(self) -> Policy:
+        return Policy(self.outcome, self._observer.notice, self._stop_after_failure)
 
     # From other threads.
 

@@ -1,12 +1,12 @@
-"""The consequences for a job when one of its workers ends.
+"""The consequences for a job when one of its workers ends: none for the others.
 
-``first_failure`` has those for a job of a fixed size, ``survivors`` those for an elastic one.
+That is the policy of elastic jobs, which decide themselves who continues. ``first_failure`` has the rule that jobs of a
+fixed size add.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 
 from hvdgloo.runner.job.outcome import Failure, JobOutcome, describe_status
@@ -19,7 +19,7 @@ def describe_end(frame: Exited) -> str:
     return describe_status(frame.status) + (f"; {frame.account}" if frame.account else "")
 
 
-class Policy(ABC):
+class Policy:
     """The running workers, and what follows from their ends.
 
     Args:
@@ -42,9 +42,9 @@ class Policy(ABC):
         self._stop = stop
 
     @property
-    @abstractmethod
     def over(self) -> bool:
-        """True if no worker runs, and none will be started."""
+        """True if no worker runs, and none will be started: until the end is decided, others may follow."""
+        return self.settled and not self.running
 
     @property
     def next(self) -> float | None:
@@ -80,9 +80,11 @@ class Policy(ABC):
         """Record the loss of workers with their host: nothing will report their ends."""
         self.running.difference_update(numbers)
 
-    @abstractmethod
     def fail(self, failure: Failure) -> None:
-        """End the job, which cannot continue."""
+        """End the job, which cannot continue, whichever workers are left."""
+        if not self.settled:
+            self._outcome.first = failure
+            self._stop()
 
     def keep_time(self, now: float) -> None:
         """Do what is due. Called in each turn of the loop."""

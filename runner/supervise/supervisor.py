@@ -93,9 +93,7 @@ class Supervisor:
         self._spawner = spawner
         self._observer = observer
         self._loop = EventLoop()
-        self._verdict: Policy = Verdict(
-            self.outcome, observer.notice, self._stop_after_failure, self.notice_unless_over, observer.culprit
-        )
+        self._verdict = self._policy()
         self._agents = Agents(spec, spawner, hosts, job_id, self._loop, self)
         self._last_beat = time.monotonic()
         self._hard_deadline: float | None = None
@@ -127,6 +125,12 @@ class Supervisor:
         self._run(self._nothing_left)
         self._agents.close()
         self._loop.close()
+
+    def _policy(self) -> Policy:
+        observer = self._observer
+        return Verdict(
+            self.outcome, observer.notice, self._stop_after_failure, self.notice_unless_over, observer.culprit
+        )
 
     # The steps of a job, in the order in which launch calls them.
 
