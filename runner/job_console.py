@@ -21,13 +21,10 @@ def open_console(
     console = Console(
         stdout=around.stdout,
         stderr=around.stderr,
-        timestamps=spec.output.timestamps,
+        options=spec.output,
         interactive=spec.stdin_rank,
-        shown=spec.output.log_ranks,
-        prefix=spec.output.prefix,
         quiet=around.quiet,
         news=around.news,
-        backlog=spec.output.backlog,
         rank_of=rank_of,
     )
     try:
@@ -42,4 +39,4 @@ def expect(console: Console, spec: LaunchSpec, np: int, *, again: bool = False) 
     """Prepare for the output of ``np`` workers; ``again`` if they were started before."""
     if spec.output.directory is not None:
         reserve_descriptors(2 * np, "this launcher", f"the output files of {np} workers")
-    console.expect(np, spec.output.directory, again=again)
+    console.expect(np, again=again)

@@ -14,7 +14,7 @@ import stat
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -28,6 +28,7 @@ from hvdgloo.runner.console.lines import Lines, Screen, Source
 from hvdgloo.runner.console.tracebacks import Piece, Tracebacks
 from hvdgloo.runner.console.writer import DescriptorTarget, FileTarget, Target, TextTarget, Writer, is_broken_pipe
 from hvdgloo.runner.job.outcome import named_culprit
+from hvdgloo.runner.job.spec import Output
 from hvdgloo.runner.protocol.frames import STDERR, STDOUT
 from hvdgloo.topology import ranges
 
@@ -56,13 +57,10 @@ class Console:
 
     Args:
         stdout, stderr: receive the workers' lines; the launcher's own notices go to ``stderr``.
-        timestamps: precede every line with the time.
+        options: the user's options. Files contain the output of all ranks.
         interactive: the rank whose unfinished lines (prompts) are shown at once.
-        shown: the ranks whose output is shown; None for all. The files contain the output of all ranks.
-        prefix: begin every line with its rank and stream.
         quiet: suppress notices.
         news: report changes among the workers, even if notices are suppressed.
-        backlog: bytes of unwritten output beyond which workers should get no more credit; None for no limit.
         rank_of: returns a worker's rank, given its number.
 
     Attributes:
@@ -76,21 +74,15 @@ class Console:
         *,
         stdout: TextIO,
         stderr: TextIO,
-        timestamps: bool = False,
+        options: Output = Output(),  # noqa: B008 - it never changes
         interactive: int | None = None,
-        shown: Collection[int] | None = None,
-        prefix: bool = True,
         quiet: bool = False,
         news: bool = True,
-        backlog: int | None = None,
         rank_of: Callable[[int], int] = lambda number: number,
     ) -> None:
         self._rank_of = rank_of
-        self._backlog = backlog
-        self._timestamps = timestamps
+        self._options = options
         self._interactive = interactive
-        self._shown = shown
-        self._prefixed = prefix
         self._quiet = quiet
         self._news = news or not quiet
         self.on_broken: Callable[[], None] = lambda: None
@@ -108,7 +100,6 @@ class Console:
         self._terminal = _descriptor(stderr)
         self._files: Writer | None = None
         self._file_list: list[FileTarget] = []
-        self._directory: str | None = None
         self._size = 0
         self._file_index: dict[tuple[int, int], int] = {}
         # If both lead to one place, one thread writes them and lines keep their order; otherwise neither waits for the
@@ -123,18 +114,17 @@ class Console:
 
     # From the supervisor.
 
-    def expect(self, size: int, directory: str | None = None, *, again: bool = False) -> None:
+    def expect(self, size: int, *, again: bool = False) -> None:
         """Prepare for the output of ``size`` workers.
 
         Args:
-            directory: for per-rank files; None for no files.
             again: append to the files, which contain the output of the same ranks before their restart.
 
         Raises:
             LaunchError: the directory cannot be written to.
         """
-        files = _open_files(directory, range(size), size, again=again)
-        self._directory, self._size = directory, size
+        files = _open_files(self._options.directory, range(size), size, again=again)
+        self._size = size
         self._files = Writer("hvdgloo-files", list(files.values()), self._file_failed) if files else None
         self._file_list = list(files.values())
         self._file_index = {source: index for index, source in enumerate(files)}
@@ -214,7 +204,7 @@ class Console:
     @property
     def congested(self) -> bool:
         """True if so much output is waiting to be written that workers should wait as well."""
-        return self._backlog is not None and sum(writer.backlog for writer in self._all_writers()) > self._backlog
+        return sum(writer.backlog for writer in self._all_writers()) > self._options.backlog
 
     def tail(self, number: int) -> tuple[str, ...]:
         """Return the last lines of a worker, from both streams in order of arrival."""
@@ -238,9 +228,10 @@ class Console:
 
     def folder(self, rank: int | None) -> str:
         """Return the directory with the output files of a rank, or of all ranks; empty if there are none."""
-        if self._directory is None:
+        directory = self._options.directory if self._size else None
+        if directory is None:
             return ""
-        return self._directory if rank is None else rank_folder(self._directory, rank, self._size)
+        return directory if rank is None else rank_folder(directory, rank, self._size)
 
     def in_sight(self, rank: int) -> bool:
         """Tell whether the reader of the launcher's own lines has just seen the lines of ``tail``."""
@@ -283,7 +274,7 @@ class Console:
         """Return the index of a rank's file. Files of unexpected ranks are created on first use."""
         if (rank, stream) not in self._file_index:
             try:
-                made: Mapping[tuple[int, int], Target] = _open_files(self._directory, [rank], self._size)
+                made: Mapping[tuple[int, int], Target] = _open_files(self._options.directory, [rank], self._size)
             except LaunchError as error:
                 self.always(followed_by(error, f"the output of rank {rank} is not written to a file"))
                 self.unwritten.append(str(error))
@@ -296,7 +287,7 @@ class Console:
         return {*self._writers.values(), *([self._files] if self._files is not None else [])}
 
     def _shows(self, number: int) -> bool:
-        return self._shown is None or self._rank_of(number) in self._shown
+        return self._options.log_ranks is None or self._rank_of(number) in self._options.log_ranks
 
     def _take(self, source: tuple[int, int], lines: Sequence[bytes]) -> None:
         """Process complete lines of a worker: show them, and remember the last ones."""
@@ -338,8 +329,8 @@ class Console:
         self._printed[STDERR if self._same else source[1]] += len(lines)
 
     def _prefix(self, source: tuple[int, int]) -> bytes:
-        when = time.asctime() if self._timestamps else ""
-        if self._prefixed:
+        when = time.asctime() if self._options.timestamps else ""
+        if self._options.prefix:
             return f"{when}[{self._rank_of(source[0])}]<{_STREAM_NAMES[source[1]]}>:".encode()
         return f"{when} ".encode() if when else b""
 

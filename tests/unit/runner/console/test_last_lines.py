@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 
@@ -77,9 +78,9 @@ class TestLastLines:
 
 
 class TestInSight:
-    def console(self, **how: object) -> tuple[Console, io.StringIO]:
+    def console(self, **options: Any) -> tuple[Console, io.StringIO]:
         stream = io.StringIO()
-        return Console(stdout=stream, stderr=stream, **how), stream  # type: ignore[arg-type]
+        return Console(stdout=stream, stderr=stream, options=Output(**options)), stream
 
     def write(self, console: Console, rank: int, *lines: str, stream: int = STDERR) -> None:
         console.output(rank, stream, "".join(f"{line}\n" for line in lines).encode())
@@ -95,7 +96,7 @@ class TestInSight:
         assert not console.in_sight(1), "it has been pushed away by other ranks' output"
 
     def test_what_was_never_printed_is_not_in_sight(self) -> None:
-        console, _ = self.console(shown={0})
+        console, _ = self.console(log_ranks=frozenset({0}))
         self.write(console, 1, *TRACE)
         assert not console.in_sight(1)
         assert not console.in_sight(0)
@@ -109,7 +110,7 @@ class TestInSight:
         assert console.in_sight(1)
 
     def test_ranks_that_are_shown_and_prefixes(self) -> None:
-        console, stream = self.console(shown={1}, prefix=False)
+        console, stream = self.console(log_ranks=frozenset({1}), prefix=False)
         self.write(console, 0, "zero")
         self.write(console, 1, "one", stream=STDOUT)
         console.finish()
