@@ -99,7 +99,11 @@ INTEGRATIONS = (
 )
 """Classes for libraries that need not be installed where this page is written."""
 
-STAND_INS = {"lightning.pytorch": {"Callback": object}, "ignite.engine": {"Events": None}}
+STAND_INS = {
+    "lightning.pytorch": {"Callback": object},
+    "ignite.engine": {"Engine": None, "Events": None},
+    "ignite.handlers.checkpoint": {"CheckpointEvents": None},
+}
 """Names of those libraries that the classes' modules import."""
 
 

@@ -139,6 +139,7 @@ class Counters:
         timeline: trace that is being written; None if there is none.
         logged: number by name, as the program logged it last; replaced, never changed.
         progress: progress of the training, as far as the program tells it.
+        saves: for each kind of ``samples.Saves`` their number, and the end of the last one.
     """
 
     __slots__ = (
@@ -167,6 +168,7 @@ class Counters:
         "outer_steps",
         "progress",
         "queue",
+        "saves",
         "step_communicating",
         "step_seconds",
         "step_waiting",
@@ -198,6 +200,7 @@ class Counters:
         self.timeline: Trace | None = None
         self.logged: Mapping[str, float] = {}
         self.progress: Progress | None = None
+        self.saves: dict[str, tuple[int, float]] = {}
         self._step_began = 0.0
         self._waiting_before = self._communicating_before = 0.0
 
@@ -300,6 +303,14 @@ class Counters:
         self.outer_bytes += nbytes
         self.outer_seconds += seconds
         self.outer_steps += count
+
+    def count_save(self, kind: str) -> None:
+        """Count a save that ended; see ``samples.Saves``."""
+        count, _ = self.saves.get(kind, (0, 0.0))
+        self.saves[kind] = count + 1, time.time()
+        self.latest = time.monotonic()
+        if self.asleep:
+            self.wake()
 
     def log(
         self,

@@ -11,6 +11,7 @@ import msgspec
 
 from hvdgloo._observe import curves as drawn
 from hvdgloo._observe import stragglers, traffic, view
+from hvdgloo._observe.marks import Marks
 from hvdgloo._observe.members import Host, Rank, Waits, columns
 from hvdgloo._observe.output import Output
 from hvdgloo._observe.progress import Pace, done
@@ -23,7 +24,7 @@ from hvdgloo._observe.words import progress
 _POINTS = 512
 _POINTS_OF_HEAT = 256
 _EVENTS = 500
-_OUTER_STEPS = 100  # a mark each on charts that are some hundred pixels wide
+_MARKED = ("outer step", "commit", "checkpoint")
 _LONGEST_TEXT = 2000
 _LONGEST_MORE = 16 * 1024
 _LONGEST_NAME = 100
@@ -55,8 +56,7 @@ class Model:
         self._settings: dict[str, Any] = {}
         self._events: deque[view.Event] = deque(maxlen=_EVENTS)
         self._number = 0
-        self._outer_steps: deque[float] = deque(maxlen=_OUTER_STEPS)
-        self._outer_count = 0
+        self._marks = {kind: Marks(kind) for kind in _MARKED}
         self._stragglers_known: dict[int, float] = {}
         self._pace = Pace()
         self._progress: Progress | None = None
@@ -291,10 +291,12 @@ class Model:
         if sample.settings is not None:
             self._settings = sample.settings
         self._log(sample, now)
-        if sample.outer.count != self._outer_count:
-            self._outer_count = sample.outer.count
-            if sample.outer.ended > 0:  # by its host's clock, which may not agree with this one
-                self._outer_steps.append(round(now - max(0.0, sample.at - sample.outer.ended), 2))
+        for kind, count, ended in (
+            ("outer step", sample.outer.count, sample.outer.ended),
+            *((each.kind, each.count, each.ended) for each in sample.saves),
+        ):
+            if ended > 0 and kind in self._marks:  # by its host's clock, which may not agree with this one
+                self._marks[kind].count(sample.pid, count, round(now - max(0.0, sample.at - ended), 2))
         if sample.lateness is not None:
             before: dict[int, float] = {}
             if self._lateness and self._lateness_of == sample.pid and self._lateness.rounds <= sample.lateness.rounds:
@@ -436,7 +438,7 @@ class Model:
         hosts = [host.show() for host in self._hosts.values()]
         waits = list(self._lateness.waits) if self._lateness else []
         changed_settings = changed(self._settings)
-        outer_steps = list(self._outer_steps)
+        marks = [mark for kind in self._marks.values() for mark in kind.all()]
         first_new = told.events[-1].number if told.events else 0
         update = view.Update(
             job=msgspec.structs.replace(job),
@@ -447,7 +449,7 @@ class Model:
             stragglers=late if late != told.stragglers else None,
             waits=waits if waits != told.waits else None,
             events=[event for event in self._events if event.number > first_new] or None,
-            outer_steps=outer_steps if outer_steps != told.outer_steps else None,
+            marks=marks if marks != told.marks else None,
             series=drawn.series(self._series, self._series.unread()),
             heat=drawn.heat(self._heat, self._heat.unread()),
             settings=self._settings if self._settings != told.settings else None,
@@ -463,7 +465,7 @@ class Model:
             stragglers=late,
             waits=waits,
             events=list(self._events),
-            outer_steps=outer_steps,
+            marks=marks,
             settings=self._settings,
             changed=changed_settings,
             units=units() if self._settings else {},

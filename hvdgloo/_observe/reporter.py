@@ -183,7 +183,7 @@ def _gist(sample: samples.Sample) -> tuple[object, ...]:
     """Return the fields that change only if something happens."""
     missing = [(each.name, each.count) for each in sample.missing]
     steps, operations = sample.steps.count, sample.operations
-    own = sample.logged, sample.progress
+    own = sample.logged, sample.progress, sample.saves
     return steps, operations, sample.doing, sample.pending, sample.planes, missing, sample.epoch, sample.rank, own
 
 
@@ -285,6 +285,7 @@ class Sampler:
             ),
             logged=[*counters.logged.items()] if place.rank == 0 else (),
             progress=None if progress is None else progress.sample(counters.steps),
+            saves=[samples.Saves(kind, *each) for kind, each in [*counters.saves.items()]] if place.rank == 0 else (),
         )
 
     def _doing(self, now: float) -> str:

@@ -101,6 +101,20 @@ class OuterSteps(Message, frozen=True):
     ended: float = 0.0
 
 
+class Saves(Message, frozen=True):
+    """The saves of one rank that are of one kind.
+
+    Attributes:
+        kind: "commit" of an elastic state, or "checkpoint".
+        count: number of them.
+        ended: end of the last one, since 1970, by the host's clock.
+    """
+
+    kind: str
+    count: Count
+    ended: float
+
+
 class Missing(Message, frozen=True):
     """An operation for which some ranks wait (known to rank 0).
 
@@ -207,6 +221,7 @@ class Sample(Message, frozen=True, tag=1):
         outer: see ``OuterSteps``.
         logged: from rank 0 only: (name, value) of each number that the program logged last.
         progress: from rank 0 only; None if the program does not tell it.
+        saves: from rank 0 only: see ``Saves``.
     """
 
     rank: Count
@@ -233,6 +248,7 @@ class Sample(Message, frozen=True, tag=1):
     outer: OuterSteps = OuterSteps()
     logged: Sequence[tuple[str, float]] = ()
     progress: Progress | None = None
+    saves: Sequence[Saves] = ()
 
 
 class Note(Message, frozen=True, tag=2):

@@ -253,6 +253,20 @@ class Heat(msgspec.Struct):
     seconds: list[list[float]] = []
 
 
+class Mark(msgspec.Struct):
+    """A mark on all charts for something that happens often.
+
+    Attributes:
+        at: end of the last one that the mark stands for.
+        kind: "outer step", "commit" (of an elastic state) or "checkpoint".
+        count: number of them; above 1 where there would be too many marks.
+    """
+
+    at: float
+    kind: str
+    count: int = 1
+
+
 class Snapshot(msgspec.Struct):
     """Everything that there is to see, except output and the curves of single ranks.
 
@@ -262,7 +276,7 @@ class Snapshot(msgspec.Struct):
         waits: number of rounds in which the first rank waited for less than 0.1 ms, 0.2 ms, 0.4 ms, ... (the last:
             longer).
         events: the last 500.
-        outer_steps: ends of rank 0's latest outer steps, at most 100; none within a second of another.
+        marks: outer steps and saves of rank 0, in the order of time for each kind.
         series, heat: curves over the job's life.
         settings: name to value, as in a file for ``--config-file``.
         changed: names of the settings that differ from their defaults.
@@ -278,7 +292,7 @@ class Snapshot(msgspec.Struct):
     stragglers: list[Straggler] = []
     waits: list[int] = []
     events: list[Event] = []
-    outer_steps: list[float] = []
+    marks: list[Mark] = []
     series: Series = msgspec.field(default_factory=Series)
     heat: Heat = msgspec.field(default_factory=Heat)
     settings: dict[str, Any] = {}
@@ -292,7 +306,7 @@ class Update(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         job: always present.
-        hosts, planes, stragglers, waits, outer_steps, settings, changed, units: as in ``Snapshot``.
+        hosts, planes, stragglers, waits, marks, settings, changed, units: as in ``Snapshot``.
         ranks: ranks that changed or are new.
         gone: ranks that are no longer part of the job.
         events: new ones.
@@ -309,7 +323,7 @@ class Update(msgspec.Struct, omit_defaults=True):
     stragglers: list[Straggler] | None = None
     waits: list[int] | None = None
     events: list[Event] | None = None
-    outer_steps: list[float] | None = None
+    marks: list[Mark] | None = None
     series: Series | None = None
     heat: Heat | None = None
     settings: dict[str, Any] | None = None

@@ -135,6 +135,7 @@ class State:
             HostsUpdatedInterrupt: hosts are coming or going; ``elastic.run`` deals with it.
         """
         self.save()
+        process.group_counters().count_save("commit")
         self.check_host_updates()
 
     def check_host_updates(self) -> None:

@@ -10,11 +10,14 @@ from hvdgloo._job import process
 from hvdgloo.errors import MissingDependencyError
 
 try:
-    from ignite.engine import Events
-except ModuleNotFoundError as error:
-    if error.name not in ("ignite", "ignite.engine"):
+    from ignite.engine import Engine, Events
+    from ignite.handlers.checkpoint import CheckpointEvents
+except ImportError as error:
+    if (error.name or "").partition(".")[0] != "ignite":
         raise  # it is installed, and lacks something itself
-    raise MissingDependencyError("hvdgloo.torch.ignite needs pytorch-ignite: pip install pytorch-ignite") from error
+    raise MissingDependencyError(
+        "hvdgloo.torch.ignite needs pytorch-ignite 0.5.3 or later: pip install 'pytorch-ignite>=0.5.3'"
+    ) from error
 
 __all__ = ["LogHandler"]
 
@@ -27,10 +30,10 @@ class LogHandler:
     ``/metrics``; see ``hvd.log``.
 
     Attach it after metrics and other handlers, on all ranks; rank 0's numbers are shown. Of more than 64 names, the
-    first 64 are shown.
+    first 64 are shown. What ignite's ``Checkpoint`` saves is marked on the charts.
     """
 
-    def attach(self, engine: Any, output_transform: Transform | None = None) -> None:
+    def attach(self, engine: Engine, output_transform: Transform | None = None) -> None:
         """Show a trainer's progress, its metrics and its output: once a second, and when an epoch ends.
 
         Args:
@@ -40,8 +43,9 @@ class LogHandler:
         """
         engine.add_event_handler(Events.ITERATION_COMPLETED, _iteration_ended, Pause(), output_transform)
         engine.add_event_handler(Events.EPOCH_COMPLETED, _epoch_ended, output_transform)
+        _mark_checkpoints(engine)
 
-    def attach_evaluator(self, engine: Any, tag: str) -> None:
+    def attach_evaluator(self, engine: Engine, tag: str) -> None:
         """Show the metrics of another engine whenever it has ended.
 
         Args:
@@ -49,9 +53,16 @@ class LogHandler:
             tag: prefix of the metrics' names: the accuracy of "validation" is shown as "validation/accuracy".
         """
         engine.add_event_handler(Events.COMPLETED, _evaluation_ended, tag)
+        _mark_checkpoints(engine)
 
 
-def _iteration_ended(engine: Any, pause: Pause, output_transform: Transform | None) -> None:
+def _mark_checkpoints(engine: Engine) -> None:
+    if not engine.has_registered_events(CheckpointEvents.SAVED_CHECKPOINT):
+        engine.register_events(*CheckpointEvents)
+    engine.add_event_handler(CheckpointEvents.SAVED_CHECKPOINT, process.group_counters().count_save, "checkpoint")
+
+
+def _iteration_ended(engine: Engine, pause: Pause, output_transform: Transform | None) -> None:
     state = engine.state
     numbers = _numbers(state, output_transform) if pause.over() else {}
     if state.max_epochs is None:
@@ -62,13 +73,13 @@ def _iteration_ended(engine: Any, pause: Pause, output_transform: Transform | No
         _log(numbers, step=step, steps=length, epoch=state.epoch - 1, epochs=state.max_epochs)
 
 
-def _epoch_ended(engine: Any, output_transform: Transform | None) -> None:
+def _epoch_ended(engine: Engine, output_transform: Transform | None) -> None:
     state = engine.state
     in_epochs = {} if state.max_epochs is None else {"epoch": state.epoch - 1, "epochs": state.max_epochs}
     _log(_numbers(state, output_transform), **in_epochs)
 
 
-def _evaluation_ended(engine: Any, tag: str) -> None:
+def _evaluation_ended(engine: Engine, tag: str) -> None:
     _log({f"{tag}/{name}": value for name, value in engine.state.metrics.items()})
 
 

@@ -41,7 +41,7 @@ class LogCallback(_Base):  # type: ignore[misc]
 
     Metrics are what the module passes to ``self.log()``, on rank 0; with ``sync_dist=True``, they are averages over all
     ranks. They are logged once a second, and at the end of each epoch, validation and test. Of more than 64 names, the
-    first 64 are shown.
+    first 64 are shown. Checkpoints are marked on the charts.
     """
 
     def __init__(self) -> None:
@@ -80,6 +80,10 @@ class LogCallback(_Base):  # type: ignore[misc]
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
         """Called by Lightning."""
         _log(trainer.callback_metrics)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Called by Lightning."""
+        process.group_counters().count_save("checkpoint")
 
     def _log_epoch(self, trainer: Any, metrics: Mapping[str, Any], **progress: object) -> None:
         if self._steps is None:

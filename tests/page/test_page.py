@@ -13,7 +13,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from hvdgloo._observe import view
-from hvdgloo._observe.samples import Plane, Sample, Steps
+from hvdgloo._observe.samples import Plane, Sample, Saves, Steps
 from hvdgloo._observe.trace_control import BusyError, Trace
 from hvdgloo._observe.words import measured
 from tests.page.support import NARROW, SCREEN, USUAL, WIDE, Chromium, Shown, axe, drag, stays, until, words
@@ -183,17 +183,37 @@ def test_outer_steps_have_short_marks_on_the_charts(show: Show, browser: Chromiu
     job = SimulatedJob(slow=None, meets_every=200)
     job.advance(60)
     show(job)
-    assert len(job.observatory.snapshot().outer_steps) == 3
+    assert len(job.observatory.snapshot().marks) == 3
     browser.wait_for("#marks", "Short lines mark outer steps; point at one to read it.")
     job.observatory.event("note", "saved a checkpoint", 0)
     job.advance(1)
     browser.wait_for("#marks", "Short lines mark outer steps, dashed lines mark events; point at one to read it.")
     over = browser.find("#plots figure:nth-child(2) .u-over")
     browser.run("arguments[0].scrollIntoView({block: 'center'})", over)
-    share = (job.observatory.snapshot().outer_steps[0] - 1_700_000_000) / 61
+    share = (job.observatory.snapshot().marks[0].at - 1_700_000_000) / 61
     width = browser.run("return arguments[0].clientWidth", over)
     ActionChains(browser.driver).move_to_element_with_offset(over, round((share - 0.5) * width), 0).perform()
     until(lambda: "outer step" in browser.text("#plots figure:nth-child(2) .time"), "the mark is read")
+
+
+def test_commits_have_short_marks_and_many_share_one(show: Show, browser: Chromium) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    job = SimulatedJob(slow=None)
+    job.advance(30)
+    host, last = job.observatory.samples()[0]
+    job.observatory.observe(host, msgspec.structs.replace(last, saves=[Saves("commit", 12, last.at)]))
+    job.observatory.tick()
+    job.advance(30)
+    show(job)
+    browser.wait_for("#marks", "Short lines mark commits; point at one to read it.")
+    over = browser.find("#plots figure:nth-child(2) .u-over")
+    browser.run("arguments[0].scrollIntoView({block: 'center'})", over)
+    (mark,) = job.observatory.snapshot().marks
+    share = (mark.at - 1_700_000_000) / 60
+    width = browser.run("return arguments[0].clientWidth", over)
+    ActionChains(browser.driver).move_to_element_with_offset(over, round((share - 0.5) * width), 0).perform()
+    until(lambda: "12 commits" in words([browser.text("#plots figure:nth-child(2) .time")]), "the mark is read")
 
 
 def test_settings_that_were_changed_come_first_with_units_and_without_nulls(show: Show, browser: Chromium) -> None:
@@ -407,9 +427,9 @@ def test_updates_make_of_a_snapshot_what_a_later_snapshot_is(browser: Chromium) 
     static = Path(__file__).parents[2] / "hvdgloo/_observe/page/static/store.js"
     browser.run(f"{static.read_text()}; Object.assign(window, {{STATES, store: new Store()}});")
     read = (
-        "const {job, hosts, planes, stragglers, waits, events, outer_steps, series, heat} = store;"
+        "const {job, hosts, planes, stragglers, waits, events, marks, series, heat} = store;"
         "const {settings, changed, units, output} = store;"
-        "return JSON.stringify({job, hosts, planes, stragglers, waits, events, outer_steps, series, heat, settings,"
+        "return JSON.stringify({job, hosts, planes, stragglers, waits, events, marks, series, heat, settings,"
         " changed, units, output, ranks: store.ranks.map((row) => ({...row, state: STATES.indexOf(row.state)}))})"
     )
     with job.observatory.subscribe() as changes:

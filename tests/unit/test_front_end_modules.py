@@ -104,7 +104,10 @@ def test_functions_travel_by_reference(hvd: ModuleType) -> None:
             "mxnet",
             "hvdgloo.mxnet needs MXNet 1.9.1 and a numpy that it works with: pip install mxnet==1.9.1 numpy==1.23.5",
         ),
-        ("torch.ignite", "hvdgloo.torch.ignite needs pytorch-ignite: pip install pytorch-ignite"),
+        (
+            "torch.ignite",
+            "hvdgloo.torch.ignite needs pytorch-ignite 0.5.3 or later: pip install 'pytorch-ignite>=0.5.3'",
+        ),
         ("torch.lightning", "hvdgloo.torch.lightning needs Lightning: pip install lightning"),
     ],
 )

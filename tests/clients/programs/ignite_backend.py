@@ -3,6 +3,7 @@
 import ignite.distributed as idist
 import torch
 from ignite.engine import Engine, Events
+from ignite.handlers import Checkpoint
 from ignite.metrics import Accuracy
 from torch.utils.data import TensorDataset
 
@@ -34,6 +35,8 @@ def train(local_rank: int) -> None:
     evaluator = Engine(lambda engine, batch: (model(batch[0]), batch[1]))
     Accuracy().attach(evaluator, "accuracy")
 
+    checkpoint = Checkpoint({"model": model}, lambda saved, name, metadata: None)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, checkpoint)
     LogHandler().attach(trainer, output_transform=lambda loss: {"loss": loss})
     LogHandler().attach_evaluator(evaluator, "validation")
     trainer.add_event_handler(Events.COMPLETED, lambda engine: evaluator.run(loader))
@@ -42,6 +45,7 @@ def train(local_rank: int) -> None:
     assert hvd.metrics().logged == {"loss": trainer.state.output, "validation/accuracy": accuracy}
     counters = process.group_counters()
     assert counters.progress.sample(0) == Progress(None, 256 // 32, 4, 5), counters.progress
+    assert counters.saves["checkpoint"][0] == 5, counters.saves
     counters.progress = None
     trainer.state.max_epochs = None
     trainer.run(loader, max_iters=6)  # without epochs

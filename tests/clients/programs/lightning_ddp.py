@@ -80,6 +80,7 @@ def main() -> None:
     progress = process.group_counters().progress
     assert (progress.step, progress.epoch, progress.epochs) == (None, 2, 3), progress
     assert progress.steps == 256 // (16 * size), progress
+    assert process.group_counters().saves["checkpoint"][0] == 3  # ModelCheckpoint's, one an epoch
     assert trainer.global_step == 3 * 256 // (16 * size)
     weights = trainer.strategy.all_gather(model.layer.weight.detach())
     assert all(torch.equal(weights[0], other) for other in weights), weights

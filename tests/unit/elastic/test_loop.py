@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hvdgloo._job import process
 from hvdgloo._job.context import Context
 from hvdgloo.elastic.loop import Loop, run_fn
 from hvdgloo.elastic.news import NotificationManager, notification_manager
@@ -219,6 +220,20 @@ def test_serials_count_saves_of_any_class_once(context: Context, job: FakeJob) -
     Loop(job, state).run(train)
     assert job.asked[0].serial == 0 + 2  # the sync's is 0 on all workers
     assert state._progress.serial == 3
+
+
+def test_commits_are_counted_for_the_page_and_other_saves_are_not(context: Context, job: FakeJob) -> None:
+    state = Recorded(context, job.log, step=0)
+    before, _ = process.group_counters().saves.get("commit", (0, 0.0))
+
+    def train() -> None:
+        state.commit()
+        state.save()
+        state.check_host_updates()
+        state.commit()
+
+    Loop(job, state).run(train)
+    assert process.group_counters().saves["commit"][0] == before + 2
 
 
 def test_a_worker_that_has_never_had_the_state_says_so(context: Context) -> None:

@@ -25,6 +25,7 @@ from hvdgloo._observe.samples import (
     Plane,
     Progress,
     Sample,
+    Saves,
     Steps,
 )
 from tests.support.observed import EVIL, MIB, SimulatedJob
@@ -86,7 +87,7 @@ class Reader:
             "planes",
             "stragglers",
             "waits",
-            "outer_steps",
+            "marks",
             "settings",
             "changed",
             "units",
@@ -225,7 +226,7 @@ def test_with_steps_it_is_bytes_a_step() -> None:
     assert plane.crossed == "between hosts: 25.9 MB a step instead of 102 MB (int8), error 0.9 %"
 
 
-def test_outer_steps_are_marked_by_the_launcher_s_clock_and_the_latest_are_kept() -> None:
+def test_outer_steps_are_marked_by_the_launcher_s_clock() -> None:
     clock = Clock(2000.0)
     observatory = watched(clock)
     subscription = observatory.subscribe()
@@ -234,15 +235,24 @@ def test_outer_steps_are_marked_by_the_launcher_s_clock_and_the_latest_are_kept(
         outer = OuterSteps(count, 10 * count, 0.1, 8, ended=500.0 + count)
         observatory.observe("h", sample(at=500.0 + count + 0.25, steps=Steps(33, 20.0), outer=outer))
         observatory.tick()
-    assert observatory.snapshot().outer_steps == [2000.75, 2002.75]
+    assert observatory.snapshot().marks == [view.Mark(2000.75, "outer step"), view.Mark(2002.75, "outer step")]
     reader = Reader(subscription)
     reader.read()
-    assert reader.seen["outer_steps"] == [2000.75, 2002.75]
-    for count in range(3, 300):
-        outer = OuterSteps(count, 10 * count, 0.1, 8, ended=500.0)
-        observatory.observe("h", sample(at=500.0, steps=Steps(33, 20.0), outer=outer))
+    assert [mark["at"] for mark in reader.seen["marks"]] == [2000.75, 2002.75]
+
+
+def test_commits_and_checkpoints_of_rank_0_are_marked() -> None:
+    clock = Clock(2000.0)
+    observatory = watched(clock)
+    for second, commits in enumerate((0, 1, 1, 4)):
+        clock.now = 2000.0 + second
+        saves = [Saves("commit", commits, clock.now - 0.5)] if commits else []
+        observatory.observe("h", sample(at=clock.now, saves=[*saves, Saves("of another version", 1, clock.now)]))
+    observatory.observe("h", sample(at=clock.now, saves=[*saves, Saves("checkpoint", 1, clock.now)]))
     observatory.tick()
-    assert len(observatory.snapshot().outer_steps) == 100
+    assert observatory.snapshot().marks == [
+        view.Mark(2000.5, "commit"), view.Mark(2002.5, "commit", 3), view.Mark(2003.0, "checkpoint"),
+    ]  # fmt: skip
 
 
 def test_outer_steps_are_a_sentence_and_metrics() -> None:

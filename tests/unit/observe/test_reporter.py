@@ -150,14 +150,18 @@ def test_what_the_program_logs_is_reported_by_rank_0_alone() -> None:
     counters = Counters()
     counters.log({"loss": 2.0}, step=3, steps=10)
     counters.log({"loss": 1.0, "accuracy": 0.5})
+    counters.count_save("commit")
+    counters.count_save("commit")
     sample = Sampler(counters, Rank(0)).sample(1.0, settings=False)
     assert [*sample.logged] == [("loss", 1.0), ("accuracy", 0.5)]
     assert sample.progress == samples.Progress(step=3, steps=10)
     decoded = samples.CODEC.decode(samples.CODEC.encode(sample))
     assert isinstance(decoded, samples.Sample)
-    assert (decoded.logged, decoded.progress) == (sample.logged, sample.progress)
+    assert (decoded.logged, decoded.progress, decoded.saves) == (sample.logged, sample.progress, sample.saves)
+    assert [(saves.kind, saves.count) for saves in sample.saves] == [("commit", 2)]
+    assert abs(sample.saves[0].ended - time.time()) < DEADLINE
     other = Sampler(counters, Rank(1)).sample(1.0, settings=False)
-    assert (other.logged, other.progress) == ((), None)
+    assert (other.logged, other.progress, other.saves) == ((), None, ())
 
 
 def test_a_number_that_is_logged_while_nothing_else_happens_is_reported(
@@ -170,6 +174,16 @@ def test_a_number_that_is_logged_while_nothing_else_happens_is_reported(
     while not (sample := agent.receive()).logged:  # type: ignore[union-attr]
         assert isinstance(sample, samples.Sample)
     assert [*sample.logged] == [("loss", 1.0)]  # type: ignore[union-attr]
+
+
+def test_a_commit_is_reported_while_nothing_else_happens(agent: Agent, begun: Callable[..., Reporter]) -> None:
+    counters = Counters()
+    begun(counters, agent.path)
+    assert isinstance(agent.receive(), samples.Sample)
+    counters.count_save("commit")
+    while not (sample := agent.receive()).saves:  # type: ignore[union-attr]
+        assert isinstance(sample, samples.Sample)
+    assert [saves.kind for saves in sample.saves] == ["commit"]  # type: ignore[union-attr]
 
 
 def test_a_number_that_is_logged_by_an_idle_rank_wakes_its_reporter() -> None:

@@ -106,15 +106,15 @@ const MARKED = new Set(["failure", "stall", "warning", "elastic", "host", "tunin
 const MOST_MARKS = 100;
 /** Distance in pixels from which a mark is read. */
 const NEAR_MARK = 6;
-/** Height in pixels of an outer step's mark. */
-const OUTER_MARK = 9;
+/** Height in pixels of a short mark. */
+const SHORT_MARK = 9;
 
-/** Kind of the marks of outer steps, which are many. */
+/** Kind of the short marks that are at the bottom; others are at the top. */
 const OUTER_STEP = "outer step";
 
-/** Return the marks that all charts have: outer steps, and the latest events of these kinds. */
+/** Return the marks that all charts have: short ones of what happens often, and the latest events of these kinds. */
 const marksOf = (store) => [
-  ...store.outer_steps.map((at) => ({ at, kind: OUTER_STEP, text: "outer step", grave: false })),
+  ...store.marks.map(({ at, kind, count }) => ({ at, kind, text: count > 1 ? format.plural(count, kind) : kind, grave: false, short: true })),
   ...store.events
     .filter(({ kind }) => MARKED.has(kind))
     .slice(-MOST_MARKS)
@@ -123,26 +123,27 @@ const marksOf = (store) => [
 
 /** Return the explanation of the marks. */
 function describeMarks(marks) {
-  const outer = marks.some(({ kind }) => kind === OUTER_STEP);
-  const kinds = [...(outer ? ["short lines mark outer steps"] : []), ...(marks.some(({ kind }) => kind !== OUTER_STEP) ? ["dashed lines mark events"] : [])];
+  const often = [...new Set(marks.filter(({ short }) => short).map(({ kind }) => `${kind}s`))].join(" and ");
+  const kinds = [...(often ? [`short lines mark ${often}`] : []), ...(marks.some(({ short }) => !short) ? ["dashed lines mark events"] : [])];
   return `${capital(kinds.join(", "))}; point at one to read it.`;
 }
 
-/** Draw a dashed line for each event, and a short one at the bottom for each outer step. */
+/** Draw a dashed line for each event, and the short marks: those of outer steps at the bottom, others at the top. */
 function drawMarks(plot, marks) {
   const { ctx, bbox } = plot;
   const [min, max] = [plot.scales.x.min, plot.scales.x.max];
   ctx.save();
   ctx.lineWidth = uPlot.pxRatio;
-  for (const { at, kind, grave } of marks) {
+  for (const { at, kind, grave, short } of marks) {
     if (at < min || at > max) continue;
     const x = Math.round(plot.valToPos(at, "x", true)) + 0.5;
-    const height = kind === OUTER_STEP ? OUTER_MARK * uPlot.pxRatio : bbox.height;
+    const height = short ? SHORT_MARK * uPlot.pxRatio : bbox.height;
+    const top = bbox.top + (kind === OUTER_STEP ? bbox.height - height : 0);
     ctx.strokeStyle = colour.of(grave ? "bad" : "muted");
-    ctx.setLineDash(kind === OUTER_STEP ? [] : [4 * uPlot.pxRatio, 3 * uPlot.pxRatio]);
+    ctx.setLineDash(short ? [] : [4 * uPlot.pxRatio, 3 * uPlot.pxRatio]);
     ctx.beginPath();
-    ctx.moveTo(x, bbox.top + bbox.height - height);
-    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.moveTo(x, top);
+    ctx.lineTo(x, top + height);
     ctx.stroke();
   }
   ctx.restore();

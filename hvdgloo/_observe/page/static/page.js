@@ -95,9 +95,9 @@ class Page {
     const views = [
       ["summary", ["job", "hosts", "ranks", "planes", "stragglers", "events"], (store) => this._summary.render(store)],
       ["ranks", ["ranks", "hosts"], (store) => this._drawRanks(store)],
-      ["logged", ["job", "series", "view", "events", "outer_steps"], (store, changed) => this._drawLogged(store, changed)],
-      ["charts", ["series", "view", "events", "outer_steps"], (store, changed) => this._drawCharts(store, changed)],
-      ["stragglers", ["stragglers", "waits", "heat", "view", "events", "outer_steps"], (store, changed) => this._drawStragglers(store, changed)],
+      ["logged", ["job", "series", "view", "events", "marks"], (store, changed) => this._drawLogged(store, changed)],
+      ["charts", ["series", "view", "events", "marks"], (store, changed) => this._drawCharts(store, changed)],
+      ["stragglers", ["stragglers", "waits", "heat", "view", "events", "marks"], (store, changed) => this._drawStragglers(store, changed)],
       ["events", ["events", "job"], (store) => this._events.render(store)],
       ["output", ["output", "job", "ranks"], (store) => this._output.render(store.output, isReport ? culprit(store.job) : null, stopped(store))],
       ["planes", ["planes", "job"], (store) => this._details.renderPlanes(store)],
@@ -111,7 +111,7 @@ class Page {
   /** Draw the sections that are in sight; the others wait until they are. */
   _draw(changed) {
     this._view.set(this._store.job.started, this._store.job.now);
-    if (changed.has("events") || changed.has("outer_steps")) this._view.marks = marksOf(this._store);
+    if (changed.has("events") || changed.has("marks")) this._view.marks = marksOf(this._store);
     for (const view of this._views.values()) {
       for (const part of view.parts) if (changed.has(part)) view.pending.add(part);
       if (!view.pending.size || !view.seen) continue;
