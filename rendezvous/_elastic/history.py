@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Changed
+from hvdgloo.topology import abbreviated
 
 MOST = 20
 """Largest number of changes that the summary lists: the last ones."""
@@ -105,6 +106,4 @@ def _workers(number: int) -> str:
 
 
 def _hosts(names: Sequence[str], show: int = 8) -> str:
-    more = len(names) - show
-    listed = ", ".join(names[:show]) + (f" and {more} more" if more > 0 else "")
-    return f"host {listed} was" if len(names) == 1 else f"hosts {listed} were"
+    return f"host {names[0]} was" if len(names) == 1 else f"hosts {abbreviated(names, show)} were"

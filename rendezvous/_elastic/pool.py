@@ -10,6 +10,7 @@ from hvdgloo.rendezvous._elastic.assignment import Assignment, Member, choose
 from hvdgloo.rendezvous._elastic.events import Join, Recalled, Registered, Rules
 from hvdgloo.rendezvous._elastic.hosts import Hosts, shortened
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
+from hvdgloo.topology import abbreviated
 
 SETTLE_TIME = 1.0
 """Seconds for which ready workers wait for others that are about to be ready, before training is interrupted."""
@@ -248,5 +249,4 @@ class Pool:
 
 def listed(workers: Sequence[Worker], show: int = 8) -> str:
     """Return workers as a list for messages."""
-    more = len(workers) - show
-    return ", ".join(map(str, workers[:show])) + (f" and {more} more" if more > 0 else "")
+    return abbreviated(list(map(str, workers)), show)

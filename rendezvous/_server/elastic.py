@@ -333,7 +333,7 @@ class ElasticEpochs(Epochs):
             self._waiters.release(_NEWS)
         if isinstance(event, Gone):
             self._forget(event.worker)
-        self._wake_by(self._job.deadline)
+        self._timer.notify()  # its thread computes the deadline, once for many events
         self._note_change()
 
     def _answer(self, worker: str, answer: elastic.Reply) -> None:

@@ -18,8 +18,8 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,10 +29,6 @@ from hvdgloo.rendezvous._server.pauses import Steps, Waiters
 from hvdgloo.rendezvous._worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
-
-
-class UnknownEpochError(Exception):
-    """No epoch of this number was opened; the text says which exist."""
 
 
 class EpochFailedError(Exception):
@@ -48,12 +44,12 @@ class NotYet:
     """The caller's timeout expired first: asking again continues the wait.
 
     Attributes:
-        summary: reason of the wait, in words.
-        idle: seconds since the number of workers of a fixed job last reached a new maximum; None in an elastic job.
+        reason: reason of the wait, in words.
+        details: JSON values that the client is told as well.
     """
 
-    summary: str
-    idle: float | None = None
+    reason: str
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Epochs(ABC):
@@ -126,10 +122,6 @@ class Epochs(ABC):
     def status(self, connected: Callable[[str], bool]) -> dict[str, Any]:
         """Return the job's part of ``/v1/status``, as JSON values; ``connected`` tells if a client is connected."""
 
-    def workers_in(self) -> dict[int, tuple[int, int]]:
-        """Return (registered workers, expected workers) by epoch of a fixed job."""
-        return {}
-
     # Below, the caller has the lock.
 
     @abstractmethod
@@ -200,11 +192,10 @@ class FixedEpochs(Epochs):
         self._current = self._begin()
         self._topology = b""
 
-    def register(self, epoch: int, client: str, info: WorkerInfo, *, timeout: float) -> Steps[bytes | NotYet]:
+    def register(self, client: str, info: WorkerInfo, *, timeout: float) -> Steps[bytes | NotYet]:
         """Admit a worker and wait for the others.
 
         Args:
-            epoch: number of the epoch.
             client: id of the worker's client; the same client gets the same answer again.
             info: the worker's description of itself.
             timeout: seconds to wait here.
@@ -213,12 +204,10 @@ class FixedEpochs(Epochs):
             the worker's rank and the topology, encoded.
 
         Raises:
-            UnknownEpochError, EpochFailedError, StoppingError, NotAcceptedError: as each of them says.
+            EpochFailedError, StoppingError, NotAcceptedError: as each of them says.
         """
         with self._lock:
             self._check_open()
-            if epoch != 0:
-                raise UnknownEpochError(f"there is no epoch {epoch}; open: 0")
             self._pass_time(self._clock())  # the deadline, if the clock's thread has not done so yet
             current = self._current
             current.join(client, info, self._clock())
@@ -235,11 +224,6 @@ class FixedEpochs(Epochs):
         with self._lock:
             if self._current.leave(client):
                 self._note_change()
-
-    def workers_in(self) -> dict[int, tuple[int, int]]:
-        """Return (registered workers, expected workers) by epoch."""
-        with self._lock:
-            return {self._current.epoch: (self._current.arrived, self._current.size)}
 
     def status(self, connected: Callable[[str], bool]) -> dict[str, Any]:
         """Return the epoch as ``/v1/status`` shows it."""
@@ -302,7 +286,7 @@ class FixedEpochs(Epochs):
             self._topology = self._topology or messages.pack_topology(current.topology)
             return messages.pack_placed(current.ranks[client], self._topology)
         self._check_open()
-        return NotYet(current.summary(), current.idle(self._clock()))
+        return NotYet(current.summary(), {"idle": current.idle(self._clock())})
 
 
 __all__ = [
@@ -312,5 +296,4 @@ __all__ = [
     "NotAcceptedError",
     "NotYet",
     "StoppingError",
-    "UnknownEpochError",
 ]

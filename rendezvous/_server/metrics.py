@@ -10,8 +10,8 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -44,14 +44,14 @@ class Metrics:
     """Counts requests; everything else is read from the service on request.
 
     Args:
-        workers: for each epoch, the number of workers that registered, and the number expected.
+        epochs: returns the epochs as ``/v1/status`` shows them.
         counts: numbers of the service's contents, by name.
     """
 
     def __init__(
-        self, workers: Callable[[], Mapping[int, tuple[int, int]]], counts: Callable[[], Mapping[str, int]]
+        self, epochs: Callable[[], Sequence[Mapping[str, Any]]], counts: Callable[[], Mapping[str, int]]
     ) -> None:
-        self._workers = workers
+        self._epochs = epochs
         self._counts = counts
         self._lock = threading.Lock()
         self._requests: dict[tuple[str, str, str], _Count] = {}
@@ -112,9 +112,9 @@ class Metrics:
         expected = GaugeMetricFamily(
             "hvdgloo_rendezvous_workers_expected", "Workers that should come", labels=["epoch"]
         )
-        for epoch, (present, size) in sorted(self._workers().items()):
-            arrived.add_metric([str(epoch)], present)
-            expected.add_metric([str(epoch)], size)
+        for epoch in self._epochs():
+            arrived.add_metric([str(epoch["epoch"])], epoch["arrived"])
+            expected.add_metric([str(epoch["epoch"])], epoch["expected"])
         yield arrived
         yield expected
         for name, number in self._counts().items():

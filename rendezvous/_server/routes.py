@@ -52,7 +52,6 @@ from hvdgloo.rendezvous._server.epochs import (
     NotAcceptedError,
     NotYet,
     StoppingError,
-    UnknownEpochError,
 )
 from hvdgloo.rendezvous._server.pauses import Pause, Steps, waited
 from hvdgloo.rendezvous._server.service import Environ, Gate, Refusal, Service, StartResponse
@@ -137,8 +136,6 @@ class Route:
             return Reply(refusal.body(), refusal.status, _JSON)
         except NotAcceptedError as error:
             return refused(409 if error.taken else 400, error)
-        except UnknownEpochError as error:
-            return refused(404, error)
         except EpochFailedError as error:
             return refused(504, error)
         except StoreFullError as error:
@@ -180,18 +177,16 @@ def _register(service: Service, call: Call, epoch: str) -> Steps[Reply]:
         info = WorkerInfo.from_dict(json.loads(call.body))
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not a worker: {error}") from None
-    with service.polling():
-        answer = yield from epochs.register(int(epoch), call.client, info, timeout=call.timeout())
-    return _json({"reason": answer.summary, "idle": answer.idle}, 202) if isinstance(answer, NotYet) else Reply(answer)
+    if int(epoch) != 0:
+        raise Refusal(404, f"there is no epoch {epoch}; open: 0")
+    return (yield from _poll(service, epochs.register(call.client, info, timeout=call.timeout())))
 
 
 def _next_epoch(service: Service, call: Call) -> Steps[Reply]:
     from hvdgloo.rendezvous._elastic.messages import REGISTER  # which jobs of fixed size do without
 
     epochs, ask = _elastic(service), _read(REGISTER, call.body)
-    with service.polling():
-        answer = yield from epochs.ask(call.client, ask, timeout=call.timeout())
-    return _json({"reason": answer.summary}, 202) if isinstance(answer, NotYet) else Reply(answer)
+    return (yield from _poll(service, epochs.ask(call.client, ask, timeout=call.timeout())))
 
 
 def _report(service: Service, call: Call) -> Reply:
@@ -205,9 +200,7 @@ def _news(service: Service, call: Call) -> Steps[Reply]:
     from hvdgloo.rendezvous._elastic.messages import LISTEN
 
     epochs, listen = _elastic(service), _read(LISTEN, call.body)
-    with service.polling():
-        news = yield from epochs.news(call.client, listen, timeout=call.timeout())
-    return Reply(news)
+    return (yield from _poll(service, epochs.news(call.client, listen, timeout=call.timeout())))
 
 
 def _observe(service: Service, call: Call) -> Reply:
@@ -219,6 +212,12 @@ def _observe(service: Service, call: Call) -> Reply:
         raise Refusal(413, f"an observation has at most {LIMIT} bytes")
     service.observed(_read(CODEC, call.body))
     return Reply(status=204)
+
+
+def _poll(service: Service, waiting: Steps[bytes | NotYet]) -> Steps[Reply]:
+    with service.polling():
+        answer = yield from waiting
+    return _json({"reason": answer.reason, **answer.details}, 202) if isinstance(answer, NotYet) else Reply(answer)
 
 
 def _elastic(service: Service) -> ElasticEpochs:

@@ -100,7 +100,7 @@ class Service:
         self.token = auth.status_token(secret)
         self.run = auth.generate_id()
         self.epochs = epochs
-        self.metrics = Metrics(self.epochs.workers_in, self.counts)
+        self.metrics = Metrics(lambda: epochs.status(bool)["epochs"], self.counts)
         self._max_polls = max_polls
         self.watch = watch
         self.body_timeout = body_timeout

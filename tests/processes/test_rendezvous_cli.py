@@ -205,24 +205,40 @@ def test_others_may_read_the_secret(start: Callable[..., Command], tmp_path: Pat
     assert "warning: others may read" in start("--np", "1", "--secret-file", str(path)).text
 
 
-def test_a_start_that_fails(start: Callable[..., Command]) -> None:
-    command = start("--np", "2", "--start-timeout", "0.3", "--once")
-    with command.client() as client:
-        error = Task(lambda: client.register(0, info(host_name="node7"), timeout=30)).failure()
-    assert "came for 0.3 s, and 1 of 2 workers are in (hosts: node7 1)" in str(error)
-    assert command.process.wait(5) == 1
-    assert "came for 0.3 s, and 1 of 2 workers are in (hosts: node7 1)" in command.text
+FIXED = ("--start-timeout", "0.3")
+ELASTIC = ("--min-np", "2", "--elastic-timeout", "0.3")
 
 
-def test_without_once_it_goes_on_after_a_failed_start(start: Callable[..., Command]) -> None:
-    command = start("--np", "2", "--start-timeout", "0.3")
-    with command.client() as client, command.client() as other:
-        Task(lambda: client.register(0, info(), timeout=30)).failure()
-        command.wait_for("did not start")
-        again = Task(lambda: client.register(0, info(), timeout=30))
-        other.register(0, info(), timeout=30)
-        again.result()
-    command.wait_for("all 2 workers are in")
+def fails_alone(command: Command, host: str) -> None:
+    """A worker registers, and is told that the other one is missing, as is the reader of the output."""
+    with ExitStack() as stack:
+        if "goes on with" in command.text:
+            error = Workers(command.endpoint, stack, read_secret_file(command.secret_file)).ask(host).failure()
+            assert isinstance(error, DismissedError)
+            assert error.fate == "failed"
+            text = f"1 of 2 workers are ready (pod-{host} 1) after 0.3 s"
+        else:
+            client = stack.enter_context(command.client())
+            error = Task(lambda: client.register(0, info(host_name=host), timeout=30)).failure()
+            text = f"came for 0.3 s, and 1 of 2 workers are in (hosts: {host} 1)"
+        assert text in str(error)
+        command.wait_for(text)
+
+
+@pytest.mark.parametrize("kind", [FIXED, ELASTIC], ids=["fixed", "elastic"])
+def test_with_once_a_start_that_fails_ends_it(start: Callable[..., Command], kind: tuple[str, ...]) -> None:
+    command = start("-np", "2", *kind, "--once")
+    fails_alone(command, "a")
+    assert command.process.wait(10) == 1
+
+
+@pytest.mark.parametrize("kind", [FIXED, ELASTIC], ids=["fixed", "elastic"])
+def test_without_once_another_start_may_follow(start: Callable[..., Command], kind: tuple[str, ...]) -> None:
+    """The time starts with its first worker."""
+    command = start("-np", "2", *kind)
+    for host in ("a", "b"):
+        fails_alone(command, host)
+    assert command.end() == 0
 
 
 def test_an_elastic_job_says_who_comes_and_who_is_lost(start: Callable[..., Command]) -> None:
@@ -260,28 +276,6 @@ def test_an_elastic_job_says_who_comes_and_who_is_lost(start: Callable[..., Comm
         assert command.process.poll() is None
     assert command.process.wait(10) == 0
     assert command.text.endswith("no worker is connected any more\n")
-
-
-def test_an_elastic_job_that_fails(start: Callable[..., Command]) -> None:
-    """The time starts with the first worker; without --once another job may follow."""
-    command = start("-np", "2", "--min-np", "2", "--elastic-timeout", "0.5")
-    command.wait_for("0 of 2 workers are ready")
-    for id in ("a", "b"):
-        with ExitStack() as stack:
-            workers = Workers(command.endpoint, stack, read_secret_file(command.secret_file))
-            error = workers.ask(id).failure()
-            assert isinstance(error, DismissedError)
-            assert error.fate == "failed"
-            text = f"the job has failed: 1 of 2 workers are ready (pod-{id} 1) after 0.5 s"
-            command.wait_for(text)
-    assert command.end() == 0
-
-
-def test_an_elastic_job_that_fails_ends_with_1_with_once(start: Callable[..., Command]) -> None:
-    command = start("-np", "2", "--min-np", "2", "--elastic-timeout", "0.5", "--once")
-    with ExitStack() as stack:
-        Workers(command.endpoint, stack, read_secret_file(command.secret_file)).ask("a").failure()
-    assert command.process.wait(10) == 1
 
 
 def test_all_addresses(start: Callable[..., Command]) -> None:

@@ -61,7 +61,7 @@ class Job:
     def asks(self, worker: str, timeout: float = 20.0) -> Request:
         told = info(host_identity=worker)
         if isinstance(self.epochs, FixedEpochs):
-            return Request(self.epochs.register(0, worker, told, timeout=timeout))
+            return Request(self.epochs.register(worker, told, timeout=timeout))
         question = elastic.Register(worker, -1, False, -1, "", "", [], 0.0, told.to_dict())
         return Request(self.epochs.ask(worker, question, timeout=timeout))
 
@@ -103,7 +103,7 @@ def test_a_worker_that_repeats_its_request_gets_the_same_answer(job: Job) -> Non
 def test_a_worker_waits_no_longer_than_it_wants(job: Job) -> None:
     answer = job.asks("a").answer(timeout=0)
     assert isinstance(answer, NotYet)
-    assert "1 of 2 workers are" in answer.summary
+    assert "1 of 2 workers are" in answer.reason
     assert not job.epochs._waiters, "nothing is kept of its request"
 
 
@@ -178,11 +178,11 @@ def test_without_a_launcher_the_next_attempt_starts_afresh() -> None:
 def test_with_a_launcher_it_has_failed_for_good() -> None:
     job = Job("fixed")
     job.epochs = FixedEpochs(10.0, hosts=[("h", 2)], clock=job.clock)
-    Request(job.epochs.register(0, "a", info(rank=0), timeout=1.0))
+    Request(job.epochs.register("a", info(rank=0), timeout=1.0))
     job.now += 10
     for client, rank in (("b", 1), ("a", 0)):
         with pytest.raises(EpochFailedError, match="missing: rank 1"):
-            Request(job.epochs.register(0, client, info(rank=rank), timeout=1.0))
+            Request(job.epochs.register(client, info(rank=rank), timeout=1.0))
 
 
 def test_a_worker_without_connections_leaves_its_place_and_the_time_starts_with_the_next_one() -> None:
@@ -191,4 +191,4 @@ def test_a_worker_without_connections_leaves_its_place_and_the_time_starts_with_
     assert job.epochs._deadline() == 1010.0
     job.epochs.client_left("goes away")
     assert job.epochs._deadline() == math.inf
-    assert job.epochs.workers_in() == {0: (0, 2)}
+    assert job.epochs.status(bool)["epochs"][0]["arrived"] == 0
