@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 from hvdgloo._net import ports
 from hvdgloo._net.tls import Tls
-from hvdgloo.config import parse_endpoint
 from hvdgloo.errors import JobFailedError
 from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic.assignment import Assignment
@@ -140,8 +139,8 @@ def _serving(
     Raises:
         ConfigError: the server cannot listen.
     """
-    loopback = not elastic.rules.hosts_may_come and not spec.network.nics and _all_here(spec, spawner)
-    launcher = () if loopback else launcher_addresses(spec)
+    alone = not elastic.rules.hosts_may_come and not spec.network.nics and _all_here(spec, spawner)
+    launcher = () if alone else launcher_addresses(spec, needed=True)
     server = RendezvousServer(
         secret=spec.secret,
         elastic=epochs,
@@ -151,9 +150,9 @@ def _serving(
         tls=None if spec.network.tls is None else Tls(*spec.network.tls),
     )
     rendezvous = RendezvousHost(server.listen(), supervisor)
-    own = parse_endpoint(server.endpoint)
-    admission = Admission(supervisor, spec, launcher, own, loopback=loopback)
-    giver = _Giver(spec, job_id, supervisor, spawner, admission, own[1])
+    admission = Admission(supervisor, spec, supervisor, launcher, alone=alone, whole=False)
+    admission.serve(rendezvous.port)
+    giver = _Giver(spec, job_id, supervisor, spawner, admission)
     supervisor.admission, supervisor.environment, supervisor.frame = admission, giver.environment, giver.frame
     with closing(rendezvous), closing(admission), polling:
         rendezvous.serve()
@@ -167,11 +166,7 @@ def _all_here(spec: LaunchSpec, spawner: Spawner) -> bool:
 
 
 class _Giver:
-    """The environments and commands of workers.
-
-    Args:
-        port: the rendezvous server's port.
-    """
+    """The environments and commands of workers."""
 
     def __init__(
         self,
@@ -180,14 +175,12 @@ class _Giver:
         supervisor: ElasticSupervisor,
         spawner: Spawner,
         admission: Admission,
-        port: int,
     ) -> None:
         self._spec = spec
         self._reset_limit = None if spec.elastic is None else spec.elastic.rules.reset_limit
         self._supervisor = supervisor
         self._spawner = spawner
         self._admission = admission
-        self._port = port
         self._job_id = job_id
         self._plan: Assignment | None = None
         self._slots: tuple[Slot, ...] = ()
@@ -217,11 +210,11 @@ class _Giver:
     def _workers_on(self, visit: Visit) -> HostWorkers:
         workers = self._hosts.get(visit)
         if workers is None:
-            assert visit.link is not None
-            reached = self._admission.reached(visit)
-            rendezvous = reached.rendezvous, reached.port or self._port
+            link = visit.link
+            assert link is not None
+            address, rendezvous = self._admission.reached(link).address, self._admission.endpoint(link)
             workers = self._hosts[visit] = HostWorkers(
-                self._spec, self._spawner, self._job_id, visit.link.host, visit.hello, reached.address, rendezvous
+                self._spec, self._spawner, self._job_id, link.host, visit.hello, address, rendezvous
             )
         return workers
 
@@ -231,7 +224,9 @@ class _Giver:
         visit = self._supervisor.visit(plan.members[0].host)
         if visit is None or not visit.admitted:
             return None
-        return self._admission.reached(visit).address.address, visit.hello.port
+        assert visit.link is not None
+        reached = self._admission.reached(visit.link)
+        return reached.address.address, reached.master_port
 
 
 def _slots(assignment: Assignment) -> tuple[Slot, ...]:

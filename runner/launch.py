@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import TextIO
@@ -19,6 +20,7 @@ from hvdgloo.errors import JobFailedError, LaunchError
 from hvdgloo.runner.console.console import Console, is_terminal, make_directory
 from hvdgloo.runner.console.progress import Backoff, InitProgress
 from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
+from hvdgloo.runner.host_admission import Admission, admit_all
 from hvdgloo.runner.host_setup import HostWorkers, check_outputs, required_on
 from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
 from hvdgloo.runner.job.outcome import JobOutcome, blame
@@ -27,8 +29,6 @@ from hvdgloo.runner.job_console import expect, open_console
 from hvdgloo.runner.job_report import complete
 from hvdgloo.runner.launch_observer import LaunchObserver
 from hvdgloo.runner.launch_result import LaunchResult, Restart, first_line, history
-from hvdgloo.runner.network.addressing import Placement
-from hvdgloo.runner.network_discovery import discover
 from hvdgloo.runner.observing.job_observer import JobObserver, progress_display
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Spawn
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
@@ -178,16 +178,17 @@ def _attempt(
                 hosts, hellos = supervisor.keep(_hosts_in_use(hosts, slots))
                 expect(console, spec, len(slots), again=number > 0)
                 _say_crowded(console, hosts, hellos)
-                network = discover(supervisor, spec)
-            _say_server(console, spec, hosts, network.placement)
-            with open_rendezvous(supervisor, spec, hosts, network.placement) as rendezvous:
-                addresses = network.placement.addresses
+                admission = admit_all(supervisor, spec)
+            _say_server(console, spec, admission)
+            with closing(admission), open_rendezvous(supervisor, spec, hosts, admission.bind) as rendezvous:
+                admission.serve(rendezvous.port)
+                reached = [admission.reached(link) for link in supervisor.links]
                 workers = [
-                    HostWorkers(spec, spawner, job_id, *each)
-                    for each in zip(hosts, hellos, addresses, rendezvous.endpoints, strict=True)
+                    HostWorkers(spec, spawner, job_id, host, hello, own.address, admission.endpoint(link))
+                    for host, hello, own, link in zip(hosts, hellos, reached, supervisor.links, strict=True)
                 ]
                 spawns: list[list[Spawn]] = [[] for _ in hosts]
-                master = addresses[0].address, network.master_port
+                master = reached[0].address.address, reached[0].master_port
                 for slot in slots:
                     frame = workers[slot.host].spawn(
                         slot.rank, slot, master, restart=number, max_restarts=spec.max_restarts
@@ -237,13 +238,10 @@ def _say_crowded(console: Console, hosts: Sequence[HostEntry], hellos: Sequence[
         console.notice(remark)
 
 
-def _say_server(console: Console, spec: LaunchSpec, hosts: Sequence[HostEntry], placement: Placement) -> None:
-    relayed = [host.name for host, launcher in zip(hosts, placement.launcher, strict=True) if not launcher]
-    if spec.output.verbose and relayed:
-        console.notice(
-            f"the workers on {', '.join(relayed)} reach the rendezvous server through their agent: "
-            + ("one host alone needs no network" if len(hosts) == 1 else "they do not reach the launcher")
-        )
+def _say_server(console: Console, spec: LaunchSpec, admission: Admission) -> None:
+    if spec.output.verbose and admission.relaying:
+        hosts = ", ".join(admission.relaying)
+        console.notice(f"the workers on {hosts} reach the rendezvous server through their agent")
     if spec.output.verbose and spec.network.tls is not None:
         shown = spec.network.tls.certificate
         console.notice(

@@ -5,22 +5,16 @@ from __future__ import annotations
 import select
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 
-from hvdgloo._net import ports
 from hvdgloo._net.tls import Tls
 from hvdgloo.config import parse_endpoint
-from hvdgloo.errors import LaunchError
 from hvdgloo.rendezvous._host_identity import host_name
 from hvdgloo.rendezvous._server.server import RendezvousServer
 from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
-from hvdgloo.runner.network.addressing import Placement
-from hvdgloo.runner.protocol.frames import Relay, Relaying
-from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.init_watch import Arrivals
 from hvdgloo.runner.supervise.supervisor import Supervisor
 
@@ -35,24 +29,23 @@ def open_rendezvous(
     supervisor: Supervisor,
     spec: LaunchSpec,
     hosts: Sequence[HostEntry],
-    placement: Placement,
+    bind: Sequence[str],
     *,
     head_start: float = HEAD_START,
 ) -> Iterator[RendezvousHost]:
     """Run a server for this job's workers, for as long as the job lasts.
 
     Args:
+        bind: the addresses at which it listens.
         head_start: in seconds; see ``HEAD_START``.
 
     Raises:
         ConfigError: the server cannot listen, or its certificate cannot be used.
         MissingDependencyError: the server cannot make a certificate.
-        LaunchError: an agent cannot listen for its workers.
     """
     slots = Counter[tuple[str, str]]()
     for host in hosts:
         slots[host.machine, host.hostname] += host.slots or 0
-    bind = tuple(dict.fromkeys(address or ports.LOOPBACK for address in placement.launcher))
     server = RendezvousServer(
         secret=spec.secret,
         hosts=[(hostname, count) for (_, hostname), count in slots.items()],
@@ -61,49 +54,8 @@ def open_rendezvous(
         start_timeout=spec.start_timeout,
         tls=None if spec.network.tls is None else Tls(*spec.network.tls),
     )
-    with ExitStack() as stack:
-        rendezvous = RendezvousHost(server.listen(), supervisor, head_start)
-        stack.callback(rendezvous.close)
-        own = dict(zip(bind, map(parse_endpoint, server.endpoints), strict=True))
-        rendezvous.endpoints = [own[address or ports.LOOPBACK] for address in placement.launcher]
-        if not all(placement.launcher):
-            from hvdgloo.runner.supervise.relayed import RelayedConnections
-
-            listening: dict[AgentLink, Relaying] = {}
-            relayed = RelayedConnections(supervisor.selector, own[ports.LOOPBACK], listening.__setitem__)
-            stack.callback(relayed.close)
-            supervisor.handlers |= relayed.handlers
-            _relay(supervisor, spec, placement, listening, rendezvous.endpoints)
+    with closing(RendezvousHost(server.listen(), supervisor, head_start)) as rendezvous:
         yield rendezvous
-
-
-def _relay(
-    supervisor: Supervisor,
-    spec: LaunchSpec,
-    placement: Placement,
-    listening: dict[AgentLink, Relaying],
-    endpoints: list[tuple[str, int]],
-) -> None:
-    """Have agents listen for workers that do not reach the launcher, and set these workers' ``endpoints``."""
-    links = {
-        number: link
-        for number, (link, launcher) in enumerate(zip(supervisor.links, placement.launcher, strict=True))
-        if not launcher
-    }
-    for link in links.values():
-        link.channel.send(Relay(spec.network.port_range))
-    timeout = spec.network.connect_timeout
-    supervisor.converse(lambda: len(listening) == len(links), time.monotonic() + timeout)
-    for number, link in links.items():
-        answer = listening.get(link)
-        if answer is None or link.hello is None:
-            raise LaunchError(
-                f"the agent on host {link.host.name} did not listen for its workers within {timeout:g} s; if the host "
-                "is only slow, raise --connect-timeout-seconds"
-            )
-        if answer.failure:
-            raise LaunchError(f"the agent on host {link.host.name} cannot listen for its workers: {answer.failure}")
-        endpoints[number] = link.hello.loopback, answer.port
 
 
 class RendezvousHost:
@@ -115,9 +67,6 @@ class RendezvousHost:
     Args:
         server: the server, which listens already.
         head_start: in seconds; see ``HEAD_START``.
-
-    Attributes:
-        endpoints: for each host, address and port at which its workers reach the server.
     """
 
     def __init__(self, server: RendezvousServer, supervisor: Supervisor, head_start: float = HEAD_START) -> None:
@@ -125,9 +74,13 @@ class RendezvousHost:
         self._head_start = head_start
         self._supervisor = supervisor
         self._serving = False
-        self.endpoints: list[tuple[str, int]] = []
         self._closed, self._close = socket.socketpair()
         self._thread = threading.Thread(target=self._start, name="hvdgloo-serve", daemon=True)
+
+    @property
+    def port(self) -> int:
+        """The port at which it listens, the same at all its addresses."""
+        return parse_endpoint(self._server.endpoint)[1]
 
     def serve(self) -> None:
         """Answer workers, which may be connecting already. Called once they have been started."""

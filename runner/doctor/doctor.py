@@ -33,10 +33,10 @@ from hvdgloo.runner.doctor.rules import (
     diagnose,
     unconnected,
 )
+from hvdgloo.runner.host_admission import explore
 from hvdgloo.runner.host_setup import required_on
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.network.addressing import Reports
-from hvdgloo.runner.network_discovery import explore
 from hvdgloo.runner.protocol.frames import Examine, Examined, Hello, Require
 from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, passed_on
 from hvdgloo.runner.supervise.agent_link import AgentLink

@@ -84,11 +84,11 @@ class Visit:
 class AdmissionControl(Protocol):
     """The choice of the address at which other hosts reach a host, before workers are started there."""
 
-    def request(self, visit: Visit) -> None:
+    def request(self, link: AgentLink) -> None:
         """Begin to choose an address for a host. ``admit`` or ``refuse`` is called for it, later or at once, unless the
         request is withdrawn."""
 
-    def withdraw(self, visit: Visit) -> None:
+    def withdraw(self, link: AgentLink) -> None:
         """Forget a host that has gone, whether or not it had been admitted."""
 
     def keep_time(self, now: float) -> None:
@@ -276,7 +276,7 @@ class ElasticSupervisor(Supervisor):
         try:
             check_load(visit.name, workers, visit.hello.cores)
         except ConfigError as error:
-            self.refuse(visit, str(error))
+            self.refuse(visit.link, error)
             return
         remark = remark_on_load([replace(visit.link.host, slots=workers)], [visit.hello.cores])
         if remark and not self._told_of_load:
@@ -367,7 +367,7 @@ class ElasticSupervisor(Supervisor):
         self._note_machine(visit)
         self._tell_slots(visit)
         self._agents.happen(link.state, host_state.Probe())
-        self.admission.request(visit)
+        self.admission.request(link)
 
     def _tell_slots(self, visit: Visit) -> None:
         if visit.name in self._listed and self._listed[visit.name] is None:
@@ -391,22 +391,23 @@ class ElasticSupervisor(Supervisor):
                 "several, and each starts with the first GPU"
             )
 
-    def admit(self, visit: Visit, detail: str) -> None:
+    def admit(self, link: AgentLink, detail: str) -> None:
         """Let a host take part: its workers can reach the other hosts' workers. ``environment`` has its address."""
-        assert visit.link is not None
-        if not visit.link.state.accepts(host_state.Probed):
+        visit = self._visit_of(link.state)
+        if visit is None or not link.state.accepts(host_state.Probed):
             return  # its stream has ended: it is about to be lost
         visit.admitted = True
-        self._agents.happen(visit.link.state, host_state.Probed(detail))
-        self._begin(visit.link, self.environment(visit), elastic=True)
+        self._agents.happen(link.state, host_state.Probed(detail))
+        self._begin(link, self.environment(visit), elastic=True)
         self._start_waiting(visit)
         self._let_go(visit)
 
-    def refuse(self, visit: Visit, reason: str) -> None:
+    def refuse(self, link: AgentLink, error: HvdglooError) -> None:
         """Refuse a host that cannot take part, or cannot run the requested workers."""
-        self._lose(visit, reason)
-        if visit.state is not None:
-            self._agents.offer(host_state.Finish(), [visit.state])
+        visit = self._visit_of(link.state)
+        if visit is not None:
+            self._lose(visit, str(error))
+        self._agents.offer(host_state.Finish(), [link.state])
 
     def unusable(self, host: HostState) -> None:
         """Give up a host on which no agent can be used."""
@@ -450,7 +451,8 @@ class ElasticSupervisor(Supervisor):
             return
         visit.parted, visit.admitted = True, False
         visit.waiting.clear()
-        self.admission.withdraw(visit)
+        if visit.link is not None:
+            self.admission.withdraw(visit.link)
         if not self.settled:
             visit.lost = True
             self.job_observers.host(visit.name, "lost", reason)
@@ -472,7 +474,8 @@ class ElasticSupervisor(Supervisor):
         if visit.link is not None and visit.link.workers:
             return
         visit.parted, visit.admitted = True, False
-        self.admission.withdraw(visit)
+        if visit.link is not None:
+            self.admission.withdraw(visit.link)
         self.job_observers.host(visit.name, "left")
         if visit.state is not None:
             self._agents.offer(host_state.Finish(), [visit.state])

@@ -17,21 +17,20 @@ class RelayedConnections:
 
     Args:
         selector: the supervisor's.
-        server: address and port of the rendezvous server, on this host.
         listening: called with a link and its agent's answer to ``Relay``.
 
     Attributes:
+        server: address and port of the rendezvous server, on this host; None before it listens.
         handlers: frame type to handler, in the supervisor's form.
     """
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        server: tuple[str, int],
         listening: Callable[[AgentLink, Relaying], None],
     ) -> None:
         self._selector = selector
-        self._server = server
+        self.server: tuple[str, int] | None = None
         self._relays: dict[AgentLink, Relays] = {}
         self.handlers: dict[type[Frame], Callable[[AgentLink, Any], None]] = {
             Relaying: listening,
@@ -46,7 +45,8 @@ class RelayedConnections:
             relays.close()
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and accept no others."""
+        self.server = None
         for link in list(self._relays):
             self.forget(link)
 
@@ -55,18 +55,21 @@ class RelayedConnections:
             self._relays[link] = Relays(self._selector, link.channel.send)
         relays = self._relays[link]
         sock = self._socket() if len(relays) < MOST else None
-        if sock is None:
+        if sock is None or self.server is None:
             link.channel.send(RelayClose(frame.connection))  # the worker tries again
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.connect_ex(self._server)  # a failure shows when the socket is first used
+        sock.connect_ex(self.server)  # a failure shows when the socket is first used
         relays.add(frame.connection, sock)
 
     def _socket(self) -> socket.socket | None:
-        """Return a socket for another connection; None if this process may not open any more."""
+        """Return a socket for another connection; None if there is no server yet, or this process may not open any
+        more."""
+        if self.server is None:
+            return None
         try:
-            return socket.socket(socket.AF_INET6 if ":" in self._server[0] else socket.AF_INET)
+            return socket.socket(socket.AF_INET6 if ":" in self.server[0] else socket.AF_INET)
         except OSError:
             return None
 

@@ -36,9 +36,8 @@ class Launcher:
         self.answers: list[Relaying] = []
         self._selector = selectors.DefaultSelector()
         self._link = cast(AgentLink, Line(agent.channel))
-        self.connections = RelayedConnections(
-            self._selector, parse_endpoint(server), lambda _, answer: self.answers.append(answer)
-        )
+        self.connections = RelayedConnections(self._selector, lambda _, answer: self.answers.append(answer))
+        self.connections.server = parse_endpoint(server)
         self._over = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._selector.register(agent.channel.receive_fd, selectors.EVENT_READ, self._receive)

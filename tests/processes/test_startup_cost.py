@@ -65,17 +65,14 @@ MEETING = """
     import json, sys
     from hvdgloo.rendezvous import RendezvousClient
     from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
-    from hvdgloo.runner.network.addressing import Placement
-    from hvdgloo.runner.network.interfaces import Address
     from hvdgloo.runner.rendezvous_host import open_rendezvous
 
     hosts = (HostEntry("here", 1),)
     spec = LaunchSpec(("true",), hosts, 1, "/", {}, b"s" * 32)
-    placement = Placement((Address("lo", "127.0.0.1", 8),), ("127.0.0.1",))
-    with open_rendezvous(None, spec, hosts, placement, head_start=600.0) as rendezvous:
+    with open_rendezvous(None, spec, hosts, ["127.0.0.1"], head_start=600.0) as rendezvous:
         rendezvous.serve()
         if sys.argv[1] == "a client":
-            with RendezvousClient("%s:%d" % rendezvous.endpoints[0], spec.secret) as client:
+            with RendezvousClient(f"127.0.0.1:{rendezvous.port}", spec.secret) as client:
                 client.store("scope").set("key", b"value")
                 assert client.store("scope").get("key") == b"value"
     print(json.dumps(sorted(sys.modules)))

@@ -222,8 +222,11 @@ def test_a_launcher_that_can_open_no_more_connections_says_so(monkeypatch: pytes
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         selectors.DefaultSelector() as selector,
-        closing(RelayedConnections(selector, server.getsockname(), lambda *_: None)) as connections,
+        closing(RelayedConnections(selector, lambda *_: None)) as connections,
     ):
+        connections.handlers[RelayOpen](link, RelayOpen(0))  # there is no server yet
+        assert sent.pop() == RelayClose(0)
+        connections.server = server.getsockname()
         with monkeypatch.context() as patched:
             patched.setattr(socket, "socket", lambda *_: os.open("/nowhere", os.O_RDONLY))
             connections.handlers[RelayOpen](link, RelayOpen(0))

@@ -14,17 +14,14 @@ from hvdgloo.rendezvous._elastic.assignment import Assignment, Member
 from hvdgloo.rendezvous._elastic.events import HostLost, Spawn
 from hvdgloo.runner import elastic_launch
 from hvdgloo.runner.elastic_launch import _Giver
-from hvdgloo.runner.host_admission import Admission, Reached, _Host
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Times
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.channel import FrameChannel
-from hvdgloo.runner.protocol.frames import Frame, Probe, Surveyed
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
 
-LOOPBACK = Address("", "127.0.0.1", 8)
 PLAN = Assignment(0, (Member("h1/0/1", "h1", 0, 0),))
 
 
@@ -90,11 +87,10 @@ def admitted(supervisor: ElasticSupervisor, *events: host_state.Event) -> Visit:
 @pytest.mark.parametrize("how", ["lost", "let go"])
 def test_workers_are_not_told_the_address_of_a_host_that_has_gone(supervisor: ElasticSupervisor, how: str) -> None:
     visit = admitted(supervisor)
-    reached = {visit: SimpleNamespace(address=SimpleNamespace(address="10.0.0.1"))}
+    reached = {visit.link: SimpleNamespace(address=SimpleNamespace(address="10.0.0.1"), master_port=5000)}
     admission = cast(Any, SimpleNamespace(reached=reached.__getitem__))
     supervisor.admission = cast(Any, SimpleNamespace(withdraw=reached.pop))
-    cast(AgentLink, visit.link).hello = cast(Any, SimpleNamespace(port=5000))
-    giver = _Giver(supervisor._spec, "job", supervisor, cast(Any, Nothing()), admission, 1)
+    giver = _Giver(supervisor._spec, "job", supervisor, cast(Any, Nothing()), admission)
     assert giver._master(PLAN) == ("10.0.0.1", 5000)
     if how == "lost":
         supervisor._lose(visit, "its agent has ended")
@@ -107,7 +103,7 @@ def test_workers_are_not_told_the_address_of_a_host_that_has_gone(supervisor: El
 def test_a_host_whose_stream_has_just_ended_is_not_let_in(supervisor: ElasticSupervisor) -> None:
     visit = admitted(supervisor, host_state.Probe(), host_state.StreamEnded())
     visit.admitted = False
-    supervisor.admit(visit, "reached at 10.0.0.1")
+    supervisor.admit(cast(AgentLink, visit.link), "reached at 10.0.0.1")
     assert not visit.admitted
     assert visit.state is not None
     assert visit.state.phase is host_state.Phase.BROKEN
@@ -135,33 +131,16 @@ def test_a_command_that_does_not_end_after_a_visit_is_killed(supervisor: Elastic
     assert state not in supervisor._agents.hosts
 
 
-def test_a_host_that_was_let_in_without_a_network_is_not_tried(supervisor: ElasticSupervisor) -> None:
-    sent: list[Frame] = []
-    link = cast(Any, SimpleNamespace(channel=SimpleNamespace(send=sent.append)))
-    own = Address("eth0", "10.0.0.2", 24)
-    first = _Host(
-        Visit("h1", 0.0), link, 0, 1.0, surveyed=Surveyed([], {}, {}, 1), reached=Reached(LOOPBACK, LOOPBACK.address)
-    )
-    ports = {own.address: 7000}
-    second = _Host(Visit("h2", 0.0), link, 1, 1.0, surveyed=Surveyed([], ports, {}, 1), candidates=[own])
-    admission = Admission(supervisor, supervisor._spec, (), ("127.0.0.1", 1), loopback=False)
-    admission._listener = cast(Any, SimpleNamespace(failures={}, ports={}, close=lambda: None))
-    tried = admission._round_of([first], [second], 0.0)
-    assert (0, LOOPBACK.address) in tried.reports.unheard
-    assert [frame.targets for frame in sent if isinstance(frame, Probe)] == [[(1, own.address, 7000)]]
-    admission.close()
-
-
 SLOTS = 300
 CROWD = Assignment(0, tuple(Member(f"h1/{slot}/{slot}", "h1", slot, slot) for slot in range(SLOTS)))
 
 
 def giver(supervisor: ElasticSupervisor) -> _Giver:
     """Return an object that makes the frames for the workers of one host, ``h1``."""
-    reached = SimpleNamespace(rendezvous="10.0.0.9", port=1, address=Address("", "10.0.0.1", 8))
-    admission = cast(Any, SimpleNamespace(reached=lambda _: reached))
+    reached = SimpleNamespace(address=Address("", "10.0.0.1", 8), master_port=5000)
+    admission = cast(Any, SimpleNamespace(reached=lambda _: reached, endpoint=lambda _: ("10.0.0.9", 1)))
     spawner = cast(Any, SimpleNamespace(is_local=lambda _: True, python_for=lambda _: "python3"))
-    return _Giver(supervisor._spec, "job", supervisor, spawner, admission, 1)
+    return _Giver(supervisor._spec, "job", supervisor, spawner, admission)
 
 
 def test_the_places_of_many_workers_are_worked_out_once(
