@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -22,14 +21,14 @@ from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
-from hvdgloo.runner.console.console import Console, make_directory
+from hvdgloo.runner.console.console import Console
 from hvdgloo.runner.console.startup_view import StartDisplay
 from hvdgloo.runner.elastic.discovery import HostManager, host_entry
 from hvdgloo.runner.elastic.host_polling import HostPolling
 from hvdgloo.runner.host_admission import Admission, launcher_addresses
 from hvdgloo.runner.host_setup import HostWorkers, check_outputs, required_on
-from hvdgloo.runner.job.spec import Discovery, ElasticSpec, HostEntry, LaunchSpec, Slot
-from hvdgloo.runner.job_console import expect, open_console
+from hvdgloo.runner.job.spec import Discovery, ElasticSpec, LaunchSpec, Slot
+from hvdgloo.runner.job_console import expect
 from hvdgloo.runner.job_report import complete
 from hvdgloo.runner.launch_observer import LaunchObserver
 from hvdgloo.runner.launch_result import LaunchResult
@@ -45,59 +44,76 @@ from hvdgloo.runner.transport.select import AnyHostSpawner, hosts_here
 from hvdgloo.topology import places
 
 
-def launch_elastic(spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings) -> LaunchResult:
-    """Run an elastic job; see ``launch``.
+class ElasticJob:
+    """An elastic job; see ``hvdgloo.runner.launch.Attempt``.
 
     Raises:
-        ConfigError, LaunchError: the job could not be started, because hosts cannot be discovered, for example. Nothing
-            is left running.
-        MissingDependencyError: certificates are to be made, but the package for that is not installed here.
+        ConfigError, DiscoveryError: outputs cannot be used, or hosts cannot be discovered.
         JobFailedError, KeyboardInterrupt: a signal arrived before hosts were known.
     """
-    chosen = around.spawner or AnyHostSpawner(spec.reach, fork=around.fork)
-    if spec.output.directory is not None:
-        make_directory(spec.output.directory)
-    check_outputs(spec, chosen, spec.hosts)
-    manager = _asked(elastic.discovery, around.signals)
-    entry = elastic.entry or partial(host_entry, slots=None)
-    job_id = secrets.token_hex(16)
-    ranks: dict[int, int] = {}
-    with open_console(spec, around, rank_of=lambda number: ranks.get(number, number)) as console:
-        expect(console, spec, elastic.rules.largest or elastic.rules.size)
-        hosts: list[HostState] = []
-        display = StartDisplay(hosts, console, environ=spec.environ, verbose=spec.output.verbose)
-        observer = LaunchObserver(console, display, around.results, around.job_observer)
-        supervisor = ElasticSupervisor(
-            spec,
-            chosen,
-            hosts,
-            job_id,
+
+    def __init__(self, spec: LaunchSpec, elastic: ElasticSpec, around: Surroundings) -> None:
+        self._spec = spec
+        self._elastic = elastic
+        self._around = around
+        self._spawner = around.spawner or AnyHostSpawner(spec.reach, fork=around.fork)
+        check_outputs(spec, self._spawner, spec.hosts)
+        self._manager = _asked(elastic.discovery, around.signals)
+        self._entry = elastic.entry or partial(host_entry, slots=None)
+        self._job_id = secrets.token_hex(16)
+        self._ranks: dict[int, int] = {}
+        self.hosts: list[HostState] = []
+
+    def rank_of(self, number: int) -> int:
+        return self._ranks.get(number, number)
+
+    def supervisor(self, observer: LaunchObserver) -> ElasticSupervisor:
+        self._supervisor = ElasticSupervisor(
+            self._spec,
+            self._spawner,
+            self.hosts,
+            self._job_id,
             observer,
-            entry=entry,
-            required=partial(required_on, spec, chosen),
-            ranks=ranks,
+            entry=self._entry,
+            required=partial(required_on, self._spec, self._spawner),
+            ranks=self._ranks,
         )
+        return self._supervisor
+
+    def run(self, console: Console, observer: LaunchObserver, display: StartDisplay) -> None:
+        spec, elastic, supervisor = self._spec, self._elastic, self._supervisor
+        expect(console, spec, elastic.rules.largest or elastic.rules.size)
         supervisor.on_start = display.close
-
-        def listed(found: Sequence[tuple[str, int | None]]) -> None:
-            if isinstance(chosen, AnyHostSpawner):
-                chosen.learn([host_entry(*host) for host in found])  # resolves names, so not in the supervisor's loop
-            supervisor.listed(found)
-
-        around.job_observer.attend(supervisor)
-        console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
-        running = observer.running(progress_display(spec, around.job_observer, console))
-        notes = around.outside(supervisor.fail_soon)
-        with passed_on(around.signals, supervisor.interrupt) as signal_came, supervisor, display, running, notes:
-            rules = replace(elastic.rules, start_timeout=spec.start_timeout)
-            epochs = ElasticEpochs(rules, act=supervisor.act)
-            polling = HostPolling(manager, listed, supervisor.tell_soon, interval=elastic.interval)
-            supervisor.feed, supervisor.on_turn = epochs.feed, polling.keep_time
-            with _serving(spec, elastic, job_id, supervisor, epochs, polling, chosen):
+        with display, observer.running(progress_display(spec, self._around.job_observer, console)):
+            self._epochs = ElasticEpochs(elastic.rules, act=supervisor.act)
+            polling = HostPolling(self._manager, self._listed, supervisor.tell_soon, interval=elastic.interval)
+            supervisor.feed, supervisor.on_turn = self._epochs.feed, polling.keep_time
+            with _serving(spec, elastic, self._job_id, supervisor, self._epochs, polling, self._spawner):
                 supervisor.supervise()
-            console.finish()
-            console.drain(signal_came)
-        return _report(spec, chosen, supervisor, epochs, console, entry)
+
+    def _listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
+        if isinstance(self._spawner, AnyHostSpawner):
+            self._spawner.learn([host_entry(*host) for host in hosts])  # resolves names, so not in the loop
+        self._supervisor.listed(hosts)
+
+    def result(self, console: Console) -> LaunchResult:
+        supervisor, outcome = self._supervisor, self._supervisor.outcome
+        # Workers that do not call hvd.init() come to no epoch, and yet end well.
+        last = supervisor.changes[-1][1].assignment if supervisor.changes else self._epochs.assignment
+        # Workers that the job had no time to request from the supervisor have no number.
+        workers = [supervisor.workers.get(member.worker, -1) for member in last.members]
+        outcome.statuses = {rank: outcome.statuses.get(number) for rank, number in enumerate(workers)}
+        result = LaunchResult(
+            outcome,
+            _slots(last),
+            numbers=tuple(workers),
+            workers=tuple(member.worker for member in last.members),
+            changes=tuple(supervisor.changes),
+            why_over=supervisor.end.text if supervisor.end is not None else "",
+        )
+        failure = supervisor.end.failure if supervisor.end is not None else None
+        failed = supervisor.workers.get(failure.worker) if failure is not None else None
+        return complete(result, self._spec, self._spawner, console, host=self._entry, failed=failed)
 
 
 def _asked(discovery: Discovery, signals: Sequence[signal.Signals]) -> HostManager:
@@ -249,30 +265,3 @@ def _slots(assignment: Assignment) -> tuple[Slot, ...]:
         )
         for rank, (member, place) in enumerate(zip(assignment.members, found, strict=True))
     )
-
-
-def _report(
-    spec: LaunchSpec,
-    spawner: Spawner,
-    supervisor: ElasticSupervisor,
-    epochs: ElasticEpochs,
-    console: Console,
-    entry: Callable[[str], HostEntry],
-) -> LaunchResult:
-    # Workers that do not call hvd.init() come to no epoch, and yet end well.
-    last = supervisor.changes[-1][1].assignment if supervisor.changes else epochs.assignment
-    # Workers that the job had no time to request from the supervisor have no number.
-    workers = [supervisor.workers.get(member.worker, -1) for member in last.members]
-    statuses = supervisor.outcome.statuses
-    supervisor.outcome.statuses = {rank: statuses.get(number) for rank, number in enumerate(workers)}
-    result = LaunchResult(
-        supervisor.outcome,
-        _slots(last),
-        numbers=tuple(workers),
-        workers=tuple(member.worker for member in last.members),
-        changes=tuple(supervisor.changes),
-        why_over=supervisor.end.text if supervisor.end is not None else "",
-    )
-    failure = supervisor.end.failure if supervisor.end is not None else None
-    failed = supervisor.workers.get(failure.worker) if failure is not None else None
-    return complete(result, spec, spawner, console, host=entry, failed=failed)

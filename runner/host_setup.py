@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from hvdgloo._platform.writable import unwritable
 from hvdgloo.errors import ConfigError
+from hvdgloo.runner.console.console import make_directory
 from hvdgloo.runner.job.advice import advise
 from hvdgloo.runner.job.command import interface_variables, needs, thread_defaults, worker_environment
 from hvdgloo.runner.job.environment import for_other_hosts
@@ -30,7 +31,12 @@ def required_on(spec: LaunchSpec, spawner: Spawner, host: HostEntry) -> Require:
 
 
 def check_outputs(spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry]) -> None:
-    """Refuse files that ranks cannot write on this host; other hosts check theirs before workers start."""
+    """Refuse files that cannot be written on this host; other hosts check theirs before workers start.
+
+    The directory for the workers' output is made.
+    """
+    if spec.output.directory is not None:
+        make_directory(spec.output.directory)
     for host in hosts:
         if spawner.is_local(host):
             for problem in unwritable(_traces(spec, host), spec.cwd):

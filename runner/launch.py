@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from hvdgloo._net.tls import Tls
 from hvdgloo._platform.interrupts import raise_again
 from hvdgloo.errors import JobFailedError, LaunchError
-from hvdgloo.runner.console.console import Console, is_terminal, make_directory
+from hvdgloo.runner.console.console import Console, is_terminal
 from hvdgloo.runner.console.progress import Backoff, InitProgress
 from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
 from hvdgloo.runner.host_admission import Admission, admit_all
 from hvdgloo.runner.host_setup import HostWorkers, check_outputs, required_on
 from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
-from hvdgloo.runner.job.outcome import JobOutcome, blame
+from hvdgloo.runner.job.outcome import blame
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.job_console import expect, open_console
 from hvdgloo.runner.job_report import complete
@@ -33,6 +33,7 @@ from hvdgloo.runner.observing.job_observer import JobObserver, progress_display
 from hvdgloo.runner.protocol.frames import CHUNK, Hello, Spawn
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
 from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, Interrupts, Outside, no_outside_system, passed_on
+from hvdgloo.runner.supervise.host_state import HostState
 from hvdgloo.runner.supervise.init_watch import InitWatch
 from hvdgloo.runner.supervise.observers import PlacedWorker
 from hvdgloo.runner.supervise.startup import check_machines
@@ -93,20 +94,15 @@ def launch(
             outside or no_outside_system,
             job_observer,
         )
-        if spec.elastic is None:
-            report = _launch_fixed(spec, around)
-        else:
-            # What jobs of a fixed size do not need is not imported for them.
-            from hvdgloo.runner.elastic_launch import launch_elastic
-
-            report = launch_elastic(spec, spec.elastic, around)
+        report = _launch(spec, around)
         job_observer.conclude(report.outcome, report.headline())
         files = (*report.files, *(f"the report is in {path}" for path in job_observer.written[:1]))
         return replace(report, files=files, unwritten=(*report.unwritten, *job_observer.unwritten))
 
 
-def _launch_fixed(spec: LaunchSpec, around: Surroundings) -> LaunchResult:
-    """Run a job of a fixed size, and restart it after failures, as often as allowed; see ``launch``."""
+def _launch(spec: LaunchSpec, around: Surroundings) -> LaunchResult:
+    """Run a job, and restart it after failures, as often as allowed; see ``launch``."""
+    begin = _begin(spec, around)
     restarts: list[Restart] = []
     failed = ""
     interrupts = Interrupts()
@@ -115,7 +111,7 @@ def _launch_fixed(spec: LaunchSpec, around: Surroundings) -> LaunchResult:
         while True:
             began = time.monotonic()
             try:
-                report = _attempt(spec, around, failed, len(restarts), interrupts, signal_came)
+                report = _attempt(spec, around, begin, failed, len(restarts), interrupts, signal_came)
             except JobFailedError:
                 raise  # a signal came
             except LaunchError as error:
@@ -132,9 +128,41 @@ def _launch_fixed(spec: LaunchSpec, around: Surroundings) -> LaunchResult:
                 around.results.clear()
 
 
+def _begin(spec: LaunchSpec, around: Surroundings) -> Callable[[int], Attempt]:
+    """Return a function that begins an attempt, of which it gets the number."""
+    if spec.elastic is None:
+        return partial(FixedJob, spec, around)
+    # Jobs of a fixed size do not import what they do not need.
+    from hvdgloo.runner.elastic_launch import ElasticJob
+
+    job = ElasticJob(spec, spec.elastic, around)
+    return lambda number: job
+
+
+class Attempt(Protocol):
+    """The part of an attempt that differs between jobs of a fixed size and elastic ones."""
+
+    @property
+    def hosts(self) -> Sequence[HostState]:
+        """The states of the job's hosts, which come and go in an elastic job."""
+
+    def rank_of(self, number: int) -> int:
+        """Return the present rank of the worker with this number."""
+
+    def supervisor(self, observer: LaunchObserver) -> Supervisor:
+        """Return the supervisor of the job."""
+
+    def run(self, console: Console, observer: LaunchObserver, display: StartDisplay) -> None:
+        """Start agents and workers, and supervise them to their end; ``display`` shows the start."""
+
+    def result(self, console: Console) -> LaunchResult:
+        """Return the result of the job, which has ended."""
+
+
 def _attempt(
     spec: LaunchSpec,
     around: Surroundings,
+    begin: Callable[[int], Attempt],
     failed: str,
     number: int,
     interrupts: Interrupts,
@@ -143,87 +171,106 @@ def _attempt(
     """Start all workers, and wait for their end. Arguments that are not described here are as for ``launch``.
 
     Args:
+        begin: begins an attempt.
         failed: the failure of the previous attempt; empty for the first.
         number: number of restarts so far.
         interrupts: passes signals on.
         signal_came: tells whether a signal has arrived since its first call.
     """
-    if number:  # a host that has failed may be on its way back
-        spec = replace(spec, reach=replace(spec.reach, wait_for_hosts=spec.reach.wait_for_hosts is not False))
-    hosts = shortlist(spec.hosts, spec.np)
-    trusted = around.spawner is not None
-    spawner = around.spawner or choose_spawner(hosts, spec.reach, fork=around.fork)
-    job_id = secrets.token_hex(16)
-    if spec.output.directory is not None:
-        make_directory(spec.output.directory)
-    check_outputs(spec, spawner, hosts)
-    if spec.network.tls is not None:
-        Tls(*spec.network.tls).check_listener()  # the rendezvous server is opened only when all agents are there
-    job_observer = around.job_observer
-    with open_console(spec, around) as console:
+    job = begin(number)
+    with open_console(spec, around, rank_of=job.rank_of) as console:
         if number:
             console.news(f"{failed}\nrestart {number} of {spec.max_restarts}: all workers are started again")
-        states = host_states(hosts, spec)
-        display = StartDisplay(states, console, environ=spec.environ, verbose=spec.output.verbose)
-        observer = LaunchObserver(console, display, around.results, job_observer)
-        supervisor = Supervisor(spec, spawner, states, job_id, observer)
-        job_observer.attend(supervisor, f"restart {number}: {first_line(failed)}" if number else "")
+        display = StartDisplay(job.hosts, console, environ=spec.environ, verbose=spec.output.verbose)
+        observer = LaunchObserver(console, display, around.results, around.job_observer)
+        supervisor = job.supervisor(observer)
+        around.job_observer.attend(supervisor, f"restart {number}: {first_line(failed)}" if number else "")
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
         with interrupts.passed_to(supervisor.interrupt), supervisor, around.outside(supervisor.fail_soon):
-            with display:
-                hellos = supervisor.gather(partial(required_on, spec, spawner))
-                if not trusted:
-                    check_machines(hosts, hellos, spec.reach)
-                slots = place(hosts, hellos, spec)
-                hosts, hellos = supervisor.keep(_hosts_in_use(hosts, slots))
-                expect(console, spec, len(slots), again=number > 0)
-                _say_crowded(console, hosts, hellos)
-                admission = admit_all(supervisor, spec)
-            _say_server(console, spec, admission)
-            with closing(admission), open_rendezvous(supervisor, spec, hosts, admission.bind) as rendezvous:
-                admission.serve(rendezvous.port)
-                reached = [admission.reached(link) for link in supervisor.links]
-                workers = [
-                    HostWorkers(spec, spawner, job_id, host, hello, own.address, admission.endpoint(link))
-                    for host, hello, own, link in zip(hosts, hellos, reached, supervisor.links, strict=True)
-                ]
-                spawns: list[list[Spawn]] = [[] for _ in hosts]
-                master = reached[0].address.address, reached[0].master_port
-                for slot in slots:
-                    frame = workers[slot.host].spawn(
-                        slot.rank, slot, master, restart=number, max_restarts=spec.max_restarts
-                    )
-                    spawns[slot.host].append(frame)
-                _say_threads(console, spec, workers[0].threads(slots[0].local_size))
-                supervisor.start([each.environment for each in workers], spawns)
-                rendezvous.serve()
-                if spec.stdin_rank is not None:
-                    _feed_stdin(supervisor, spec.stdin_rank)
-                job_observer.placed(
-                    0, [PlacedWorker(slot.rank, slot.rank, slot.agent, slot.local_rank) for slot in slots]
-                )
-                init = _init_watch(spec, slots, rendezvous)
-                progress = observer.running(progress_display(spec, job_observer, console))
-                with _init_display(spec, init, console) as observer.display, progress:
-                    outcome = supervisor.supervise(init)
+            job.run(console, observer, display)
             console.finish()
             console.drain(signal_came)
-        return _report(spec, spawner, hosts, slots, outcome, console)
+        return job.result(console)
 
 
-def _report(
-    spec: LaunchSpec,
-    spawner: Spawner,
-    hosts: Sequence[HostEntry],
-    slots: tuple[Slot, ...],
-    outcome: JobOutcome,
-    console: Console,
-) -> LaunchResult:
-    first = outcome.first = blame(outcome, {slot.rank: slot.agent for slot in slots}, console.cause)
-    result = LaunchResult(outcome, slots, numbers=tuple(range(len(slots))))
-    entries = {host.name: host for host in hosts}
-    failed = None if first is None else first.rank
-    return complete(result, spec, spawner, console, host=entries.__getitem__, failed=failed)
+class FixedJob:
+    """One attempt at a job of a fixed size; see ``Attempt``.
+
+    Args:
+        number: number of restarts so far.
+
+    Raises:
+        ConfigError: hosts or outputs cannot be used.
+    """
+
+    def __init__(self, spec: LaunchSpec, around: Surroundings, number: int) -> None:
+        if number:  # a host that has failed may be on its way back
+            spec = replace(spec, reach=replace(spec.reach, wait_for_hosts=spec.reach.wait_for_hosts is not False))
+        self._spec = spec
+        self._around = around
+        self._number = number
+        self._hosts: Sequence[HostEntry] = shortlist(spec.hosts, spec.np)
+        self._spawner = around.spawner or choose_spawner(self._hosts, spec.reach, fork=around.fork)
+        check_outputs(spec, self._spawner, self._hosts)
+        if spec.network.tls is not None:
+            Tls(*spec.network.tls).check_listener()  # the rendezvous server is opened only when all agents are there
+        self._job_id = secrets.token_hex(16)
+        self._slots: tuple[Slot, ...] = ()
+        self.hosts = host_states(self._hosts, spec)
+
+    def rank_of(self, number: int) -> int:
+        return number
+
+    def supervisor(self, observer: LaunchObserver) -> Supervisor:
+        self._supervisor = Supervisor(self._spec, self._spawner, self.hosts, self._job_id, observer)
+        return self._supervisor
+
+    def run(self, console: Console, observer: LaunchObserver, display: StartDisplay) -> None:
+        spec, spawner, hosts, supervisor = self._spec, self._spawner, self._hosts, self._supervisor
+        with display:
+            hellos = supervisor.gather(partial(required_on, spec, spawner))
+            if self._around.spawner is None:
+                check_machines(hosts, hellos, spec.reach)
+            slots = self._slots = place(hosts, hellos, spec)
+            self._hosts, hellos = hosts, hellos = supervisor.keep(_hosts_in_use(hosts, slots))
+            expect(console, spec, len(slots), again=self._number > 0)
+            _say_crowded(console, hosts, hellos)
+            admission = admit_all(supervisor, spec)
+        _say_server(console, spec, admission)
+        with closing(admission), open_rendezvous(supervisor, spec, hosts, admission.bind) as rendezvous:
+            admission.serve(rendezvous.port)
+            reached = [admission.reached(link) for link in supervisor.links]
+            workers = [
+                HostWorkers(spec, spawner, self._job_id, host, hello, own.address, admission.endpoint(link))
+                for host, hello, own, link in zip(hosts, hellos, reached, supervisor.links, strict=True)
+            ]
+            spawns: list[list[Spawn]] = [[] for _ in hosts]
+            master = reached[0].address.address, reached[0].master_port
+            for slot in slots:
+                frame = workers[slot.host].spawn(
+                    slot.rank, slot, master, restart=self._number, max_restarts=spec.max_restarts
+                )
+                spawns[slot.host].append(frame)
+            _say_threads(console, spec, workers[0].threads(slots[0].local_size))
+            supervisor.start([each.environment for each in workers], spawns)
+            rendezvous.serve()
+            if spec.stdin_rank is not None:
+                _feed_stdin(supervisor, spec.stdin_rank)
+            self._around.job_observer.placed(
+                0, [PlacedWorker(slot.rank, slot.rank, slot.agent, slot.local_rank) for slot in slots]
+            )
+            init = _init_watch(spec, slots, rendezvous)
+            progress = observer.running(progress_display(spec, self._around.job_observer, console))
+            with _init_display(spec, init, console) as observer.display, progress:
+                supervisor.supervise(init)
+
+    def result(self, console: Console) -> LaunchResult:
+        outcome, slots = self._supervisor.outcome, self._slots
+        first = outcome.first = blame(outcome, {slot.rank: slot.agent for slot in slots}, console.cause)
+        result = LaunchResult(outcome, slots, numbers=tuple(range(len(slots))))
+        entries = {host.name: host for host in self._hosts}
+        failed = None if first is None else first.rank
+        return complete(result, self._spec, self._spawner, console, host=entries.__getitem__, failed=failed)
 
 
 def _hosts_in_use(hosts: Sequence[HostEntry], slots: Sequence[Slot]) -> tuple[HostEntry, ...]:

@@ -54,7 +54,7 @@ def test_the_hosts_are_not_discovered_a_second_time_before_the_start() -> None:
 
 
 def test_a_signal_during_a_further_start_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attempt(spec: LaunchSpec, failed: str, number: int, *_: object, **__: object) -> LaunchResult:
+    def attempt(spec: object, around: object, begin: object, failed: str, number: int, *_: object) -> LaunchResult:
         if number:
             raise JobFailedError("before the workers were started", exit_code=130)
         return LaunchResult(JobOutcome(Failure(0, "h1", 3, "exited with status 3")), ())
