@@ -1,5 +1,4 @@
-"""From a LaunchSpec to the end of an elastic job: the equivalent of ``launch`` for a job whose workers and hosts
-change.
+"""An elastic job: its workers and hosts change while it runs.
 
 The supervisor's loop runs on this thread: it exchanges frames with agents, and carries out the actions of the elastic
 job. Hosts are discovered on another one, which queues its answers in the loop.
@@ -9,15 +8,13 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from weakref import WeakKeyDictionary
 
 from hvdgloo._net import ports
-from hvdgloo._net.tls import Tls
 from hvdgloo.errors import JobFailedError
-from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
@@ -34,7 +31,7 @@ from hvdgloo.runner.launch_observer import LaunchObserver
 from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.observing.job_observer import progress_display
 from hvdgloo.runner.protocol.frames import Spawn
-from hvdgloo.runner.rendezvous_host import RendezvousHost
+from hvdgloo.runner.rendezvous_host import open_rendezvous
 from hvdgloo.runner.signals import ENDING, passed_on
 from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
@@ -62,6 +59,9 @@ class ElasticJob:
         self._entry = elastic.entry or partial(host_entry, slots=None)
         self._job_id = secrets.token_hex(16)
         self._ranks: dict[int, int] = {}
+        self._plan: Assignment | None = None
+        self._slots: tuple[Slot, ...] = ()
+        self._workers: WeakKeyDictionary[Visit, HostWorkers] = WeakKeyDictionary()
         self.hosts: list[HostState] = []
 
     def rank_of(self, number: int) -> int:
@@ -88,13 +88,64 @@ class ElasticJob:
             self._epochs = ElasticEpochs(elastic.rules, act=supervisor.act)
             polling = HostPolling(self._manager, self._listed, supervisor.tell_soon, interval=elastic.interval)
             supervisor.feed, supervisor.on_turn = self._epochs.feed, polling.keep_time
-            with _serving(spec, elastic, self._job_id, supervisor, self._epochs, polling, self._spawner):
-                supervisor.supervise()
+            supervisor.environment, supervisor.frame = self._environment, self._frame
+            alone = not elastic.rules.hosts_may_come and not spec.network.nics and _all_here(spec, self._spawner)
+            launcher = () if alone else launcher_addresses(spec, needed=True)
+            bind = (ports.LOOPBACK, *(address.address for address in launcher))
+            with open_rendezvous(supervisor, spec, bind, elastic=self._epochs) as rendezvous:
+                admission = Admission(supervisor, spec, supervisor, launcher, alone=alone, whole=False)
+                admission.serve(rendezvous.port)
+                supervisor.admission = self._admission = admission
+                with closing(admission), polling:
+                    rendezvous.serve()
+                    supervisor.supervise()
 
     def _listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
         if isinstance(self._spawner, AnyHostSpawner):
             self._spawner.learn([host_entry(*host) for host in hosts])  # resolves names, so not in the loop
         self._supervisor.listed(hosts)
+
+    def _environment(self, visit: Visit) -> Mapping[str, str]:
+        """Return the environment that all workers of a host share."""
+        return self._workers_on(visit).environment
+
+    def _frame(self, visit: Visit, order: SpawnOrder, number: int) -> Spawn:
+        """Return the frame that starts a worker, with the place that it will probably get."""
+        if order.plan is not self._plan:  # workers that are started together have one, and there may be thousands
+            self._plan, self._slots = order.plan, _slots(order.plan)
+        return self._workers_on(visit).spawn(
+            number,
+            self._slots[order.plan.ranks[order.worker]],
+            self._master(order.plan),
+            max_restarts=self._elastic.rules.reset_limit,
+            more={
+                "TORCHELASTIC_RESTART_COUNT": str(order.plan.epoch),
+                "HVDGLOO_ELASTIC": "1",
+                "HOROVOD_ELASTIC": "1",
+                "HVDGLOO_WORKER": order.worker,
+            },
+        )
+
+    def _workers_on(self, visit: Visit) -> HostWorkers:
+        workers = self._workers.get(visit)
+        if workers is None:
+            link = visit.link
+            assert link is not None
+            address, rendezvous = self._admission.reached(link).address, self._admission.endpoint(link)
+            workers = self._workers[visit] = HostWorkers(
+                self._spec, self._spawner, self._job_id, link.host, visit.hello, address, rendezvous
+            )
+        return workers
+
+    def _master(self, plan: Assignment) -> tuple[str, int] | None:
+        """Return an address and a free port of rank 0's host, if that host has been admitted; once all workers are
+        together, they are known in any case."""
+        visit = self._supervisor.visit(plan.members[0].host)
+        if visit is None or not visit.admitted:
+            return None
+        assert visit.link is not None
+        reached = self._admission.reached(visit.link)
+        return reached.address.address, reached.master_port
 
     def result(self, console: Console) -> LaunchResult:
         supervisor, outcome = self._supervisor, self._supervisor.outcome
@@ -140,109 +191,10 @@ def _asked(discovery: Discovery, signals: Sequence[signal.Signals]) -> HostManag
     return manager
 
 
-@contextmanager
-def _serving(
-    spec: LaunchSpec,
-    elastic: ElasticSpec,
-    job_id: str,
-    supervisor: ElasticSupervisor,
-    epochs: ElasticEpochs,
-    polling: HostPolling,
-    spawner: Spawner,
-) -> Iterator[None]:
-    """Run the rendezvous server and the discovery of hosts for as long as the job lasts.
-
-    Raises:
-        ConfigError: the server cannot listen.
-    """
-    alone = not elastic.rules.hosts_may_come and not spec.network.nics and _all_here(spec, spawner)
-    launcher = () if alone else launcher_addresses(spec, needed=True)
-    server = RendezvousServer(
-        secret=spec.secret,
-        elastic=epochs,
-        bind=(ports.LOOPBACK, *(address.address for address in launcher)),
-        port_range=spec.network.port_range,
-        start_timeout=spec.start_timeout,
-        tls=None if spec.network.tls is None else Tls(*spec.network.tls),
-    )
-    rendezvous = RendezvousHost(server.listen(), supervisor)
-    admission = Admission(supervisor, spec, supervisor, launcher, alone=alone, whole=False)
-    admission.serve(rendezvous.port)
-    giver = _Giver(spec, job_id, supervisor, spawner, admission)
-    supervisor.admission, supervisor.environment, supervisor.frame = admission, giver.environment, giver.frame
-    with closing(rendezvous), closing(admission), polling:
-        rendezvous.serve()
-        yield
-
-
 def _all_here(spec: LaunchSpec, spawner: Spawner) -> bool:
     if isinstance(spawner, AnyHostSpawner):
         return len(hosts_here(spec.hosts, spec.reach)) == len(spec.hosts)
     return all(spawner.is_local(host) for host in spec.hosts)
-
-
-class _Giver:
-    """The environments and commands of workers."""
-
-    def __init__(
-        self,
-        spec: LaunchSpec,
-        job_id: str,
-        supervisor: ElasticSupervisor,
-        spawner: Spawner,
-        admission: Admission,
-    ) -> None:
-        self._spec = spec
-        self._reset_limit = None if spec.elastic is None else spec.elastic.rules.reset_limit
-        self._supervisor = supervisor
-        self._spawner = spawner
-        self._admission = admission
-        self._job_id = job_id
-        self._plan: Assignment | None = None
-        self._slots: tuple[Slot, ...] = ()
-        self._hosts: WeakKeyDictionary[Visit, HostWorkers] = WeakKeyDictionary()
-
-    def environment(self, visit: Visit) -> Mapping[str, str]:
-        """Return the environment that all workers of a host share."""
-        return self._workers_on(visit).environment
-
-    def frame(self, visit: Visit, order: SpawnOrder, number: int) -> Spawn:
-        """Return the frame that starts a worker, with the place that it will probably get."""
-        if order.plan is not self._plan:  # workers that are started together have one, and there may be thousands
-            self._plan, self._slots = order.plan, _slots(order.plan)
-        return self._workers_on(visit).spawn(
-            number,
-            self._slots[order.plan.ranks[order.worker]],
-            self._master(order.plan),
-            max_restarts=self._reset_limit,
-            more={
-                "TORCHELASTIC_RESTART_COUNT": str(order.plan.epoch),
-                "HVDGLOO_ELASTIC": "1",
-                "HOROVOD_ELASTIC": "1",
-                "HVDGLOO_WORKER": order.worker,
-            },
-        )
-
-    def _workers_on(self, visit: Visit) -> HostWorkers:
-        workers = self._hosts.get(visit)
-        if workers is None:
-            link = visit.link
-            assert link is not None
-            address, rendezvous = self._admission.reached(link).address, self._admission.endpoint(link)
-            workers = self._hosts[visit] = HostWorkers(
-                self._spec, self._spawner, self._job_id, link.host, visit.hello, address, rendezvous
-            )
-        return workers
-
-    def _master(self, plan: Assignment) -> tuple[str, int] | None:
-        """Return an address and a free port of rank 0's host, if that host has been admitted; once all workers are
-        together, they are known in any case."""
-        visit = self._supervisor.visit(plan.members[0].host)
-        if visit is None or not visit.admitted:
-            return None
-        assert visit.link is not None
-        reached = self._admission.reached(visit.link)
-        return reached.address.address, reached.master_port
 
 
 def _slots(assignment: Assignment) -> tuple[Slot, ...]:

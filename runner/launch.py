@@ -237,7 +237,7 @@ class FixedJob:
             _say_crowded(console, hosts, hellos)
             admission = admit_all(supervisor, spec)
         _say_server(console, spec, admission)
-        with closing(admission), open_rendezvous(supervisor, spec, hosts, admission.bind) as rendezvous:
+        with closing(admission), open_rendezvous(supervisor, spec, admission.bind, hosts=hosts) as rendezvous:
             admission.serve(rendezvous.port)
             reached = [admission.reached(link) for link in supervisor.links]
             workers = [

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
 
 from hvdgloo._net.tls import Tls
 from hvdgloo.config import parse_endpoint
@@ -17,6 +18,9 @@ from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.supervise.init_watch import Arrivals
 from hvdgloo.runner.supervise.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 
 _START_SECONDS = 10.0
 HEAD_START = 0.1
@@ -28,15 +32,18 @@ ends within this time (a command without hvdgloo, a mistake in the script's firs
 def open_rendezvous(
     supervisor: Supervisor,
     spec: LaunchSpec,
-    hosts: Sequence[HostEntry],
     bind: Sequence[str],
     *,
+    hosts: Sequence[HostEntry] = (),
+    elastic: ElasticEpochs | None = None,
     head_start: float = HEAD_START,
 ) -> Iterator[RendezvousHost]:
     """Run a server for this job's workers, for as long as the job lasts.
 
     Args:
         bind: the addresses at which it listens.
+        hosts: the hosts of a job of a fixed size, with their slots.
+        elastic: the epochs of an elastic job.
         head_start: in seconds; see ``HEAD_START``.
 
     Raises:
@@ -48,7 +55,8 @@ def open_rendezvous(
         slots[host.machine, host.hostname] += host.slots or 0
     server = RendezvousServer(
         secret=spec.secret,
-        hosts=[(hostname, count) for (_, hostname), count in slots.items()],
+        hosts=[(hostname, count) for (_, hostname), count in slots.items()] or None,
+        elastic=elastic,
         bind=bind,
         port_range=spec.network.port_range,
         start_timeout=spec.start_timeout,

@@ -69,7 +69,7 @@ MEETING = """
 
     hosts = (HostEntry("here", 1),)
     spec = LaunchSpec(("true",), hosts, 1, "/", {}, b"s" * 32)
-    with open_rendezvous(None, spec, hosts, ["127.0.0.1"], head_start=600.0) as rendezvous:
+    with open_rendezvous(None, spec, ["127.0.0.1"], hosts=hosts, head_start=600.0) as rendezvous:
         rendezvous.serve()
         if sys.argv[1] == "a client":
             with RendezvousClient(f"127.0.0.1:{rendezvous.port}", spec.secret) as client:

@@ -11,10 +11,11 @@ from typing import Any, cast
 import pytest
 
 from hvdgloo.rendezvous._elastic.assignment import Assignment, Member
-from hvdgloo.rendezvous._elastic.events import HostLost, Spawn
+from hvdgloo.rendezvous._elastic.events import HostLost, Rules, Spawn
 from hvdgloo.runner import elastic_launch
-from hvdgloo.runner.elastic_launch import _Giver
-from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Times
+from hvdgloo.runner.elastic.discovery import FixedHosts
+from hvdgloo.runner.elastic_launch import ElasticJob
+from hvdgloo.runner.job.spec import ElasticSpec, HostEntry, LaunchSpec, Times
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.protocol.channel import FrameChannel
 from hvdgloo.runner.supervise import host_state
@@ -84,20 +85,29 @@ def admitted(supervisor: ElasticSupervisor, *events: host_state.Event) -> Visit:
     return visit
 
 
+def job_of(supervisor: ElasticSupervisor, admission: object) -> ElasticJob:
+    """Return the job of a supervisor."""
+    around = cast(Any, SimpleNamespace(spawner=SimpleNamespace(is_local=lambda _: True), signals=()))
+    elastic = ElasticSpec(Rules(size=1, smallest=1), FixedHosts({"h1": 1}))
+    job = ElasticJob(supervisor._spec, elastic, around)
+    job._supervisor, job._admission = supervisor, cast(Any, admission)
+    return job
+
+
 @pytest.mark.parametrize("how", ["lost", "let go"])
 def test_workers_are_not_told_the_address_of_a_host_that_has_gone(supervisor: ElasticSupervisor, how: str) -> None:
     visit = admitted(supervisor)
     reached = {visit.link: SimpleNamespace(address=SimpleNamespace(address="10.0.0.1"), master_port=5000)}
-    admission = cast(Any, SimpleNamespace(reached=reached.__getitem__))
+    admission = SimpleNamespace(reached=reached.__getitem__)
     supervisor.admission = cast(Any, SimpleNamespace(withdraw=reached.pop))
-    giver = _Giver(supervisor._spec, "job", supervisor, cast(Any, Nothing()), admission)
-    assert giver._master(PLAN) == ("10.0.0.1", 5000)
+    job = job_of(supervisor, admission)
+    assert job._master(PLAN) == ("10.0.0.1", 5000)
     if how == "lost":
         supervisor._lose(visit, "its agent has ended")
     else:
         supervisor._let_go(visit)  # it is not listed
     assert supervisor.visit("h1") is visit, "it stays until nothing is left of it"
-    assert giver._master(PLAN) is None
+    assert job._master(PLAN) is None
 
 
 def test_a_host_whose_stream_has_just_ended_is_not_let_in(supervisor: ElasticSupervisor) -> None:
@@ -135,14 +145,6 @@ SLOTS = 300
 CROWD = Assignment(0, tuple(Member(f"h1/{slot}/{slot}", "h1", slot, slot) for slot in range(SLOTS)))
 
 
-def giver(supervisor: ElasticSupervisor) -> _Giver:
-    """Return an object that makes the frames for the workers of one host, ``h1``."""
-    reached = SimpleNamespace(address=Address("", "10.0.0.1", 8), master_port=5000)
-    admission = cast(Any, SimpleNamespace(reached=lambda _: reached, endpoint=lambda _: ("10.0.0.9", 1)))
-    spawner = cast(Any, SimpleNamespace(is_local=lambda _: True, python_for=lambda _: "python3"))
-    return _Giver(supervisor._spec, "job", supervisor, spawner, admission)
-
-
 def test_the_places_of_many_workers_are_worked_out_once(
     supervisor: ElasticSupervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,13 +159,14 @@ def test_the_places_of_many_workers_are_worked_out_once(
     monkeypatch.setattr(elastic_launch, "places", counted)
     visit = admitted(supervisor)
     cast(AgentLink, visit.link).hello = cast(Any, SimpleNamespace(cores=2, machine_cores=2, port=5000))
-    made = giver(supervisor)
+    reached = SimpleNamespace(address=Address("", "10.0.0.1", 8), master_port=5000)
+    job = job_of(supervisor, SimpleNamespace(reached=lambda _: reached, endpoint=lambda _: ("10.0.0.9", 1)))
     frames = [
-        made.frame(visit, Spawn(member.worker, "h1", member.slot, CROWD), member.slot) for member in CROWD.members
+        job._frame(visit, Spawn(member.worker, "h1", member.slot, CROWD), member.slot) for member in CROWD.members
     ]
     assert [frame.env["HVDGLOO_RANK"] for frame in frames] == [str(rank) for rank in range(SLOTS)]
     assert asked == [SLOTS]
-    made.frame(visit, Spawn("h1/0/1", "h1", 0, PLAN), SLOTS)
+    job._frame(visit, Spawn("h1/0/1", "h1", 0, PLAN), SLOTS)
     assert asked == [SLOTS, 1], "another plan has other places"
 
 
