@@ -84,7 +84,7 @@ class ElasticEpochs(Epochs):
         self._infos: dict[str, WorkerInfo] = {}
         self._answers: dict[str, bytes] = {}
         self._clients: dict[str, str] = {}  # client to worker
-        self._connected: dict[str, set[str]] = {}  # worker to clients
+        self._clients_of: dict[str, set[str]] = {}  # worker to clients
         self._leaving_at: dict[str, float] = {}  # worker to the time at which it counts as gone
         self._silent_time = silent_time
         self._silent_at: dict[str, float] = {}  # worker that got news to the time at which it counts as silent
@@ -180,30 +180,10 @@ class ElasticEpochs(Epochs):
             return self._tell_news(listen.worker)
 
     def _tell_news(self, worker: str) -> bytes:
-        if worker in self._connected:  # it has not gone meanwhile
+        if worker in self._clients_of:  # it has not gone meanwhile
             self._silent_at[worker] = self._clock() + self._silent_time
             self._wake_by(self._silent_at[worker])
         return elastic.NEWS.encode(self._news)
-
-    def client_came(self, client: str) -> None:
-        """Note that a client, perhaps a worker's, has a connection."""
-        with self._lock:
-            worker = self._clients.get(client)
-            if worker is not None:
-                self._connected.setdefault(worker, set()).add(client)
-                self._leaving_at.pop(worker, None)
-
-    def client_left(self, client: str) -> None:
-        """Note that a client has no connection left."""
-        with self._lock:
-            worker = self._clients.get(client)
-            clients = self._connected.get(worker or "")
-            if worker is None or clients is None:
-                return
-            clients.discard(client)
-            if not clients and not self.rules.launched:
-                self._leaving_at[worker] = self._clock() + LOST_TIME
-                self._wake_by(self._leaving_at[worker])
 
     @property
     def assignment(self) -> Assignment:
@@ -211,8 +191,8 @@ class ElasticEpochs(Epochs):
         with self._lock:
             return self._job.assignment
 
-    def status(self, connected: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the job as ``/v1/status`` shows it. Its workers may have several clients, which it knows itself."""
+    def status(self) -> dict[str, Any]:
+        """Return the job as ``/v1/status`` shows it."""
         with self._lock:
             assignment = self._job.assignment
             job = {
@@ -225,7 +205,7 @@ class ElasticEpochs(Epochs):
                         "worker": member.worker,
                         "host": member.host_name,
                         "local_rank": member.local_rank,
-                        "connected": bool(self._connected.get(member.worker)),
+                        "connected": self._is_connected(member.worker),
                     }
                     for rank, member in enumerate(assignment.members)
                     if member.worker
@@ -236,7 +216,7 @@ class ElasticEpochs(Epochs):
 
     def _replace_ended_job(self, ask: elastic.Register) -> None:
         """Begin another job if this one has ended: its workers may be started again once the old ones are gone."""
-        others = any(clients for worker, clients in self._connected.items() if worker != ask.worker)
+        others = any(self._is_connected(worker) for worker in self._clients_of if worker != ask.worker)
         if self._job.final and not self.rules.launched and ask.after < 0 and not others:
             self._job = ElasticJob(self.rules, self._clock(), epochs=self._job.assignment.epoch + 1)
             self._news = msgspec.structs.replace(self._news, update=0)
@@ -266,7 +246,7 @@ class ElasticEpochs(Epochs):
         A new client of the same process asks for its next epoch before anything else; if the worker has no client yet,
         as after the server's restart, the first one is accepted.
         """
-        if self._connected.get(worker) and client not in self._clients:
+        if self._is_connected(worker) and client not in self._clients:
             raise NotAcceptedError(f"worker {worker} speaks for itself, by another client", taken=True)
 
     def _note_client(self, client: str, worker: str, info: WorkerInfo | None, *, is_latest: bool = True) -> None:
@@ -275,7 +255,7 @@ class ElasticEpochs(Epochs):
             raise NotAcceptedError(f"this client is worker {self._clients[client]}'s, not {worker}'s", taken=True)
         before = self._infos.get(worker)
         if info is not None:
-            if before is not None and self._connected.get(worker) and _process(before) != _process(info):
+            if before is not None and self._is_connected(worker) and _process(before) != _process(info):
                 raise NotAcceptedError(
                     started_by(before, info, f"worker {worker}")
                     or f"there is a worker {worker} already: process {before.pid} on host {before.host_name}. Give "
@@ -285,8 +265,20 @@ class ElasticEpochs(Epochs):
             if before is None or is_latest:
                 self._infos[worker] = info
         self._clients[client] = worker
-        self._connected.setdefault(worker, set()).add(client)
+        self._clients_of.setdefault(worker, set()).add(client)
         self._leaving_at.pop(worker, None)
+
+    def _is_connected(self, worker: str) -> bool:
+        return not self._connections.keys().isdisjoint(self._clients_of.get(worker, ()))
+
+    def _client_came(self, client: str) -> None:
+        self._leaving_at.pop(self._clients.get(client, ""), None)
+
+    def _client_left(self, client: str) -> None:
+        worker = self._clients.get(client)
+        if worker is not None and not self.rules.launched and not self._is_connected(worker):
+            self._leaving_at[worker] = self._clock() + LOST_TIME
+            self._wake_by(self._leaving_at[worker])
 
     def _clock_failed(self, reason: str) -> None:
         super()._clock_failed(reason)
@@ -343,9 +335,8 @@ class ElasticEpochs(Epochs):
     def _forget(self, worker: str) -> None:
         self._infos.pop(worker, None)
         self._answers.pop(worker, None)
-        self._connected.pop(worker, None)
         self._silent_at.pop(worker, None)
-        for client in [client for client, other in self._clients.items() if other == worker]:
+        for client in self._clients_of.pop(worker, ()):
             del self._clients[client]
 
     def _place(self, assignment: Assignment, workers: list[str]) -> None:

@@ -18,6 +18,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,6 +77,7 @@ class Epochs(ABC):
         self._changes = 0
         self._timer = threading.Condition(self._lock)  # wakes the clock's thread
         self._wakes_at = -math.inf
+        self._connections: Counter[str] = Counter()  # by client
         self._closed = ""
         self._thread: threading.Thread | None = None
 
@@ -111,18 +113,37 @@ class Epochs(ABC):
         with self._lock:
             self._note_change()
 
-    def client_came(self, client: str) -> None:  # noqa: B027 - a fixed job waits for a worker's request
+    def connected(self, client: str) -> None:
+        """Count a client's connection. The client is present until its last connection ends."""
+        with self._lock:
+            self._connections[client] += 1
+            self._client_came(client)
+
+    def disconnected(self, client: str) -> None:
+        """Count a connection of a client that has ended."""
+        with self._lock:
+            self._connections[client] -= 1
+            if self._connections[client] <= 0:
+                del self._connections[client]
+                self._client_left(client)
+
+    @property
+    def connected_clients(self) -> int:
+        """Number of clients that have a connection."""
+        return len(self._connections)
+
+    @abstractmethod
+    def status(self) -> dict[str, Any]:
+        """Return the job's part of ``/v1/status``, as JSON values."""
+
+    # Below, the caller has the lock.
+
+    def _client_came(self, client: str) -> None:  # noqa: B027 - a fixed job waits for a worker's request
         """Note that a client, perhaps a worker's, has a connection."""
 
     @abstractmethod
-    def client_left(self, client: str) -> None:
+    def _client_left(self, client: str) -> None:
         """Note that a client has no connection left."""
-
-    @abstractmethod
-    def status(self, connected: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the job's part of ``/v1/status``, as JSON values; ``connected`` tells if a client is connected."""
-
-    # Below, the caller has the lock.
 
     @abstractmethod
     def _deadline(self) -> float:
@@ -219,13 +240,7 @@ class FixedEpochs(Epochs):
         with self._lock:
             return self._answer(current, client)
 
-    def client_left(self, client: str) -> None:
-        """Free the place of a worker without connections, unless the epoch has started."""
-        with self._lock:
-            if self._current.leave(client):
-                self._note_change()
-
-    def status(self, connected: Callable[[str], bool]) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return the epoch as ``/v1/status`` shows it."""
         with self._lock:
             current, expected = self._current, self._current.expected_by_host()
@@ -248,7 +263,7 @@ class FixedEpochs(Epochs):
                         "pid": info.pid,
                         "address": info.address,
                         "port": info.port,
-                        "connected": connected(client),
+                        "connected": client in self._connections,
                     }
                     for client, info in current.workers.items()
                 ],
@@ -258,6 +273,10 @@ class FixedEpochs(Epochs):
             elif current.deadline < math.inf:
                 description["fails_in_s"] = round(max(0.0, current.deadline - self._clock()), 1)
             return {"epochs": [description]}
+
+    def _client_left(self, client: str) -> None:
+        if self._current.leave(client):
+            self._note_change()
 
     def _deadline(self) -> float:
         return self._current.deadline

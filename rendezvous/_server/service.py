@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ class Service:
         self.token = auth.status_token(secret)
         self.run = auth.generate_id()
         self.epochs = epochs
-        self.metrics = Metrics(lambda: epochs.status(bool)["epochs"], self.counts)
+        self.metrics = Metrics(lambda: epochs.status()["epochs"], self.counts)
         self._max_polls = max_polls
         self.watch = watch
         self.body_timeout = body_timeout
@@ -113,7 +113,6 @@ class Service:
         self._limits = limits
         self._quota = Quota(limits)
         self._in_flight = 0
-        self._connected: Counter[str] = Counter()
         self._polls = 0
         self._stopping = ""
         self.requests_served = 0
@@ -220,18 +219,8 @@ class Service:
     def note_client(self, connection: Any, client: str) -> None:
         """Bind a connection to its client, which is present until its last connection ends."""
         if connection.on_close is None:
-            with self._lock:
-                self._connected[client] += 1
-            self.epochs.client_came(client)
-            connection.on_close = lambda: self._client_left(client)
-
-    def _client_left(self, client: str) -> None:
-        with self._lock:
-            self._connected[client] -= 1
-            if self._connected[client]:
-                return
-            del self._connected[client]
-        self.epochs.client_left(client)
+            self.epochs.connected(client)
+            connection.on_close = lambda: self.epochs.disconnected(client)
 
     def close(self, reason: str) -> None:
         """End every waiting request with a clear error."""
@@ -255,7 +244,7 @@ class Service:
                 "keys": sum(keys for keys, _ in sizes),
                 "bytes": sum(size for _, size in sizes),
                 "clients": len(self._windows),
-                "connected_clients": len(self._connected),
+                "connected_clients": self.epochs.connected_clients,
                 "waiting_requests": self._polls,
             }
 
@@ -267,7 +256,7 @@ class Service:
             "uptime_s": round(time.monotonic() - self._started, 3),
             "start_timeout_s": self.epochs.start_timeout,
             "store": self.counts(),
-            **self.epochs.status(self._connected.__contains__),
+            **self.epochs.status(),
         }
 
 

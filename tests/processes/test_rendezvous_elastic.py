@@ -344,7 +344,7 @@ def test_nothing_is_kept_of_one_that_has_gone() -> None:
         workers.die("a")
         with pytest.raises(RendezvousError):
             waiting.result(5)
-        tables = (epochs._clients, epochs._waiters, epochs._connected, epochs._infos, epochs._answers)
+        tables = (epochs._clients, epochs._waiters, epochs._clients_of, epochs._infos, epochs._answers)
         until(lambda: not any(tables), "it to be forgotten")
 
 

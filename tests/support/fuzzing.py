@@ -637,7 +637,7 @@ def _telling() -> Iterator[Callable[[tuple[int, str, bytes]], None]]:
                 epochs.report(client, elastic.REPORT.decode(data))
             elif kind == 4:
                 wait(epochs.news(client, elastic.LISTEN.decode(data), timeout=0))
-        if kind == 0 or epochs.status(bool)["elastic"]["phase"] in ("over", "failed"):
+        if kind == 0 or epochs.status()["elastic"]["phase"] in ("over", "failed"):
             epochs = ElasticEpochs(rules)
 
     yield read

@@ -189,6 +189,6 @@ def test_a_worker_without_connections_leaves_its_place_and_the_time_starts_with_
     job = Job("fixed")
     job.asks("goes away")
     assert job.epochs._deadline() == 1010.0
-    job.epochs.client_left("goes away")
+    job.epochs.disconnected("goes away")
     assert job.epochs._deadline() == math.inf
-    assert job.epochs.status(bool)["epochs"][0]["arrived"] == 0
+    assert job.epochs.status()["epochs"][0]["arrived"] == 0
