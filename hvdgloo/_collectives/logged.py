@@ -30,19 +30,24 @@ AddUp = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
 SECONDS = 1.0
 """Seconds from one report to the next, by default: callbacks look at a step's numbers no more often."""
 
+FIRST_SECONDS, FIRST_LOOKS = 0.1, 64
+"""Seconds between their first looks, so that trainings of a few seconds have curves, and the number of these looks."""
+
 
 class Pause:
     """A pause between two looks at numbers that cost time to look at."""
 
     def __init__(self) -> None:
         self._due = 0.0
+        self._looks = 0
 
     def over(self) -> bool:
         """Return whether it is time for another look, and begin the next pause if it is."""
         now = time.monotonic()
         if now < self._due:
             return False
-        self._due = now + SECONDS
+        self._looks += 1
+        self._due = now + (SECONDS if self._looks > FIRST_LOOKS else FIRST_SECONDS)
         return True
 
 

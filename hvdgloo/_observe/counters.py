@@ -26,6 +26,10 @@ AGREEMENT = "agreement"
 
 _MOST_NOTES = 64
 
+_MOST_EARLY = 512  # numbers, at no more than _EARLY_TIMES times
+_EARLY_TIMES = 64
+_EARLY_SECONDS = 0.1
+
 
 class Awaited(Protocol):
     """An operation that a thread waits for.
@@ -139,6 +143,8 @@ class Counters:
         timeline: trace that is being written; None if there is none.
         logged: number by name, as the program logged it last; replaced, never changed.
         progress: progress of the training, as far as the program tells it.
+        early: what was logged first: each time (since 1970), and the numbers then. Until it is complete, the last entry
+            is the latest.
         saves: for each kind of ``samples.Saves`` their number, and the end of the last one.
     """
 
@@ -153,6 +159,7 @@ class Counters:
         "communicating",
         "copy",
         "data",
+        "early",
         "first",
         "last_step",
         "lateness",
@@ -200,6 +207,7 @@ class Counters:
         self.timeline: Trace | None = None
         self.logged: Mapping[str, float] = {}
         self.progress: Progress | None = None
+        self.early: list[tuple[float, Mapping[str, float]]] = []
         self.saves: dict[str, tuple[int, float]] = {}
         self._step_began = 0.0
         self._waiting_before = self._communicating_before = 0.0
@@ -323,6 +331,8 @@ class Counters:
         """Keep numbers that the program logs, and its progress; see ``progress.Progress.after``."""
         if values:
             self.logged = {**self.logged, **values}
+            if not self.early_is_complete:
+                self._keep_early()
         if not (step is steps is epoch is epochs is None):
             from hvdgloo._observe.progress import Progress  # which programs that log nothing do not need
 
@@ -331,6 +341,19 @@ class Counters:
         self.latest = time.monotonic()
         if self.asleep:
             self.wake()
+
+    @property
+    def early_is_complete(self) -> bool:
+        """True if ``early`` changes no more."""
+        times = len(self.early)
+        return times >= _EARLY_TIMES or times * len(self.logged) > _MOST_EARLY
+
+    def _keep_early(self) -> None:
+        now, early = time.time(), self.early
+        if len(early) > 1 and now - early[-2][0] < _EARLY_SECONDS:
+            early[-1] = now, self.logged
+        else:
+            early.append((now, self.logged))
 
     @property
     def operations(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
-from hvdgloo._observe import view
+from hvdgloo._observe import samples, view
 from hvdgloo._observe.rates import Rates
-from hvdgloo._observe.series import Recording
+from hvdgloo._observe.series import Recording, brief
 
 _NAMES = ("steps_per_second", "step_seconds", "computing", "waiting", "communicating", "cpu", "memory")
 _BYTES = "bytes per second by "
@@ -63,6 +64,25 @@ def series(recording: Recording[str], begin: int = 0) -> view.Series:
         logged={name: recording.curve(_LOGGED + name, begin) for name in logged},
         **{name: recording.curve(name, begin) for name in _NAMES},
     )
+
+
+def early(given: samples.Early, later: float, names: Iterable[str]) -> view.Early:
+    """Return the points of what was logged first.
+
+    Args:
+        given: points as rank 0 reports them.
+        later: seconds from its host's clock to this one's.
+        names: the names to take.
+    """
+    points = [(at, values) for at, values in zip(given.at, given.values, strict=False) if math.isfinite(at)]
+    return view.Early(
+        [round(at + later, 2) for at, _ in points],
+        {name: [_finite(values.get(name, math.nan)) for _, values in points] for name in names},
+    )
+
+
+def _finite(value: float) -> float | None:
+    return brief(value) if math.isfinite(value) else None
 
 
 def heat(recording: Recording[int], begin: int = 0) -> view.Heat:

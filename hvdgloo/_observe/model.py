@@ -56,6 +56,8 @@ class Model:
         self._settings: dict[str, Any] = {}
         self._events: deque[view.Event] = deque(maxlen=_EVENTS)
         self._number = 0
+        self._early = view.Early()
+        self._early_of = 0  # id of the process that logged these
         self._marks = {kind: Marks(kind) for kind in _MARKED}
         self._stragglers_known: dict[int, float] = {}
         self._pace = Pace()
@@ -329,6 +331,9 @@ class Model:
                 self.event("warning", f"{name} {what}{' in ' * bool(place)}{place}", -1, "", now)
             logged[name] = value if finite else None
         job.logged = logged
+        if sample.early is not None and self._early_of in (0, sample.pid):
+            self._early_of = sample.pid
+            self._early = drawn.early(sample.early, now - sample.at, logged)
         self._progress = sample.progress or self._progress
 
     def _told_stack(self, text: str) -> bool:
@@ -449,6 +454,7 @@ class Model:
             stragglers=late if late != told.stragglers else None,
             waits=waits if waits != told.waits else None,
             events=[event for event in self._events if event.number > first_new] or None,
+            early=self._early if self._early != told.early else None,
             marks=marks if marks != told.marks else None,
             series=drawn.series(self._series, self._series.unread()),
             heat=drawn.heat(self._heat, self._heat.unread()),
@@ -465,6 +471,7 @@ class Model:
             stragglers=late,
             waits=waits,
             events=list(self._events),
+            early=self._early,
             marks=marks,
             settings=self._settings,
             changed=changed_settings,

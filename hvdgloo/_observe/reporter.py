@@ -235,6 +235,7 @@ class Sampler:
         settings = settings or current != self._settings or self._made % _SETTINGS_EVERY == 0
         self._settings = current
         self._made += 1
+        early = [*counters.early] if place.rank == 0 and (settings or last or not counters.early_is_complete) else []
         return samples.Sample(
             place.rank,
             place.size,
@@ -286,6 +287,7 @@ class Sampler:
             logged=[*counters.logged.items()] if place.rank == 0 else (),
             progress=None if progress is None else progress.sample(counters.steps),
             saves=[samples.Saves(kind, *each) for kind, each in [*counters.saves.items()]] if place.rank == 0 else (),
+            early=samples.Early([at for at, _ in early], [dict(values) for _, values in early]) if early else None,
         )
 
     def _doing(self, now: float) -> str:

@@ -194,6 +194,18 @@ class Progress(Message, frozen=True):
     epochs: Count | None = None
 
 
+class Early(Message, frozen=True):
+    """Numbers that the program logged in its first seconds, more often than samples are sent.
+
+    Attributes:
+        at: times, since 1970, by the host's clock.
+        values: for each time the numbers by name, as they were then.
+    """
+
+    at: Sequence[float]
+    values: Sequence[dict[str, float]]
+
+
 class Sample(Message, frozen=True, tag=1):
     """One rank.
 
@@ -222,6 +234,7 @@ class Sample(Message, frozen=True, tag=1):
         logged: from rank 0 only: (name, value) of each number that the program logged last.
         progress: from rank 0 only; None if the program does not tell it.
         saves: from rank 0 only: see ``Saves``.
+        early: from rank 0 only: see ``Early``; None in most samples once it is complete.
     """
 
     rank: Count
@@ -249,6 +262,7 @@ class Sample(Message, frozen=True, tag=1):
     logged: Sequence[tuple[str, float]] = ()
     progress: Progress | None = None
     saves: Sequence[Saves] = ()
+    early: Early | None = None
 
 
 class Note(Message, frozen=True, tag=2):

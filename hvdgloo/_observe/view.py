@@ -253,6 +253,18 @@ class Heat(msgspec.Struct):
     seconds: list[list[float]] = []
 
 
+class Early(msgspec.Struct):
+    """The first numbers that the program logged, more often than once a second: so short jobs have curves, too.
+
+    Attributes:
+        at: times of the points.
+        logged: by name, as in ``Series``.
+    """
+
+    at: list[float] = []
+    logged: dict[str, list[float | None]] = {}
+
+
 class Mark(msgspec.Struct):
     """A mark on all charts for something that happens often.
 
@@ -276,6 +288,7 @@ class Snapshot(msgspec.Struct):
         waits: number of rounds in which the first rank waited for less than 0.1 ms, 0.2 ms, 0.4 ms, ... (the last:
             longer).
         events: the last 500.
+        early: first numbers that the program logged.
         marks: outer steps and saves of rank 0, in the order of time for each kind.
         series, heat: curves over the job's life.
         settings: name to value, as in a file for ``--config-file``.
@@ -292,6 +305,7 @@ class Snapshot(msgspec.Struct):
     stragglers: list[Straggler] = []
     waits: list[int] = []
     events: list[Event] = []
+    early: Early = msgspec.field(default_factory=Early)
     marks: list[Mark] = []
     series: Series = msgspec.field(default_factory=Series)
     heat: Heat = msgspec.field(default_factory=Heat)
@@ -306,7 +320,7 @@ class Update(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         job: always present.
-        hosts, planes, stragglers, waits, marks, settings, changed, units: as in ``Snapshot``.
+        hosts, planes, stragglers, waits, early, marks, settings, changed, units: as in ``Snapshot``.
         ranks: ranks that changed or are new.
         gone: ranks that are no longer part of the job.
         events: new ones.
@@ -323,6 +337,7 @@ class Update(msgspec.Struct, omit_defaults=True):
     stragglers: list[Straggler] | None = None
     waits: list[int] | None = None
     events: list[Event] | None = None
+    early: Early | None = None
     marks: list[Mark] | None = None
     series: Series | None = None
     heat: Heat | None = None

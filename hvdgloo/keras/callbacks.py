@@ -223,9 +223,9 @@ class LogCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
     """Shows the metrics and the progress of ``fit`` on the job's page, in its report, ``hvdgloo-run top`` and
     ``/metrics``; see ``hvd.log``.
 
-    Batches' metrics, which Keras averages over the epoch so far, are logged at most once a second, and an epoch's when
-    it ends. Put this callback last in the list: it then logs what others, such as MetricAverageCallback, have added.
-    Of more than 64 metrics, the first 64 are shown.
+    Batches' metrics, which Keras averages over the epoch so far, are logged once a second (more often in the first
+    seconds), and an epoch's when it ends. Put this callback last in the list: it then logs what others, such as
+    MetricAverageCallback, have added. Of more than 64 metrics, the first 64 are shown.
 
     Args:
         average: log averages over all ranks of an epoch's metrics. A batch's metrics are always rank 0's.

@@ -34,7 +34,8 @@ class LogHandler:
     """
 
     def attach(self, engine: Engine, output_transform: Transform | None = None) -> None:
-        """Show a trainer's progress, its metrics and its output: once a second, and when an epoch ends.
+        """Show a trainer's progress, its metrics and its output: once a second, more often in the first seconds, and at
+        the end of each epoch.
 
         Args:
             engine: an engine of ignite that trains.

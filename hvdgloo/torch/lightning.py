@@ -40,8 +40,8 @@ class LogCallback(_Base):  # type: ignore[misc]
     ``/metrics``; see ``hvd.log``.
 
     Metrics are what the module passes to ``self.log()``, on rank 0; with ``sync_dist=True``, they are averages over all
-    ranks. They are logged once a second, and at the end of each epoch, validation and test. Of more than 64 names, the
-    first 64 are shown. Checkpoints are marked on the charts.
+    ranks. They are logged once a second, more often in the first seconds, and at the end of each epoch, validation and
+    test. Of more than 64 names, the first 64 are shown. Checkpoints are marked on the charts.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from hvdgloo._observe import view
-from hvdgloo._observe.samples import Plane, Sample, Saves, Steps
+from hvdgloo._observe.samples import Early, Plane, Sample, Saves, Steps
 from hvdgloo._observe.trace_control import BusyError, Trace
 from hvdgloo._observe.words import measured
 from tests.page.support import NARROW, SCREEN, USUAL, WIDE, Chromium, Shown, axe, drag, stays, until, words
@@ -141,7 +141,47 @@ def test_numbers_that_the_program_logs_have_curves_and_its_progress_a_bar(show: 
         "const e = document.querySelector('#progress-bar'); return e.clientWidth / e.parentElement.clientWidth"
     )
     assert width == pytest.approx(job.progress.share, abs=0.02)
+    done, track, ground = browser.run(
+        "return ['#progress-bar', '.progress-bar', '#summary']"
+        ".map((name) => getComputedStyle(document.querySelector(name)).backgroundColor)"
+    )
+    assert len({done, track, ground}) == 3, "what is left to do is visible"
+    gap = browser.run(
+        "const at = (name) => document.querySelector(name).getBoundingClientRect();"
+        "return at('#size').left - at('#progress').right"
+    )
+    assert gap < 40, "at 100 % the bar ends where its row does"
     assert browser.run("return document.querySelector('#logged-values wbr') !== null")  # a name breaks at underscores
+
+
+def test_a_job_of_a_second_has_curves_of_what_it_logged(show: Show, browser: Chromium) -> None:
+    job = SimulatedJob(slow=None)
+    job.advance(2)
+    host, last = job.observatory.samples()[0]
+    at = [last.at - 1.3 + 0.1 * n for n in range(13)]
+    early = Early(at, [{"loss": 1.0 / (n + 1), **({"accuracy": 0.5} if n == 12 else {})} for n in range(13)])
+    logged = [("loss", 1 / 13), ("accuracy", 0.5)]
+    job.observatory.observe(host, msgspec.structs.replace(last, doing="ended", logged=logged, early=early))
+    job.observatory.ended(0)
+    job.observatory.tick()
+    show(job)
+    browser.wait_for("#logged-plots figcaption", "loss")
+    assert browser.shown("#logged-plots figure") == 1, "a single point is no line"
+    assert browser.text("#logged-plots .nothing:not([hidden])") == ""
+
+
+def test_curves_go_on_with_the_seconds_after_what_was_logged_first(browser: Chromium) -> None:
+    static = Path(__file__).parents[2] / "hvdgloo/_observe/page/static/logged.js"
+    browser.run(f"{static.read_text()}; window.withEarly = withEarly;")
+    early = {"at": [10.2, 10.3, 11.4], "logged": {"loss": [9, 8, 7]}}
+    series = {"at": [9, 10, 11, 12], "width": 1, "logged": {"loss": [None, 8.5, 6, 5], "late": [None, None, None, 1]}}
+    drawn = "return withEarly(arguments[0], arguments[1], arguments[2])"
+    loss = browser.run(drawn, series, early, "loss")
+    assert (loss["at"], loss["logged"]) == ([10.2, 10.3, 11.4, 11.41, 12], {"loss": [9, 8, 7, 6, 5]})
+    late = browser.run(drawn, series, early, "late")
+    assert late["logged"] == {"late": [None, None, None, None, 1]}
+    assert browser.run(drawn, {**series, "width": 2}, early, "loss")["at"] == series["at"]  # a job of many minutes
+    assert browser.run(drawn, series, {"at": [], "logged": {}}, "loss")["logged"] == {"loss": series["logged"]["loss"]}
 
 
 def test_a_program_that_logs_nothing_shows_no_place_for_it(show: Show, browser: Chromium) -> None:
@@ -427,9 +467,9 @@ def test_updates_make_of_a_snapshot_what_a_later_snapshot_is(browser: Chromium) 
     static = Path(__file__).parents[2] / "hvdgloo/_observe/page/static/store.js"
     browser.run(f"{static.read_text()}; Object.assign(window, {{STATES, store: new Store()}});")
     read = (
-        "const {job, hosts, planes, stragglers, waits, events, marks, series, heat} = store;"
+        "const {job, hosts, planes, stragglers, waits, events, early, marks, series, heat} = store;"
         "const {settings, changed, units, output} = store;"
-        "return JSON.stringify({job, hosts, planes, stragglers, waits, events, marks, series, heat, settings,"
+        "return JSON.stringify({job, hosts, planes, stragglers, waits, events, early, marks, series, heat, settings,"
         " changed, units, output, ranks: store.ranks.map((row) => ({...row, state: STATES.indexOf(row.state)}))})"
     )
     with job.observatory.subscribe() as changes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from decimal import Decimal
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdgloo._collectives.logged import averaged, check_note, check_progress, checked, fitting, record_metrics
+from hvdgloo._collectives.logged import Pause, averaged, check_note, check_progress, checked, fitting, record_metrics
 from hvdgloo._observe.counters import Counters
 from hvdgloo._observe.progress import Progress
 from hvdgloo.errors import InvalidArgumentError, MismatchError
@@ -60,6 +61,20 @@ def test_progress_is_given_in_whole_numbers_from_0() -> None:
 def test_progress_that_is_no_count_is_an_error(name: str, value: Any, least: int) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"{name} is a whole number, at least {least}"):
         check_progress(**{name: value})
+
+
+def test_callbacks_look_at_numbers_ten_times_a_second_at_first_and_then_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("hvdgloo._collectives.logged.time.monotonic", lambda: now[0])
+    pause, looks = Pause(), []
+    for n in range(30_000):
+        now[0] = 1000.0 + n / 1000
+        if pause.over():
+            looks.append(now[0])
+    pauses = [later - before for before, later in itertools.pairwise(looks)]
+    assert pauses[:63] == pytest.approx([0.1] * 63, abs=0.002)
+    assert pauses[64:] == pytest.approx([1.0] * len(pauses[64:]), abs=0.002)
+    assert len(pauses) > 80
 
 
 def test_what_cannot_be_logged_of_a_library_s_metrics_is_left_out() -> None:

@@ -17,6 +17,7 @@ from hvdgloo._observe import view
 from hvdgloo._observe.observatory import Observatory, Subscription
 from hvdgloo._observe.samples import (
     CODEC,
+    Early,
     Flow,
     HostSample,
     Missing,
@@ -87,6 +88,7 @@ class Reader:
             "planes",
             "stragglers",
             "waits",
+            "early",
             "marks",
             "settings",
             "changed",
@@ -239,6 +241,18 @@ def test_outer_steps_are_marked_by_the_launcher_s_clock() -> None:
     reader = Reader(subscription)
     reader.read()
     assert [mark["at"] for mark in reader.seen["marks"]] == [2000.75, 2002.75]
+
+
+def test_what_was_logged_first_is_told_by_the_launcher_s_clock() -> None:
+    clock = Clock(2000.0)
+    observatory = watched(clock)
+    early = Early([498.5, math.inf, 500.0], [{"loss": 2.0}, {"loss": 1.5}, {"loss": math.nan, "forged": 1.0}])
+    clock.now = 2001.0
+    observatory.observe("h", sample(at=500.5, logged=[("loss", 1.0)], early=early))
+    another = Early([501.0], [{"loss": 7.0}])
+    observatory.observe("h", sample(at=501.0, pid=8, logged=[("loss", 1.0)], early=another))  # rank 0 of another epoch
+    observatory.tick()
+    assert observatory.snapshot().early == view.Early([1999.0, 2000.5], {"loss": [2.0, None]})
 
 
 def test_commits_and_checkpoints_of_rank_0_are_marked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import selectors
@@ -174,6 +175,47 @@ def test_a_number_that_is_logged_while_nothing_else_happens_is_reported(
     while not (sample := agent.receive()).logged:  # type: ignore[union-attr]
         assert isinstance(sample, samples.Sample)
     assert [*sample.logged] == [("loss", 1.0)]  # type: ignore[union-attr]
+
+
+def test_what_is_logged_first_is_reported_more_closely_than_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters, clock = Counters(), [1000.0]
+    monkeypatch.setattr("hvdgloo._observe.counters.time.time", lambda: clock[0])
+    sampler = Sampler(counters, Rank(0))
+
+    def log(now: float, value: float) -> None:
+        clock[0] = now
+        counters.log({"loss": value})
+
+    for n in range(31):  # each 40 ms
+        log(1000.0 + 0.04 * n, float(n))
+    early = sampler.sample(1.0, settings=False).early
+    assert early is not None
+    assert early.at[0] == 1000.0
+    assert early.at[-1] == clock[0], "the last one is the latest"
+    assert early.values[-1] == {"loss": 30.0}
+    steps = [later - before for before, later in itertools.pairwise(early.at)]
+    assert all(0.03 < step < 0.13 for step in steps), steps
+    assert Sampler(counters, Rank(1)).sample(1.0, settings=False).early is None
+    for n in range(1000):
+        log(1010.0 + n, 0.5)
+    assert counters.early_is_complete
+    complete = sampler.sample(2.0, settings=True).early
+    assert complete is not None
+    assert len(complete.at) == 64
+    assert sampler.sample(3.0, settings=False).early is None, "it changes no more"
+    assert sampler.sample(4.0, settings=False, last=True).early == complete
+
+
+def test_many_names_are_reported_closely_for_a_shorter_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters, clock = Counters(), [1000.0]
+    monkeypatch.setattr("hvdgloo._observe.counters.time.time", lambda: clock[0])
+    for n in range(100):
+        clock[0] += 1.0
+        counters.log({f"class {name}": float(n) for name in range(64)})
+    early = Sampler(counters, Rank(0)).sample(1.0, settings=True).early
+    assert early is not None
+    assert len(early.at) == 9
+    assert len(samples.CODEC.encode(Sampler(counters, Rank(0)).sample(1.0, settings=True))) < 32 * 1024
 
 
 def test_a_commit_is_reported_while_nothing_else_happens(agent: Agent, begun: Callable[..., Reporter]) -> None:

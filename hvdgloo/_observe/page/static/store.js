@@ -6,7 +6,7 @@
 const STATES = ["starting", "computing", "waiting", "communicating", "idle", "stalled", "lost", "ended", "failed"];
 
 /** Parts that an update replaces, if it has them. */
-const REPLACED = ["job", "hosts", "planes", "stragglers", "waits", "marks", "settings", "changed", "units", "output"];
+const REPLACED = ["job", "hosts", "planes", "stragglers", "waits", "early", "marks", "settings", "changed", "units", "output"];
 const PARTS_OF_STORE = [...REPLACED, "ranks", "events", "series", "heat"];
 const MOST_EVENTS = 500;
 const sum = (values) => values.reduce((total, value) => total + value, 0);
