@@ -10,6 +10,7 @@ import secrets
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -85,7 +86,8 @@ class ElasticJob:
         expect(console, spec, elastic.rules.largest or elastic.rules.size)
         supervisor.on_start = display.close
         with display, observer.running(progress_display(spec, self._around.job_observer, console)):
-            self._epochs = ElasticEpochs(elastic.rules, act=supervisor.act)
+            rules = replace(elastic.rules, start_timeout=spec.start_timeout)
+            self._epochs = ElasticEpochs(rules, act=supervisor.act)
             polling = HostPolling(self._manager, self._listed, supervisor.tell_soon, interval=elastic.interval)
             supervisor.feed, supervisor.on_turn = self._epochs.feed, polling.keep_time
             supervisor.environment, supervisor.frame = self._environment, self._frame
