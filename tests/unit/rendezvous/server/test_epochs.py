@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from hvdgloo.rendezvous import _messages as messages
 from hvdgloo.rendezvous._elastic import messages as elastic
 from hvdgloo.rendezvous._elastic.events import Action, Ended, Rules
-from hvdgloo.rendezvous._server.elastic import ElasticEpochs
+from hvdgloo.rendezvous._server.elastic import LOST_TIME, ElasticEpochs
 from hvdgloo.rendezvous._server.epochs import EpochFailedError, FixedEpochs, NotYet, StoppingError
 from hvdgloo.rendezvous._server.pauses import Steps
 from tests.support.rendezvous import info, until
@@ -73,6 +74,23 @@ class Job:
         formed = elastic.REPLY.decode(answer)
         assert isinstance(formed, elastic.Formed)
         return formed.rank, formed.topology
+
+    def present(self) -> int:
+        """Number of workers that wait for the other one."""
+        status = self.epochs.status()
+        text = status["elastic"]["waiting_for"] if "elastic" in status else status["epochs"][0]["summary"]
+        found = re.search(r"(\d) of 2 workers are", text)
+        assert found is not None, text
+        return int(found[1])
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.look_at_the_clock()
+        until(self._nothing_is_due, "the clock's thread to have seen it")
+
+    def _nothing_is_due(self) -> bool:
+        with self.epochs._lock:
+            return bool(self.epochs._deadline() > self.now)
 
     def look_at_the_clock(self) -> None:
         with self.epochs._lock:
@@ -146,6 +164,18 @@ def test_a_clock_that_fails_ends_all_waits_and_the_job(job: Job, caplog: pytest.
         assert isinstance(ended, Ended)
         assert ended.failure is not None
         assert "no time" in ended.text
+
+
+def test_a_worker_is_present_until_its_last_connection_ends(job: Job) -> None:
+    for _ in range(2):
+        job.epochs.connected("a")
+    job.asks("a")
+    job.epochs.disconnected("a")
+    job.pass_time(LOST_TIME)
+    assert job.present() == 1
+    job.epochs.disconnected("a")
+    job.pass_time(LOST_TIME)
+    assert job.present() == 0
 
 
 def test_a_deadline_that_moves_away_does_not_wake_the_clock_s_thread() -> None:
