@@ -196,4 +196,4 @@ def test_a_program_without_elastic_run_ends_as_in_a_job_of_fixed_size(tmp_path: 
     with Job(2, program, tmp_path, elastic=elastic) as job:
         ended = job.wait()
         assert [each.returncode for each in ended] == [0, 0], ended
-        until(lambda: elastic.status()["phase"] == "over", "the end of the job")
+        until(lambda: elastic.status()["elastic"]["phase"] == "over", "the end of the job")
