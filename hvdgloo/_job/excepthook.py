@@ -7,7 +7,8 @@ this failure is a consequence of another.
 
 All other errors are shown without hvdgloo's frames: without those that called the program (``elastic.run``, or a worker
 of ``run()``), and, if the error is hvdgloo's, without those that raised it. They say nothing about the mistake, and
-would push the program's own line out of the launcher's summary. An error about a variable in the environment is shown
+would push the program's own line out of the launcher's summary. Ctrl-C usually arrives in hvdgloo, too, on all ranks
+at once. An error about a variable in the environment is shown
 without any traceback, since the mistake is not in the program.
 """
 
@@ -19,7 +20,7 @@ import traceback
 from types import TracebackType
 from typing import TypeGuard
 
-from hvdgloo._platform.own_frames import is_of_program, without_between, without_own
+from hvdgloo._platform.own_frames import before_own, is_of_program, without_between, without_own
 from hvdgloo.config import Config, environment_names
 from hvdgloo.errors import (
     ConfigError,
@@ -136,7 +137,9 @@ def _cut(shown: traceback.TracebackException | None, error: BaseException | None
     found = False
     while shown is not None and error is not None:
         kept = without_between(shown.stack)
-        if _is_own(error) or isinstance(error.__cause__, RemoteTraceback):
+        if isinstance(error, KeyboardInterrupt):
+            kept = before_own(kept)
+        elif _is_own(error) or isinstance(error.__cause__, RemoteTraceback):
             kept = without_own(kept)
         if len(kept) < len(shown.stack):
             shown.stack = traceback.StackSummary.from_list(kept)

@@ -30,6 +30,17 @@ def without_between(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
     return [frame for at, frame in enumerate(stack) if at >= last or not frame.filename.startswith(FOLDER)]
 
 
+def before_own(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
+    """Return a stack, outermost frame first, up to where the program, or a library that it called, called hvdgloo.
+
+    Unlike in ``without_own``, it does not matter which modules hvdgloo has called in turn.
+    """
+    stack = list(frames)
+    last = max((at for at, frame in enumerate(stack) if is_of_program(frame.filename)), default=-1)
+    own = (at for at, frame in enumerate(stack) if at > last >= 0 and frame.filename.startswith(FOLDER))
+    return stack[: next(own, len(stack))]
+
+
 def without_own(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
     """Return a stack, outermost frame first, up to where the program called hvdgloo.
 

@@ -3,6 +3,7 @@ hvdgloo's a traceback that ends where the program called it."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
@@ -244,6 +245,34 @@ def test_an_error_of_torch_distributed_that_hvdgloo_raised_ends_where_the_progra
         assert (theirs in said, ours in said) == (expected, expected), said
         assert __file__ in said
         assert said.splitlines()[-1].endswith(text)
+
+
+def test_ctrl_c_in_a_call_of_hvdgloo_is_shown_at_the_program_s_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A dozen of hvdgloo's frames from each rank hid which line each was in."""
+    ours = str(Path(excepthook.__file__).with_name("made_up.py"))
+    scope: dict[str, Any] = {"json": json}
+    program = "def stop(text): raise KeyboardInterrupt\ndef step(): return json.loads('1', parse_int=stop)"
+    exec(compile(program, ours, "exec"), scope)
+    interrupted = []
+    for called in (scope["step"], lambda: scope["stop"](""), lambda: json.loads("1", parse_int=_interrupted)):
+        try:
+            called()
+        except KeyboardInterrupt as error:
+            excepthook._Hook(0)(KeyboardInterrupt, error, error.__traceback__)
+        interrupted.append(capsys.readouterr().err)
+    step, stop, in_the_program = interrupted
+    for shown in (step, stop):
+        assert shown.startswith(excepthook.HINT)
+        assert ours not in shown
+        assert json.__file__ not in shown, "what hvdgloo called is not shown either"
+        assert __file__ in shown
+        assert shown.endswith("\nKeyboardInterrupt\n")
+    assert in_the_program.startswith("Traceback")
+    assert json.__file__ in in_the_program
+
+
+def _interrupted(text: str) -> None:
+    raise KeyboardInterrupt
 
 
 def test_an_argument_that_cannot_be_used_is_shown_like_any_other_mistake(capsys: pytest.CaptureFixture[str]) -> None:
