@@ -91,7 +91,7 @@ class ElasticJob:
             polling = HostPolling(self._manager, self._listed, supervisor.tell_soon, interval=elastic.interval)
             supervisor.feed, supervisor.on_turn = self._epochs.feed, polling.keep_time
             supervisor.environment, supervisor.frame = self._environment, self._frame
-            alone = not elastic.rules.hosts_may_come and not spec.network.nics and _all_here(spec, self._spawner)
+            alone = not elastic.rules.hosts_may_come and not spec.network_interfaces and _all_here(spec, self._spawner)
             launcher = () if alone else launcher_addresses(spec, needed=True)
             bind = (ports.LOOPBACK, *(address.address for address in launcher))
             with open_rendezvous(supervisor, spec, bind, elastic=self._epochs) as rendezvous:

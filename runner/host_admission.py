@@ -216,14 +216,15 @@ class Admission:
     ) -> None:
         self._gate = gate
         self._selector = supervisor.selector
-        self._network = spec.network
+        self._config = spec.config
+        self._interfaces = spec.network_interfaces
         self._nics = spec.nics
         self._launcher = launcher
         self._alone = alone
         self._whole = whole
         self._decides = decides
         self._key = probe.probe_key(spec.secret)
-        self._timeout = probe_timeout(spec.network.connect_timeout)
+        self._timeout = probe_timeout(spec.config.connect_timeout)
         self._hosts: dict[AgentLink, _Host] = {}
         self._pending: dict[AgentLink, _Host] = {}
         self._numbers = 0
@@ -288,11 +289,11 @@ class Admission:
         """Begin to choose an address for a host. The gate is called for it, later or at once, unless the request is
         withdrawn."""
         host = self._add(link)
-        if self._alone and not self._network.nics and self._network.port_range is None:
+        if self._alone and not self._interfaces and self._config.port_range is None:
             self._choose_alone(host)
             return
         rules = self._nics.rules(host.name)
-        link.channel.send(Survey(host.number, self._key, rules.items, not self._alone, self._network.port_range))
+        link.channel.send(Survey(host.number, self._key, rules.items, not self._alone, self._config.port_range))
 
     def request_like(self, link: AgentLink, other: AgentLink) -> None:
         """Admit an agent on the machine of another one, which was admitted."""
@@ -346,7 +347,7 @@ class Admission:
         return min(times, default=math.inf)
 
     def _add(self, link: AgentLink) -> _Host:
-        until = time.monotonic() + self._network.connect_timeout
+        until = time.monotonic() + self._config.connect_timeout
         here = _is_here(link)  # once it reports its addresses, its agent may hold another port
         host = self._hosts[link] = self._pending[link] = _Host(link, self._numbers, here, until)
         self._numbers += 1
@@ -357,7 +358,7 @@ class Admission:
         late = [host for host in self._pending.values() if host.awaited and now >= host.until]
         if not late:
             return
-        timeout = self._network.connect_timeout
+        timeout = self._config.connect_timeout
         remedy = "if the host is only slow, raise --connect-timeout-seconds"
         silent = ", ".join(host.name for host in late if host.relayed is None)
         unheard = ", ".join(host.name for host in late if host.relayed is not None)
@@ -408,7 +409,7 @@ class Admission:
                 self._refuse(host, LaunchError(interfaces.explain_none(host.name, host.addresses, rules)))
             return False
         unheard = [host.surveyed.failures.get(address.address) for address in host.candidates]
-        if all(unheard) and self._network.port_range:
+        if all(unheard) and self._config.port_range:
             self._refuse(host, ConfigError(f"host {host.name}: {unheard[0]}"))
             return False
         return True
@@ -435,7 +436,7 @@ class Admission:
         """Answer probes of the launcher's addresses from now on."""
         if self._listener is None:
             addresses = [address.address for address in self._launcher]
-            port_range = self._network.port_range
+            port_range = self._config.port_range
             self._listener = ProbeListener(self._selector, self._key, LAUNCHER, addresses, port_range)
 
     def _round_of(self, there: list[_Host], new_hosts: list[_Host], now: float) -> _Round:
@@ -472,7 +473,7 @@ class Admission:
         expected = len(answers) + sum(map(len, tries.values()))
         indices = {LAUNCHER: LAUNCHER, **{host.number: index for index, host in enumerate(members)}}
         # The agents end their probes in time; only an overloaded one takes longer to report.
-        until = now + self._timeout + self._network.connect_timeout
+        until = now + self._timeout + self._config.connect_timeout
         return _Round(members, new_hosts, reports, answers, expected, until, indices=indices)
 
     def _known(self, there: Sequence[_Host]) -> dict[tuple[int, int, str], Answer]:
@@ -521,7 +522,7 @@ class Admission:
         if self._lacks_port(host):
             return
         address = host.loopback
-        if self._network.nics:
+        if self._interfaces:
             rules = self._nics.rules(host.name)
             fitting = [a for a in host.addresses if not interfaces.why_not(a, rules, alone=True)]
             if not fitting:
@@ -535,8 +536,8 @@ class Admission:
         if launcher:
             self._admit(host, Reached(address, launcher))
         else:
-            host.relayed, host.until = address, time.monotonic() + self._network.connect_timeout
-            host.link.channel.send(Relay(self._network.port_range))
+            host.relayed, host.until = address, time.monotonic() + self._config.connect_timeout
+            host.link.channel.send(Relay(self._config.port_range))
 
     def _end_relaying(self, host: _Host, answer: Relaying) -> None:
         assert host.relayed is not None

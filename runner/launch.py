@@ -212,8 +212,9 @@ class FixedJob:
         self._hosts: Sequence[HostEntry] = shortlist(spec.hosts, spec.np)
         self._spawner = around.spawner or choose_spawner(self._hosts, spec.reach, fork=around.fork)
         check_outputs(spec, self._spawner, self._hosts)
-        if spec.network.tls is not None:
-            Tls(*spec.network.tls).check_listener()  # the rendezvous server is opened only when all agents are there
+        if spec.config.tls_files is not None:
+            # The rendezvous server is opened only when all agents are there.
+            Tls(*spec.config.tls_files).check_listener()
         self._job_id = secrets.token_hex(16)
         self._slots: tuple[Slot, ...] = ()
         self.hosts = host_states(self._hosts, spec)
@@ -289,8 +290,8 @@ def _say_server(console: Console, spec: LaunchSpec, admission: Admission) -> Non
     if spec.output.verbose and admission.relaying:
         hosts = ", ".join(admission.relaying)
         console.notice(f"the workers on {hosts} reach the rendezvous server through their agent")
-    if spec.output.verbose and spec.network.tls is not None:
-        shown = spec.network.tls.certificate
+    if spec.output.verbose and spec.config.tls_files is not None:
+        shown = spec.config.tls_files.certificate
         console.notice(
             "the rendezvous and the control plane are encrypted (TLS 1.3), with "
             + (f"the certificate {shown}" if shown else "certificates that are made for this job alone")

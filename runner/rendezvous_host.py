@@ -58,9 +58,9 @@ def open_rendezvous(
         hosts=[(hostname, count) for (_, hostname), count in slots.items()] or None,
         elastic=elastic,
         bind=bind,
-        port_range=spec.network.port_range,
+        port_range=spec.config.port_range,
         start_timeout=spec.start_timeout,
-        tls=None if spec.network.tls is None else Tls(*spec.network.tls),
+        tls=None if spec.config.tls_files is None else Tls(*spec.config.tls_files),
     )
     with closing(RendezvousHost(server.listen(), supervisor, head_start)) as rendezvous:
         yield rendezvous

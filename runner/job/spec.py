@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from hvdgloo import topology
-from hvdgloo.config import Config, TlsFiles
+from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.network.interfaces import NicSettings, parse_nics
 
@@ -169,23 +169,6 @@ class Output:
     def __post_init__(self) -> None:
         if self.directory is not None:  # the program may change its working directory
             object.__setattr__(self, "directory", os.path.abspath(self.directory))
-
-
-@dataclass(frozen=True)
-class NetworkOptions:
-    """The network between hosts.
-
-    Attributes:
-        nics: which addresses to use, in the form of ``--nics``.
-        port_range: first and last port for our own listeners.
-        connect_timeout: seconds that connecting two processes may take; probes get a part of it.
-        tls: files with which the rendezvous is encrypted; None if it is not.
-    """
-
-    nics: tuple[str, ...] = ()
-    port_range: tuple[int, int] | None = None
-    connect_timeout: float = 30.0
-    tls: TlsFiles | None = None
 
 
 class Discovery(Protocol):
@@ -349,12 +332,6 @@ class LaunchSpec:
     def start_timeout(self) -> float:
         """Seconds within which the agents, and then the workers, must be up."""
         return self.config.start_timeout if self.times.start_timeout is None else self.times.start_timeout
-
-    @property
-    def network(self) -> NetworkOptions:
-        """The network between hosts."""
-        config = self.config
-        return NetworkOptions(self.network_interfaces, config.port_range, config.connect_timeout, config.tls_files)
 
     @property
     def nics(self) -> NicSettings:

@@ -307,7 +307,7 @@ class JobObserver:
             self._traces = Traces(self._order, lambda text: self.event("trace", text))
             self._stack.callback(self._traces.close)
         address, port = page or ("", 0)
-        tls = self._spec.network.tls
+        tls = self._spec.config.tls_files
         if tls is not None:
             from hvdgloo._net.tls import Tls
         server = PageServer(

@@ -236,7 +236,7 @@ def test_a_host_whose_workers_nothing_leads_to_the_launcher_is_refused(
     text = "no port is free" if answer else "on h1 did not listen for its workers within"
     for _ in range(2):
         made.answer()
-    late = time.monotonic() + SPEC.network.connect_timeout + 1
+    late = time.monotonic() + SPEC.config.connect_timeout + 1
     if made.whole:
         with pytest.raises(LaunchError, match=text):
             made.answer(late)
@@ -249,7 +249,7 @@ def test_a_host_whose_workers_nothing_leads_to_the_launcher_is_refused(
 def test_a_host_that_reports_nothing_is_refused(bench: Callable[..., Bench]) -> None:
     made = bench()
     one, two = made.request(2)
-    late = time.monotonic() + SPEC.network.connect_timeout + 1
+    late = time.monotonic() + SPEC.config.connect_timeout + 1
     made.handlers[Surveyed](one.link, one.surveyed())
     text = "the agent on h2 did not report its addresses within 30 s; if the host is only slow, raise"
     if made.whole:
@@ -281,7 +281,7 @@ def test_answers_that_could_lead_to_a_better_choice_are_waited_for_briefly(bench
 
 def test_no_port_of_the_range_is_free(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     made = bench()
-    monkeypatch.setattr(made.admission, "_network", replace(SPEC.network, port_range=(29400, 29401)))
+    monkeypatch.setattr(made.admission, "_config", replace(SPEC.config, port_range=(29400, 29401)))
     made.request(2, failures={"10.0.0.1": "all are taken", "10.0.0.2": "all are taken"})
     if made.whole:
         with pytest.raises(ConfigError, match="host h1: all are taken"):
