@@ -73,7 +73,6 @@ _MEASURES = (
         _Measure(f"  {part}", lambda job, part=part: getattr(job.job, part) * job.job.step_seconds, duration, -1)  # type: ignore[misc]
         for part in _PARTS
     ),
-    _Measure("steps per second", lambda job: job.job.steps_per_second, number, 1),
     _Measure("bytes in each step, of a rank", _bytes_in_a_step, size, 0),
     _Measure("bytes per second, of all ranks", lambda job: job.job.bytes_per_second, size, 0),
     _Measure("processor, of a rank", lambda job: _mean(job.ranks.cpu), cores, 0),
@@ -138,14 +137,15 @@ def _headline(earlier: Snapshot, later: Snapshot) -> str:
     before, after = earlier.job.step_seconds, later.job.step_seconds
     if not before or not after:
         return "Steps were not counted in both jobs, so their speed cannot be compared."
-    times = f"a step takes {duration(after)} instead of {duration(before)}"
+    times = f"{duration(after)} instead of {duration(before)}"
     if abs(after - before) < _NOTICEABLE * before:
-        return f"Both jobs are about as fast: {times}."
+        return f"Both jobs are about as fast: a step takes {times}."
     faster = after < before
-    share = (before / after if faster else after / before) - 1
+    change = _change(before, after).lstrip("+-")  # as in the table
+    change += " less time" if faster else " more time" if change.endswith("%") else " as long"
     parts = {part: getattr(later.job, part) * after - getattr(earlier.job, part) * before for part in _PARTS}
     most = min(parts, key=parts.__getitem__) if faster else max(parts, key=parts.__getitem__)
-    text = f"The later job is {100 * share:.0f} % {'faster' if faster else 'slower'}: {times}."
+    text = f"The later job is {'faster' if faster else 'slower'}: a step takes {change}, {times}."
     if (parts[most] < 0) is faster and parts[most]:
         text += f" Most of the difference is {most}: {duration(abs(parts[most]))} {'less' if faster else 'more'}."
     return text

@@ -31,7 +31,7 @@ def test_two_reports_are_printed_side_by_side(reports: Path, capsys: pytest.Capt
         f"earlier: {reports}/before.json: hvdgloo-run -np 4 python train.py, 4 ranks on 2 hosts, ended"
     )
     assert "\nThe later job is " in text
-    assert " % faster: a step takes " in text
+    assert "The later job is faster: a step takes " in text
     lines = text.splitlines()
     (step,) = [line for line in lines if line.startswith("time of a step ")]
     assert step.endswith(" % better")
