@@ -80,13 +80,6 @@ def test_ctrl_c_ends_an_elastic_job_with_130(job: Job) -> None:
     assert "went on" not in job.error
 
 
-def test_the_launcher_s_death_ends_an_elastic_job(job: Job) -> None:
-    process = job.start("-np", "2", "--min-np", "1", "--failures-per-host", "99", fresh=True)
-    job.members(1, 2)
-    process.kill()
-    assert job.end() == -signal.SIGKILL
-
-
 def test_a_killed_agent_takes_its_host(job: Job) -> None:
     """The watchdog ends the workers; no other host is there, so that the job ends, too."""
     process = job.start("-np", "2", "--min-np", "1", "--failures-per-host", "1", fresh=True)

@@ -309,8 +309,9 @@ def test_a_shell_script_s_child_gets_its_grace_period_too(launcher: Launcher) ->
     assert (launcher.folder / "saved").exists()
 
 
-def test_pain_24_kill_9_of_the_launcher_leaves_nothing(launcher: Launcher) -> None:
-    process = start_fertile(launcher, "--grace-period", "0.5")
+@pytest.mark.parametrize("flags", [[], ["--min-np", "1"]], ids=["fixed", "elastic"])
+def test_pain_24_kill_9_of_the_launcher_leaves_nothing(launcher: Launcher, flags: list[str]) -> None:
+    process = start_fertile(launcher, "--grace-period", "0.5", *flags)
     process.kill()
     launcher.assert_nothing_left()
 

@@ -163,11 +163,15 @@ def test_what_becomes_of_workers_is_told(fixed: Supervisor, onlooker: Onlooker) 
     ], "what ends after the first failure was told to, or does not matter any more"
 
 
-def test_a_lost_host_is_told_with_the_reason(fixed: Supervisor, onlooker: Onlooker) -> None:
-    link = ready(fixed)
-    fixed._begin(link, {})
+@pytest.mark.parametrize("kind", ["fixed", "elastic"])
+def test_a_lost_host_is_told_with_the_reason(kind: str, onlooker: Onlooker, request: pytest.FixtureRequest) -> None:
+    supervisor: Supervisor = request.getfixturevalue(kind)
+    link = ready(supervisor)
+    if isinstance(supervisor, ElasticSupervisor):
+        supervisor._visits["h1"] = Visit("h1", 0.0, link.state, link, admitted=True)
+    supervisor._begin(link, {})
     onlooker.told.clear()
-    fixed.lost(link.state, link, "was killed by signal 9 (SIGKILL)")
+    supervisor.lost(link.state, link, "was killed by signal 9 (SIGKILL)")
     assert onlooker.told == [("host", "h1", "lost", "its agent was killed by signal 9 (SIGKILL)")]
 
 
@@ -198,10 +202,3 @@ def test_a_host_of_an_elastic_job_leaves_when_nothing_runs_there_any_more(
         ("ended", 0, 1, "exited with status 1"),
         ("host", "h1", "left", ""),
     ]
-
-
-def test_a_lost_host_of_an_elastic_job_is_told_with_the_reason(elastic: ElasticSupervisor, onlooker: Onlooker) -> None:
-    link = ready(elastic)
-    elastic._visits["h1"] = Visit("h1", 0.0, link.state, link, admitted=True)
-    elastic.lost(link.state, link, "has been silent for 5 s")
-    assert onlooker.told == [("host", "h1", "lost", "its agent has been silent for 5 s")]
