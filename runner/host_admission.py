@@ -2,10 +2,10 @@
 
 Each host reports its addresses and tries the others' and the launcher's; ``network.addressing`` chooses from the
 results. Hosts are tried together, in rounds. A job of a fixed size has one round: its hosts are admitted together, or
-none is, with an error (``admit_all``). In an elastic job, a round begins whenever hosts have joined, between which the
-supervisor does its work; addresses in use never change: a new host must reach them, and is given an address that the
-present hosts reach. If a round fails there, its hosts are tried one by one, so that an unreachable host does not keep
-out the others.
+the job ends with an error (``admit_all``). In an elastic job, a round begins whenever hosts have joined, and the
+supervisor continues its work meanwhile. Addresses in use never change: a new host must reach them, and is given an
+address that the present hosts reach. If a round fails there, its hosts are tried one by one, so that an unreachable
+host does not keep out the others.
 
 A job on this machine alone needs none of this and stays on loopback. So does a job on a single other machine.
 
