@@ -188,6 +188,7 @@ def test_what_is_logged_first_is_reported_more_closely_than_once_a_second(monkey
 
     for n in range(31):  # each 40 ms
         log(1000.0 + 0.04 * n, float(n))
+        assert counters.early[-1] == (clock[0], {"loss": float(n)}), "the job may end here"
     early = sampler.sample(1.0, settings=False).early
     assert early is not None
     assert early.at[0] == 1000.0
