@@ -218,7 +218,7 @@ def _port_range(text: str) -> tuple[int, int]:
     except ValueError:
         low = high = 0
     if not 0 < low <= high < 65536:
-        raise ValueError("expected FIRST-LAST with ports from 1 to 65535")
+        raise ValueError("expected FIRST-LAST with ports from 1 to 65535, the lower one first")
     return low, high
 
 

@@ -7,8 +7,8 @@ this failure is a consequence of another.
 
 All other errors are shown without hvdgloo's frames: without those that called the program (``elastic.run``, or a worker
 of ``run()``), and, if the error is hvdgloo's, without those that raised it. They say nothing about the mistake, and
-would push the program's own line out of the launcher's summary. Ctrl-C usually arrives in hvdgloo, too, on all ranks
-at once. An error about a variable in the environment is shown
+would push the program's own line out of the launcher's summary. An error of hvdgloo's that the next one repeats is left
+out. Ctrl-C usually arrives in hvdgloo, too, on all ranks at once. An error about a variable in the environment is shown
 without any traceback, since the mistake is not in the program.
 """
 
@@ -132,6 +132,14 @@ def from_outside(error: BaseException, trace: TracebackType | None) -> str:
     return hint + "".join(shown.format())
 
 
+def _adds_nothing(shown: traceback.TracebackException | None, error: BaseException | None, text: str) -> bool:
+    """True if an error happened within hvdgloo, was caused by no other, and is told in this text of the next one."""
+    if shown is None or error is None or not _is_own(error) or str(error) not in text:
+        return False
+    earlier = shown.__cause__ or (shown.__context__ and not shown.__suppress_context__)
+    return not (earlier or any(is_of_program(frame.filename) for frame in shown.stack))
+
+
 def _cut(shown: traceback.TracebackException | None, error: BaseException | None) -> bool:
     """Remove hvdgloo's frames from the errors in a chain; True if there were any."""
     found = False
@@ -144,8 +152,11 @@ def _cut(shown: traceback.TracebackException | None, error: BaseException | None
         if len(kept) < len(shown.stack):
             shown.stack = traceback.StackSummary.from_list(kept)
             found = True
-        if shown.__cause__ is not None:
-            shown, error = shown.__cause__, error.__cause__
-        else:
-            shown, error = shown.__context__, error.__context__
+        chained = shown.__cause__ is not None
+        cause = shown.__cause__ if chained else shown.__context__
+        reason = error.__cause__ if chained else error.__context__
+        if _is_own(error) and _adds_nothing(cause, reason, str(error)):
+            shown.__cause__ = shown.__context__ = None
+            return True
+        shown, error = cause, reason
     return found

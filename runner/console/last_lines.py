@@ -20,7 +20,8 @@ _FOLLOWING = 100  # lines after which a traceback no longer counts as the reason
 _WIDTH = 400
 _RANK = re.compile(r"\[rank\d+\]: ")
 _RANK_BYTES = re.compile(_RANK.pattern.encode())
-_ERROR = "hvdgloo.errors."  # the first word of an error that is shown without a traceback; see ``_job.excepthook``
+# First words of errors that are shown without a traceback: see ``_job.excepthook``, and mistakes in the program's text.
+_ERRORS = ("hvdgloo.errors.", "SyntaxError: ", "IndentationError: ", "TabError: ")
 
 
 def without_rank(line: AnyStr) -> AnyStr:
@@ -48,7 +49,7 @@ class LastLines:
         self._lines.append((text[:_WIDTH], position))
         text = without_rank(text)
         line = text[:_WIDTH], position
-        if error_stream and (text == HEAD or (text.startswith(_ERROR) and not self._unfinished)):
+        if error_stream and (text == HEAD or (text.startswith(_ERRORS) and not self._unfinished)):
             self._trace.clear()
             self._trace.append(line)
             self._unfinished = text == HEAD

@@ -55,7 +55,7 @@ class Address:
         return self.ip.is_link_local
 
     def __str__(self) -> str:
-        return f"{self.address} ({self.nic})"
+        return f"{self.address} ({self.nic})" if self.nic else self.address
 
 
 def own_addresses() -> tuple[Address, ...]:

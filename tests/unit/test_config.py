@@ -105,7 +105,7 @@ _POSITIVE = "expected a number greater than 0, up to 1000000"
 _NUMBER = "expected a number from 0, up to 1000000"
 _CORES = "expected the number of a core, or one for each local rank: 0,1,2"
 _FLAG = "expected 1 or 0 (true/false, yes/no, on/off)"
-_PORTS = "expected FIRST-LAST with ports from 1 to 65535"
+_PORTS = "expected FIRST-LAST with ports from 1 to 65535, the lower one first"
 _ENDPOINT = "expected host:port, or [address]:port for IPv6"
 BAD = [
     *(

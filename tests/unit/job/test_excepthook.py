@@ -190,6 +190,18 @@ def test_errors_of_ours_that_led_to_it_are_shown_likewise() -> None:
     assert said.endswith("ConfigError: the second\n")
 
 
+def test_an_error_of_ours_that_the_next_one_repeats_is_shown_once() -> None:
+    ours = str(Path(excepthook.__file__).with_name("made_up.py"))
+    text = "try: raise ConfigError('port 1 is held')\nexcept ConfigError as e: raise StallError(f'{e}, again') from e"
+    try:
+        exec(compile(text, ours, "exec"), {"ConfigError": ConfigError, "StallError": StallError})
+    except StallError as error:
+        shown = excepthook.from_outside(error, error.__traceback__)
+    assert shown.startswith(excepthook.HINT)
+    assert ours not in shown
+    assert shown.count("port 1 is held") == 1
+
+
 def test_foreign_errors_that_led_to_it_are_shown_in_full() -> None:
     ours = str(Path(excepthook.__file__).with_name("made_up.py"))
     code = compile("try: int('x')\nexcept ValueError as error: raise ConfigError('ours') from error", ours, "exec")

@@ -62,6 +62,11 @@ class TestLastLines:
         found = last_lines("epoch 1", *(f"[rank1]: {line}" for line in TRACE), "bye")
         assert found.cause == "ValueError: bad data"
 
+    @pytest.mark.parametrize("error", ["SyntaxError: invalid syntax", "IndentationError: unexpected indent"])
+    def test_a_program_that_is_no_python(self, error: str) -> None:
+        found = last_lines('  File "train.py", line 3', "    def f(:", "          ^", error)
+        assert found.exception == error
+
     def test_an_echo_without_a_traceback(self) -> None:
         found = last_lines("hvdgloo.errors.JobShutdownError: rank 1 (host a, pid 1) ended", "wandb: syncing")
         assert found.cause.startswith("hvdgloo.errors.JobShutdownError: rank 1 ")
