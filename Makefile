@@ -101,10 +101,10 @@ TESTS_PYTHON ?= tests/unit tests/architecture/test_docs.py::test_this_environmen
 INSTALL = @$(PYTHON) tests/support/install.py
 FIND_PYTHON = $(PYTHON) tests/support/pythons.py
 SIDE_BY_SIDE = WORKERS=0 $(PYTHON) tests/support/side_by_side.py --make "$(MAKE)" $(if $(JOBS),--jobs $(JOBS))
-# Versions that are not found are reported. The contracts run on the oldest and the newest; what can differ on those
-# between them, the unit tests show. On the version of $(VENV), `make test` has run all of this.
+# Versions that are not found are reported. The contracts run on the oldest and the newest (3.14 is not everywhere);
+# what can differ on those between them, the unit tests show. On the version of $(VENV), `make test` has run all of this.
 PYTHON_TARGETS = $(addprefix test-python-,$(shell $(FIND_PYTHON)))
-PYTHONS_WITH_CONTRACTS ?= 3.10 3.14
+PYTHONS_WITH_CONTRACTS ?= 3.10 3.13 3.14
 OWN_PYTHON = $(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
 
 # What $(VENV) has (torch, numpy, the test tools) is not installed twice: the environment that is the argument
