@@ -7,15 +7,13 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from reprlib import repr as shortened
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hvdgloo._observe.counters import EARLY_SECONDS, EARLY_TIMES, Counters
 from hvdgloo.errors import InvalidArgumentError, MismatchError
-
-if TYPE_CHECKING:
-    from hvdgloo._observe.counters import Counters
 
 MOST = 64
 """Most names that a process may log."""
@@ -28,10 +26,8 @@ AddUp = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
 """A function that adds up an array over ranks."""
 
 SECONDS = 1.0
-"""Seconds from one report to the next, by default: callbacks look at a step's numbers no more often."""
-
-FIRST_SECONDS, FIRST_LOOKS = 0.1, 64
-"""Seconds between their first looks, so that trainings of a few seconds have curves, and the number of these looks."""
+"""Seconds from one report to the next, by default: callbacks look at a step's numbers no more often, once the early
+ones are kept."""
 
 
 class Pause:
@@ -47,7 +43,7 @@ class Pause:
         if now < self._due:
             return False
         self._looks += 1
-        self._due = now + (SECONDS if self._looks > FIRST_LOOKS else FIRST_SECONDS)
+        self._due = now + (SECONDS if self._looks > EARLY_TIMES else EARLY_SECONDS)
         return True
 
 

@@ -26,9 +26,11 @@ AGREEMENT = "agreement"
 
 _MOST_NOTES = 64
 
-_MOST_EARLY = 512  # numbers, at no more than _EARLY_TIMES times
-_EARLY_TIMES = 64
-_EARLY_SECONDS = 0.1
+EARLY_SECONDS, EARLY_TIMES = 0.1, 64
+"""Seconds between the first times at which logged numbers are kept, so that trainings of a few seconds have curves, and
+the number of these times."""
+
+_MOST_EARLY = 512  # numbers, at all these times
 
 
 class Awaited(Protocol):
@@ -346,11 +348,11 @@ class Counters:
     def early_is_complete(self) -> bool:
         """True if ``early`` changes no more."""
         times = len(self.early)
-        return times >= _EARLY_TIMES or times * len(self.logged) > _MOST_EARLY
+        return times >= EARLY_TIMES or times * len(self.logged) > _MOST_EARLY
 
     def _keep_early(self) -> None:
         now, early = time.time(), self.early
-        if len(early) > 1 and now - early[-2][0] < _EARLY_SECONDS:
+        if len(early) > 1 and now - early[-2][0] < EARLY_SECONDS:
             early[-1] = now, self.logged
         else:
             early.append((now, self.logged))
