@@ -26,7 +26,7 @@ WIRES = {"full": 1.0, "bf16": 0.505, "int8": 0.26, "int4": 0.15}
     ("case", "others"),
     [
         ("reduction", {"torch": 1.51, "torch, bf16": 0.76, "torch, hvdgloo": 1.01}),
-        ("pause", dict.fromkeys(("LocalSGD 8, int8", "the same, overlap"), 0.035)),
+        ("pause", dict.fromkeys(("LocalSGD 8, int8", "fragments 4, overlap 1", "fragments 2, overlap 3"), 0.035)),
     ],
 )
 def test_each_way_has_its_turn_and_sends_as_many_bytes_as_it_should(
