@@ -12,13 +12,14 @@ limited.
 torch.distributed, with the tensor itself, and cast to bfloat16 as DDP's ``bf16_compress_hook`` does; and
 torch.distributed on the backend hvdgloo.
 
-``resnet50``: training steps of that network (102 MB of gradients) on two small images, by ``DistributedOptimizer``, by
-``LocalSGD`` with ``sync_every=8`` and int8, at once, in 4 fragments that are awaited a step later, and in 2 that are
-awaited 3 steps later, and by torch's DistributedDataParallel, without a hook, and with those for bfloat16 and PowerSGD
-(rank 4). ``pause`` is a network of as many parameters whose computation is a pause of 0.4 s, as for a program that waits
-for its GPU: unlike the ranks of ``resnet50``, its ranks leave the processors to each other. "alone" sends nothing: nothing
-can be faster. A step of LocalSGD is an eighth of eight steps that begin and end with an outer step's end. Of either case,
-a rank has a copy of the network for each way, in all some 3 GB.
+``resnet50``: training steps of that network (102 MB of gradients) on two small images, by ``DistributedOptimizer``,
+by ``LocalSGD`` with ``sync_every=8`` and int8, at once, in 4 fragments that are awaited a step later, and in 2 that
+are awaited 3 steps later, and by torch's DistributedDataParallel, without a hook, and with those for bfloat16 and
+PowerSGD (rank 4). ``pause`` is a network of as many parameters whose computation is a pause of 0.4 s, as for a
+program that waits for its GPU: unlike the ranks of ``resnet50``, its ranks leave the processors to each other.
+"alone" sends nothing: nothing can be faster. With LocalSGD, eight steps are timed, from one outer step's end to
+another's, and a step is an eighth of them. Of either case, a rank has a copy of the network for each way, in all some
+3 GB.
 
 ``inner`` is what LocalSGD adds to the steps in which nothing is sent: steps of ``resnet50`` by turns with the plain
 optimizer ("alone"). ``inner-small`` is the same for a perceptron of 25 layers, whose step takes a few milliseconds. The
