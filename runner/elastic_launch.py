@@ -162,7 +162,7 @@ class ElasticJob:
             numbers=tuple(workers),
             workers=tuple(member.worker for member in last.members),
             changes=tuple(supervisor.changes),
-            why_over=supervisor.end.text if supervisor.end is not None else "",
+            why_over=supervisor.end.consequence if supervisor.end is not None else "",
         )
         failure = supervisor.end.failure if supervisor.end is not None else None
         failed = supervisor.workers.get(failure.worker) if failure is not None else None

@@ -40,9 +40,13 @@ class Causes:
             self.why, self._why_is_heard = why, heard
         self.trouble = self.trouble or why
 
-    def blame(self, worker: Worker, status: int | None, reason: str) -> None:
-        """Note the failure of a worker."""
-        failing = Failing(worker.id, worker.rank, worker.host, status or 1, reason)
+    def blame(self, worker: Worker, status: int | None, reason: str, told: str = "") -> None:
+        """Note the failure of a worker.
+
+        Args:
+            told: the cause as it is told of the worker's host; by default the worker and the reason.
+        """
+        failing = Failing(worker.id, worker.rank, worker.host, status or 1, reason, told or f"{worker} {reason}")
         if self._pool.is_member(worker):
             self.failure = self.failure or failing
             self._failed_epoch = self._pool.assignment.epoch
@@ -53,7 +57,7 @@ class Causes:
     def could_not_start(self, worker: Worker, lost: HostLost) -> None:
         """Note a worker that could not be started, which is no failure by itself: there may be enough without it."""
         reason = f"host {worker.host_name} could not be used: {lost.reason}"
-        self._other_failure = Failing("", None, worker.host, lost.status, reason)
+        self._other_failure = Failing("", None, worker.host, lost.status, reason, lost.reason)
         if self._pool.is_member(worker):
             self.note(reason)
 

@@ -83,7 +83,7 @@ class Departures:
             if worker.stage is Stage.STARTING:
                 self._causes.could_not_start(worker, event)
             else:
-                self._causes.blame(worker, event.status, f"was lost: {event.reason}")
+                self._causes.blame(worker, event.status, f"was lost: {event.reason}", event.reason)
         self.count(event.host, event.reason)
         if self._phases.phase is Phase.RUNNING and any(self._pool.is_member(worker) for worker in lost):
             # A host that was cut off closes no connection: without this its peers would wait for it.

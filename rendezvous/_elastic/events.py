@@ -336,13 +336,19 @@ class Changed(Action):
 
 @dataclass(frozen=True)
 class Failing:
-    """A failure that the job could not survive. ``status`` is an exit status, or minus a signal."""
+    """A failure that the job could not survive.
+
+    Attributes:
+        status: exit status, or minus a signal.
+        told: the cause as other messages tell it, such as the one that its host is left out.
+    """
 
     worker: str = ""
     rank: int | None = None
     host: str = ""
     status: int = 1
     reason: str = ""
+    told: str = ""
 
 
 @dataclass(frozen=True)
@@ -351,3 +357,9 @@ class Ended(Action):
 
     text: str
     failure: Failing | None = None
+
+    @property
+    def consequence(self) -> str:
+        """Text without the cause of the failure, for a message that has just told it."""
+        told = self.failure.told if self.failure is not None else ""
+        return self.text.replace(f": {told}", "").replace(f", as {told}", "") if told else self.text

@@ -73,7 +73,7 @@ RETURN_TIME = 2.0
 """Seconds in which the workers of a running job find a restarted server, which forms no other epoch until then."""
 
 P = Phase
-_STATE_LOST = "all workers that had the state of the training were lost"
+_STATE_LOST = "no worker is left that has the state of the training"
 
 
 class ElasticJob:
@@ -381,7 +381,7 @@ class ElasticJob:
         if len(members) < self.assignment.size or not all(self._pool.stays(worker) for worker in members):
             self._phases.go(P.WAITING)
             if not any(self._pool.stays(worker) for worker in members):
-                self._fail("all workers have ended before they were together")
+                self._fail("no worker is left that could begin the training")
         elif all(worker.pending for worker in members):
             for worker in members:
                 worker.stage, worker.up = Stage.MEMBER, False

@@ -485,12 +485,12 @@ class TestAccounting:
         for actor in [*bed.actors.values()]:
             bed.see(actor)
         assert bed.ended is not None
-        assert bed.ended.text == "all workers that had the state of the training were lost"
+        assert bed.ended.text == "no worker is left that has the state of the training"
         assert bed.ended.failure is not None
         assert (bed.ended.failure.rank, bed.ended.failure.status) == (0, -9)
 
     def test_the_end_says_why_the_last_workers_that_had_the_state_were_ended(self) -> None:
-        lost = "all workers that had the state of the training were lost; "
+        lost = "no worker is left that has the state of the training; "
         bed = running(Rules(size=2, smallest=1, hosts_may_come=True), (("h1", 2),))
         bed.see(bed.members[1], 5)
         bed.time_alone()
@@ -502,6 +502,27 @@ class TestAccounting:
         bed.time_alone()
         assert bed.ended is not None
         assert bed.ended.text == f"{lost}host h1 was removed"
+
+    @pytest.mark.parametrize("cause", ["a worker", "its host", "a host that cannot be used"])
+    def test_after_the_failure_the_end_does_not_tell_its_cause_again(self, cause: str) -> None:
+        usable = cause != "a host that cannot be used"
+        hosts = (("h1", 2),) if usable else (("h1", 1), ("nosuchhost", 1))
+        bed = Bed(Rules(size=2, smallest=2, failures_per_host=1, hosts_may_come=False), hosts)
+        if usable:
+            bed = running(bed.job.rules, hosts)
+            if cause == "a worker":
+                bed.see(bed.members[1])
+                bed.see(bed.members[0])
+            else:
+                bed.feed(HostLost("h1", "its agent has ended"))
+        else:
+            bed.feed(HostLost("nosuchhost", "its name cannot be looked up"))
+        assert bed.ended is not None
+        assert bed.ended.failure is not None
+        told = {"a worker": "SIGKILL", "its host": "agent has ended"}.get(cause, "name cannot be looked up")
+        assert told in bed.ended.failure.reason
+        assert told not in bed.ended.consequence
+        assert ("no worker is left" if usable else "(h1: 1; nosuchhost: left out)") in bed.ended.consequence
 
     def test_a_stopped_process_is_ended_when_its_peers_have_lost_it(self) -> None:
         bed = running(FOUR_SLOTS)
@@ -1096,7 +1117,7 @@ class TestWithoutALauncher:
         assert bed.time_alone() is Phase.FAILED
         assert bed.now - begin == self.RULES.elastic_timeout, "the others may only take longer"
         assert bed.ended is not None
-        assert "all workers that had the state of the training were lost" in bed.ended.text
+        assert "no worker is left that has the state of the training" in bed.ended.text
 
     def test_the_latest_epoch_that_any_worker_knows_is_the_one(self) -> None:
         """The first who finds the server may have been lost by the others before it was restarted."""
