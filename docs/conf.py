@@ -36,8 +36,9 @@ navigation = {
         "torch-distributed", "spark", "ray", "tf-data-service", "gpus", "troubleshooting"),
     "Seeing and tuning": ("observing", "timeline", "tuning", "slow-networks"),
     "Coming from Horovod": ("migrating",),
-    "Reference": ("api", "api-tensorflow", "api-jax", "api-mxnet", "configuration", "security", "security-protocols",
-        "changelog"),
+    "Reference": ("configuration", "security", "security-protocols", "changelog"),
+    "API": ("api", "api-start", "api-collectives", "api-training", "api-elastic", "api-observing", "api-run",
+        "api-tensorflow", "api-tensorflow-data", "api-keras", "api-jax", "api-mxnet"),
     "How it works": ("performance", "performance-history", "gpu-report-h100", "life-of-a-tensor", "life-of-a-host"),
 }  # fmt: skip
 """The pages by title of their part, in the order of the side bar. A missing page is an error."""

@@ -24,7 +24,7 @@ from hvdgloo.runner.job.spec import HostEntry, assign
 from hvdgloo.runner.network.interfaces import Address
 from tests.clients.table import CLIENTS
 from tests.support.frameworks import need
-from tests.support.pages import ROOT, generated
+from tests.support.pages import ROOT, generated, outdated
 from tests.torch_suite import expected
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -130,7 +130,7 @@ WITHOUT_EFFECT = {
 """Variables of Horovod's that nothing here reads."""
 
 
-LONG = {"performance.md", "troubleshooting.md", "api.md", "api-tensorflow.md", "api-mxnet.md"}
+LONG = {"performance.md", "troubleshooting.md"}
 """Pages in which users look something up rather than read them; they may have more than 4,000 words."""
 
 
@@ -143,8 +143,12 @@ def test_configuration_is_what_config_declares() -> None:
     assert written == generated("configuration"), "run: python docs/generate_configuration.py"
 
 
-def test_the_api_page_is_what_the_docstrings_say() -> None:
-    pytest.importorskip("torch", reason="the page is about hvdgloo.torch")
+def test_the_api_pages_are_what_the_docstrings_say() -> None:
+    pytest.importorskip("torch", reason="the pages are about hvdgloo.torch")
+    assert outdated("api_torch") == [], "run: python docs/generate_api_torch.py"
+
+
+def test_the_index_of_the_api_has_what_the_other_pages_have() -> None:
     assert (ROOT / "docs/api.md").read_text(encoding="utf-8") == generated("api"), "run: python docs/generate_api.py"
 
 

@@ -39,10 +39,6 @@ _IN_SOURCE = {  # where quotes, prefixes and comment signs can stand between two
 _NOT_CHECKED = {
     "CHANGELOG.md",
     "changelog.md",
-    "api.md",
-    "api-tensorflow.md",
-    "api-jax.md",
-    "api-mxnet.md",
     "configuration.md",
 }
 """Pages of the past, and pages that are generated from docstrings and declarations."""
@@ -109,7 +105,7 @@ def test_source_avoids_the_words() -> None:
 
 def test_pages_avoid_the_words_too() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tests/README.md"]
-    written = [page for page in pages if page.name not in _NOT_CHECKED]
+    written = [page for page in pages if page.name not in _NOT_CHECKED and not page.name.startswith("api")]
     assert len(written) > 20
     found = [fault for page in written for fault in faults_of_page(page.name, page.read_text(encoding="utf-8"))]
     assert found == [], "\n" + "\n".join(found)

@@ -18,6 +18,12 @@ def generated(page: str) -> str:
     return text
 
 
+def outdated(front_end: str) -> list[str]:
+    """Return the pages of the API that ``docs/generate_<front_end>.py`` would change."""
+    texts: dict[str, str] = generator(front_end).texts()
+    return [name for name, text in texts.items() if (ROOT / "docs" / name).read_text(encoding="utf-8") != text]
+
+
 def generator(page: str) -> ModuleType:
     """``docs/generate_<page>.py`` as a module."""
     spec = importlib.util.spec_from_file_location(f"generate_{page}", ROOT / f"docs/generate_{page}.py")
