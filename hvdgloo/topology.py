@@ -196,10 +196,10 @@ def fill(names: Sequence[str], slots: Sequence[int], count: int) -> list[tuple[i
     return list(islice(((host, local) for host, n in enumerate(slots) for local in range(n)), count))
 
 
-def abbreviated(parts: Sequence[str], show: int = 16) -> str:
+def abbreviated(parts: Sequence[str], show: int = 16, separator: str = ", ") -> str:
     """Join a list for people to read, writing out only its beginning."""
     more = len(parts) - show
-    return ", ".join(parts[:show]) + (f" and {more} more" if more > 0 else "")
+    return separator.join(parts[:show]) + (f"{separator.rstrip(', ')} and {more} more" if more > 0 else "")
 
 
 def ranges(numbers: Sequence[int]) -> str:

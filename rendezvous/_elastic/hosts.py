@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+
+from hvdgloo.topology import abbreviated
 
 
 def cooldown_time(failures: int, cooldown: tuple[float, float], chance: float) -> float:
@@ -158,10 +160,4 @@ class Hosts:
             if name not in usable:
                 back = f", for another {host.until - now:.0f} s" if now < host.until < math.inf else ""
                 parts.append(f"{name}: left out{back}, as {host.reason}")
-        return "; ".join(shortened(parts)) if parts else "no host is listed"
-
-
-def shortened(parts: Sequence[str], show: int = 16) -> Sequence[str]:
-    """Return the first parts of a list in a message, followed by the number of further ones."""
-    more = len(parts) - show
-    return [*parts[:show], f"and {more} more"] if more > 0 else parts
+        return abbreviated(parts, separator="; ") or "no host is listed"

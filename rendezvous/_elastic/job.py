@@ -57,11 +57,11 @@ from hvdgloo.rendezvous._elastic.events import (
     Up,
     Update,
 )
-from hvdgloo.rendezvous._elastic.hosts import shortened
 from hvdgloo.rendezvous._elastic.newcomers import Newcomers
 from hvdgloo.rendezvous._elastic.phases import NEXT, SAY_SOON, Phase, PhaseTracker
 from hvdgloo.rendezvous._elastic.pool import NO_MEMBERS, Pool, listed
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
+from hvdgloo.topology import abbreviated
 
 ACCUSED_TIME = 2.0
 """Seconds in which a worker that others lost must return, or it is ended: its process may have been stopped."""
@@ -490,7 +490,7 @@ class ElasticJob:
     def _state_lost(self) -> str:
         """Say that no worker has the state any more, and why workers whose processes had not ended are out."""
         reasons = list(dict.fromkeys(worker.out for worker in self._pool.members() if worker.out))
-        return "; ".join([_STATE_LOST, *shortened(reasons, show=3)])
+        return abbreviated([_STATE_LOST, *reasons], show=4, separator="; ")
 
     def _fail(self, text: str, failure: Failing | None = None) -> None:
         self._phases.go(P.FAILED)

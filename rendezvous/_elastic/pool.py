@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from hvdgloo.rendezvous._elastic.assignment import Assignment, Member, choose
 from hvdgloo.rendezvous._elastic.events import Join, Recalled, Registered, Rules
-from hvdgloo.rendezvous._elastic.hosts import Hosts, shortened
+from hvdgloo.rendezvous._elastic.hosts import Hosts
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
 from hvdgloo.topology import abbreviated
 
@@ -202,7 +202,7 @@ class Pool:
         there = self.candidates()
         if not self.rules.launched:
             counts = Counter(worker.host_name for worker in there)
-            hosts = ", ".join(shortened([f"{name} {count}" for name, count in counts.items()]))
+            hosts = abbreviated([f"{name} {count}" for name, count in counts.items()])
         return f"{len(there)} of {self.needed} workers are ready" + (f" ({hosts})" if hosts else "")
 
     def free_slots(self) -> list[tuple[str, int]]:

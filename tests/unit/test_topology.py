@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdgloo.topology import Host, Topology, Worker, fill
+from hvdgloo.topology import Host, Topology, Worker, abbreviated, fill
 
 Slots = list[int]
 slots_of_hosts = st.lists(st.integers(1, 5), min_size=1, max_size=6)
@@ -129,3 +129,13 @@ def test_fill_fills_hosts_in_order(slots: Slots, data: Any) -> None:
 def test_fill_says_how_many_slots_there_are() -> None:
     with pytest.raises(ValueError, match=r"5 processes .* only 3 slots \(a:2, b:1\)"):
         fill(["a", "b"], [2, 1], 5)
+
+
+@pytest.mark.parametrize(
+    ("separator", "expected"),
+    [(", ", "h1: 2, h2: 2 and 3 more"), ("; ", "h1: 2; h2: 2; and 3 more")],
+)
+def test_long_lists_are_cut_off(separator: str, expected: str) -> None:
+    parts = [f"h{number}: 2" for number in range(1, 6)]
+    assert abbreviated(parts, 2, separator) == expected
+    assert abbreviated(parts[:2], 2, separator) == expected.partition(" and")[0].rstrip(";")
