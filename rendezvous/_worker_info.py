@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -78,35 +78,3 @@ class WorkerInfo:
             listed = ", ".join(sorted(str(name)[:50] for name in expected ^ set(data))[:8])
             raise ValueError(f"a worker's fields are {', '.join(sorted(expected))}; missing or unknown: {listed}")
         return cls(**data)
-
-
-def started_by(holder: WorkerInfo, info: WorkerInfo, name: str) -> str:
-    """Say why a process cannot have the place of the worker that started it: it merely ran the worker's program.
-
-    Args:
-        holder: worker that has the place.
-        info: worker that asks for it.
-        name: name of the place: ``rank 0``.
-
-    Returns:
-        a sentence; empty if it was not started by the holder.
-    """
-    if not info.parent or (holder.pid, holder.host_identity) != (info.parent, info.host_identity):
-        return ""
-    return (
-        f"this process was started by {name} itself (pid {holder.pid} on host {holder.host_name}): a spawned process, "
-        "such as a DataLoader's worker, imports the main module again. In that module, put hvd.init() under "
-        'if __name__ == "__main__"'
-    )
-
-
-def control_tree(workers: Sequence[WorkerInfo]) -> tuple[int, int]:
-    """Return the control plane's fan-in and number of ranks for ``Topology``.
-
-    Rank 0's settings hold for all ranks, but every rank must be able to be part of a tree.
-
-    Args:
-        workers: an epoch's workers, in order of ranks.
-    """
-    fanin = workers[0].control_fanin if all(worker.control_fanin for worker in workers) else 0
-    return fanin, workers[0].control_tree_ranks

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 
 from hvdgloo._net import ports
 from hvdgloo.errors import JobFailedError
-from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
+from hvdgloo.rendezvous._membership.assignment import Assignment
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.runner.console.console import Console
 from hvdgloo.runner.console.startup_view import StartDisplay

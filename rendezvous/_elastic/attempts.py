@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hvdgloo.rendezvous._elastic.assignment import Assignment
+from hvdgloo.rendezvous._membership.assignment import Assignment
 
 ATTEMPTS = 3
 """The number of times that the same workers may fail to connect before one of their hosts is left out."""

@@ -11,8 +11,8 @@ import enum
 from dataclasses import dataclass
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.messages import CurrentEpoch, Register
+from hvdgloo.rendezvous._membership.assignment import Assignment
 
 SHORTEST_COOLDOWN, LONGEST_COOLDOWN = 1.0, 3600.0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Changed
+from hvdgloo.rendezvous._membership.assignment import Assignment
 from hvdgloo.topology import abbreviated
 
 MOST = 20

@@ -27,7 +27,6 @@ import math
 import random
 from collections.abc import Callable, Mapping
 
-from hvdgloo.rendezvous._elastic.assignment import NO_STATE, Assignment, choose
 from hvdgloo.rendezvous._elastic.attempts import ATTEMPTS, ConnectionAttempts
 from hvdgloo.rendezvous._elastic.causes import Causes
 from hvdgloo.rendezvous._elastic.departures import Departures
@@ -59,8 +58,9 @@ from hvdgloo.rendezvous._elastic.events import (
 )
 from hvdgloo.rendezvous._elastic.newcomers import Newcomers
 from hvdgloo.rendezvous._elastic.phases import NEXT, SAY_SOON, Phase, PhaseTracker
-from hvdgloo.rendezvous._elastic.pool import NO_MEMBERS, Pool, listed
+from hvdgloo.rendezvous._elastic.pool import Pool, listed
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
+from hvdgloo.rendezvous._membership.assignment import NO_MEMBERS, NO_STATE, Assignment, choose
 from hvdgloo.topology import abbreviated
 
 ACCUSED_TIME = 2.0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 
-from hvdgloo.rendezvous._elastic.assignment import Assignment, Member, choose
 from hvdgloo.rendezvous._elastic.events import Join, Recalled, Registered, Rules
 from hvdgloo.rendezvous._elastic.hosts import Hosts
 from hvdgloo.rendezvous._elastic.worker import Stage, Worker
+from hvdgloo.rendezvous._membership.admission import count_by_host
+from hvdgloo.rendezvous._membership.assignment import NO_MEMBERS, Assignment, Member, choose
 from hvdgloo.topology import abbreviated
 
 SETTLE_TIME = 1.0
@@ -18,9 +18,6 @@ SETTLE_TIME = 1.0
 SHORTEST_REST, LONGEST_REST = 0.5, 5.0
 """Seconds for which a slot stays empty after its second failure in a row before training, and from the fifth on, so
 that a program that fails at its start is not started as fast as it fails."""
-
-NO_MEMBERS = Assignment(-1, ())
-"""Assignment before the first epoch."""
 
 UNHEARD = Member("", "", 0, 0)
 """Placeholder for a member that a restarted server has not heard from yet."""
@@ -201,7 +198,7 @@ class Pool:
             return f"{self.capacity()} of {self.needed} slots are available ({hosts})"
         there = self.candidates()
         if not self.rules.launched:
-            counts = Counter(worker.host_name for worker in there)
+            counts = count_by_host((worker.host, worker.host_name) for worker in there)
             hosts = abbreviated([f"{name} {count}" for name, count in counts.items()])
         return f"{len(there)} of {self.needed} workers are ready" + (f" ({hosts})" if hosts else "")
 

@@ -6,8 +6,8 @@ import enum
 import math
 from dataclasses import dataclass
 
-from hvdgloo.rendezvous._elastic.assignment import NO_STATE, Candidate
 from hvdgloo.rendezvous._elastic.events import Fate
+from hvdgloo.rendezvous._membership.assignment import NO_STATE, Candidate
 
 
 class Stage(enum.Enum):

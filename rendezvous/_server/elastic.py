@@ -14,9 +14,7 @@ from typing import Any
 
 import msgspec
 
-from hvdgloo.rendezvous import _messages as messages
 from hvdgloo.rendezvous._elastic import messages as elastic
-from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import (
     Action,
     Alone,
@@ -39,10 +37,11 @@ from hvdgloo.rendezvous._elastic.events import (
     Voided,
 )
 from hvdgloo.rendezvous._elastic.job import ElasticJob
+from hvdgloo.rendezvous._membership.admission import NotAcceptedError, taken
+from hvdgloo.rendezvous._membership.assignment import Assignment
 from hvdgloo.rendezvous._server.epochs import Epochs, NotYet
-from hvdgloo.rendezvous._server.membership import NotAcceptedError, topology_of
 from hvdgloo.rendezvous._server.pauses import Steps
-from hvdgloo.rendezvous._worker_info import WorkerInfo, started_by
+from hvdgloo.rendezvous._worker_info import WorkerInfo
 from hvdgloo.topology import places
 
 LOST_TIME = 0.5
@@ -88,7 +87,6 @@ class ElasticEpochs(Epochs):
         self._leaving_at: dict[str, float] = {}  # worker to the time at which it counts as gone
         self._silent_time = silent_time
         self._silent_at: dict[str, float] = {}  # worker that got news to the time at which it counts as silent
-        self._topology: tuple[int, bytes] = (-1, b"")  # of the newest epoch
         self._news = elastic.News(0, 0, 0, -1, "")
 
     def feed(self, event: Event) -> None:
@@ -256,11 +254,12 @@ class ElasticEpochs(Epochs):
         before = self._infos.get(worker)
         if info is not None:
             if before is not None and self._is_connected(worker) and _process(before) != _process(info):
-                raise NotAcceptedError(
-                    started_by(before, info, f"worker {worker}")
-                    or f"there is a worker {worker} already: process {before.pid} on host {before.host_name}. Give "
+                raise taken(
+                    [before],
+                    info,
+                    f"worker {worker}",
+                    f"there is a worker {worker} already: process {before.pid} on host {before.host_name}. Give "
                     "each process another HVDGLOO_WORKER, or none",
-                    taken=True,
                 )
             if before is None or is_latest:
                 self._infos[worker] = info
@@ -341,14 +340,11 @@ class ElasticEpochs(Epochs):
 
     def _place(self, assignment: Assignment, workers: list[str]) -> None:
         """Reply to these members of an epoch."""
-        if self._topology[0] != assignment.epoch:
-            self.on_formed(assignment.epoch)
-            infos = [self._infos[member.worker] for member in assignment.members]
-            self._topology = assignment.epoch, messages.pack_topology(topology_of(assignment, infos))
+        topology = self._pack(assignment, self._infos)
         new = [rank for rank, member in enumerate(assignment.members) if member.worker in assignment.fresh]
         for worker in workers:
             rank = assignment.ranks[worker]
-            self._answer(worker, elastic.Formed(rank, self._topology[1], assignment.root, assignment.everyone, new))
+            self._answer(worker, elastic.Formed(rank, topology, assignment.root, assignment.everyone, new))
 
 
 def _info(data: dict[str, Any]) -> WorkerInfo:

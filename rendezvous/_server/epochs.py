@@ -1,14 +1,7 @@
 """The epochs of a job at the server: the waiting, the clock and the answers around a pure decision about its workers.
 
-``Epochs`` is the common part of both kinds of jobs. ``FixedEpochs`` is a job whose workers may not change: it has a
-single epoch, which the pure ``Membership`` decides. ``hvdgloo.rendezvous._server.elastic`` is an elastic one.
-
-Every worker that registers in a fixed job waits here until the last one registers, the epoch's deadline passes, the
-server stops, or its own timeout expires. The deadline belongs to the epoch, so all waiting workers learn at the same
-time and in the same words that one is missing, and no late worker starts to wait alone.
-
-After a failed start, an epoch with a launcher stays failed: the launcher ends the job. Without a launcher it starts
-again, since the workers' starter (Kubernetes, Slurm) will start them again.
+``Epochs`` is the common part of both kinds of jobs; ``hvdgloo.rendezvous._server.fixed`` has the jobs whose workers may
+not change, and ``hvdgloo.rendezvous._server.elastic`` the elastic ones.
 """
 
 from __future__ import annotations
@@ -16,17 +9,15 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from hvdgloo.rendezvous import _messages as messages
-from hvdgloo.rendezvous._server.membership import Membership, NotAcceptedError, State
-from hvdgloo.rendezvous._server.pauses import Steps, Waiters
+from hvdgloo.rendezvous._membership.assignment import Assignment, topology_of
+from hvdgloo.rendezvous._server.pauses import Waiters
 from hvdgloo.rendezvous._worker_info import WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -62,8 +53,8 @@ class Epochs(ABC):
 
     Attributes:
         last_failure: reason of the last failed start of a fixed job; empty if none has failed.
-        on_formed: called with the number of each epoch of an elastic job before its members get their replies; under
-            the lock. Set by the server at its start.
+        on_formed: called with the number of each epoch before its members get their replies; under the lock. Set by
+            the server at its start.
     """
 
     def __init__(self, start_timeout: float, clock: Callable[[], float]) -> None:
@@ -78,6 +69,7 @@ class Epochs(ABC):
         self._timer = threading.Condition(self._lock)  # wakes the clock's thread
         self._wakes_at = -math.inf
         self._connections: Counter[str] = Counter()  # by client
+        self._topology: tuple[int, bytes] = (-1, b"")  # of the newest epoch
         self._closed = ""
         self._thread: threading.Thread | None = None
 
@@ -153,6 +145,13 @@ class Epochs(ABC):
     def _pass_time(self, now: float) -> None:
         """Decide what is due."""
 
+    def _pack(self, assignment: Assignment, infos: Mapping[str, WorkerInfo]) -> bytes:
+        """Return the packed topology of an epoch, which is made once."""
+        if self._topology[0] != assignment.epoch:
+            self.on_formed(assignment.epoch)
+            self._topology = assignment.epoch, messages.pack_topology(topology_of(assignment, infos))
+        return self._topology[1]
+
     def _note_change(self) -> None:
         self._changes += 1
         self._changed.notify_all()
@@ -188,131 +187,3 @@ class Epochs(ABC):
             except Exception as error:  # without the clock no wait would end
                 logger.exception("the clock of the rendezvous server")
                 self._clock_failed(f"the rendezvous server has failed: {error!r}")
-
-
-class FixedEpochs(Epochs):
-    """The only epoch of a job whose workers may not change: epoch 0, which is open from the start.
-
-    Args:
-        size, hosts: as for ``Membership``.
-
-    Raises:
-        ValueError: as ``Membership`` does.
-    """
-
-    def __init__(
-        self,
-        start_timeout: float,
-        *,
-        size: int | None = None,
-        hosts: Sequence[tuple[str, int]] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(start_timeout, clock)
-        self._begin = partial(Membership, 0, size=size, hosts=hosts, start_timeout=start_timeout)
-        self._current = self._begin()
-        self._topology = b""
-
-    def register(self, client: str, info: WorkerInfo, *, timeout: float) -> Steps[bytes | NotYet]:
-        """Admit a worker and wait for the others.
-
-        Args:
-            client: id of the worker's client; the same client gets the same answer again.
-            info: the worker's description of itself.
-            timeout: seconds to wait here.
-
-        Returns:
-            the worker's rank and the topology, encoded.
-
-        Raises:
-            EpochFailedError, StoppingError, NotAcceptedError: as each of them says.
-        """
-        with self._lock:
-            self._check_open()
-            self._pass_time(self._clock())  # the deadline, if the clock's thread has not done so yet
-            current = self._current
-            current.join(client, info, self._clock())
-            self._settle()
-            if current.state is not State.GATHERING:
-                return self._answer(current, client)
-            waiting = self._waiters.wait(client, timeout)
-        yield from waiting
-        with self._lock:
-            return self._answer(current, client)
-
-    def status(self) -> dict[str, Any]:
-        """Return the epoch as ``/v1/status`` shows it."""
-        with self._lock:
-            current, expected = self._current, self._current.expected_by_host()
-            description: dict[str, Any] = {
-                "epoch": current.epoch,
-                "state": current.state.value,
-                "expected": current.size,
-                "arrived": current.arrived,
-                "summary": current.failure or current.summary(),
-                "hosts": [
-                    {"name": name, "arrived": arrived, "expected": expected.get(name)}
-                    for name, arrived in current.arrived_by_host().items()
-                ],
-                "missing_ranks": current.missing_ranks(),
-                "workers": [
-                    {
-                        "rank": current.ranks.get(client, info.rank),
-                        "index": info.index,
-                        "host": info.host_name,
-                        "pid": info.pid,
-                        "address": info.address,
-                        "port": info.port,
-                        "connected": client in self._connections,
-                    }
-                    for client, info in current.workers.items()
-                ],
-            }
-            if current.state is State.COMPLETE:
-                description["gathered_in_s"] = round(current.gathered_in, 3)
-            elif current.deadline < math.inf:
-                description["fails_in_s"] = round(max(0.0, current.deadline - self._clock()), 1)
-            return {"epochs": [description]}
-
-    def _client_left(self, client: str) -> None:
-        if self._current.leave(client):
-            self._note_change()
-
-    def _deadline(self) -> float:
-        return self._current.deadline
-
-    def _pass_time(self, now: float) -> None:
-        if now >= self._current.deadline:
-            self._current.pass_time(now)
-            self._settle()
-
-    def _settle(self) -> None:
-        """Release the workers that wait if the epoch is complete or has failed."""
-        current = self._current
-        if current.state is not State.GATHERING:
-            self._waiters.release()
-        if current.failure:
-            self.last_failure = current.failure
-            if current.hosts is None:
-                self._current = self._begin()
-        self._wake_by(current.deadline)
-        self._note_change()
-
-    def _answer(self, current: Membership, client: str) -> bytes | NotYet:
-        if current.failure:
-            raise EpochFailedError(current.failure)
-        if current.topology is not None and client in current.ranks:
-            self._topology = self._topology or messages.pack_topology(current.topology)
-            return messages.pack_placed(current.ranks[client], self._topology)
-        self._check_open()
-        return NotYet(current.summary(), {"idle": current.idle(self._clock())})
-
-
-__all__ = [
-    "EpochFailedError",
-    "Epochs",
-    "FixedEpochs",
-    "NotAcceptedError",
-    "NotYet",
-    "StoppingError",
-]

@@ -46,13 +46,9 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 from hvdgloo._net.codec import Codec
 from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous import _messages as messages
-from hvdgloo.rendezvous._server.epochs import (
-    EpochFailedError,
-    FixedEpochs,
-    NotAcceptedError,
-    NotYet,
-    StoppingError,
-)
+from hvdgloo.rendezvous._membership.admission import NotAcceptedError
+from hvdgloo.rendezvous._server.epochs import EpochFailedError, NotYet, StoppingError
+from hvdgloo.rendezvous._server.fixed import FixedEpochs
 from hvdgloo.rendezvous._server.pauses import Pause, Steps, waited
 from hvdgloo.rendezvous._server.service import Environ, Gate, Refusal, Service, StartResponse
 from hvdgloo.rendezvous._store import MAX_SCOPE_BYTES, MemoryStore, StoreFullError, check_key

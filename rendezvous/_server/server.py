@@ -20,7 +20,8 @@ from hvdgloo._net.tls import Tls
 from hvdgloo.config import format_endpoint
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous import _auth as auth
-from hvdgloo.rendezvous._server.epochs import Epochs, FixedEpochs
+from hvdgloo.rendezvous._server.epochs import Epochs
+from hvdgloo.rendezvous._server.fixed import FixedEpochs
 from hvdgloo.rendezvous._store import Limits
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from typing import Protocol
 
 from hvdgloo.errors import ConfigError, HvdglooError
 from hvdgloo.rendezvous._elastic import events
-from hvdgloo.rendezvous._elastic.assignment import Assignment
 from hvdgloo.rendezvous._elastic.events import Action, Ended, Event
 from hvdgloo.rendezvous._elastic.events import Spawn as SpawnOrder
 from hvdgloo.rendezvous._elastic.history import describe_change
+from hvdgloo.rendezvous._membership.assignment import Assignment
 from hvdgloo.runner.console.progress import REMEDIES
 from hvdgloo.runner.job.hostlist import check_load, remark_on_load
 from hvdgloo.runner.job.outcome import Failure

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hvdgloo.rendezvous._elastic.assignment import NO_STATE, Assignment
 from hvdgloo.rendezvous._elastic.events import (
     Action,
     Alone,
@@ -36,6 +35,7 @@ from hvdgloo.rendezvous._elastic.events import (
 )
 from hvdgloo.rendezvous._elastic.job import ElasticJob
 from hvdgloo.rendezvous._elastic.phases import Phase
+from hvdgloo.rendezvous._membership.assignment import NO_STATE, Assignment
 
 UNTROUBLED = frozenset({Phase.RUNNING, Phase.OVER, Phase.FAILED})
 

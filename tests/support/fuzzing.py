@@ -32,8 +32,9 @@ from hvdgloo.errors import AuthenticationError, ConfigError, HvdglooError, Launc
 from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic import messages as elastic
 from hvdgloo.rendezvous._elastic.events import Gone, Rules
+from hvdgloo.rendezvous._membership.admission import NotAcceptedError
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
-from hvdgloo.rendezvous._server.epochs import NotAcceptedError, NotYet
+from hvdgloo.rendezvous._server.epochs import NotYet
 from hvdgloo.rendezvous._server.pauses import Steps
 from hvdgloo.runner.cli import config_file
 from hvdgloo.runner.cli.flags import build_parser

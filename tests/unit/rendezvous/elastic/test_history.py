@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hvdgloo.rendezvous._elastic.assignment import Assignment, Candidate, choose
 from hvdgloo.rendezvous._elastic.events import Changed
 from hvdgloo.rendezvous._elastic.history import MOST, describe_change, summarize
+from hvdgloo.rendezvous._membership.assignment import Assignment, Candidate, choose
 
 KILLED = "rank 1 on host h1 (process 77) was killed by signal 9 (SIGKILL)"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvdgloo.rendezvous._elastic.assignment import Candidate, choose
 from hvdgloo.rendezvous._elastic.hosts import Hosts
+from hvdgloo.rendezvous._membership.assignment import Candidate, choose
 from hvdgloo.runner.elastic_launch import _slots
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hvdgloo.errors import ConfigError
-from hvdgloo.rendezvous._elastic.assignment import NO_STATE, Assignment, Candidate, choose
 from hvdgloo.rendezvous._elastic.attempts import ATTEMPTS
 from hvdgloo.rendezvous._elastic.events import (
     RESET_LIMIT_EXCEEDED_MESSAGE,
@@ -35,6 +34,7 @@ from hvdgloo.rendezvous._elastic.events import (
 from hvdgloo.rendezvous._elastic.hosts import cooldown_time
 from hvdgloo.rendezvous._elastic.job import RETURN_TIME
 from hvdgloo.rendezvous._elastic.phases import NEXT, Phase
+from hvdgloo.rendezvous._membership.assignment import NO_STATE, Assignment, Candidate, choose
 from hvdgloo.topology import Host, Topology, Worker
 from tests.support.elastic import UNTROUBLED, Actor, Bed
 

@@ -14,7 +14,8 @@ from hvdgloo.rendezvous import _messages as messages
 from hvdgloo.rendezvous._elastic import messages as elastic
 from hvdgloo.rendezvous._elastic.events import Action, Ended, Rules
 from hvdgloo.rendezvous._server.elastic import LOST_TIME, ElasticEpochs
-from hvdgloo.rendezvous._server.epochs import EpochFailedError, FixedEpochs, NotYet, StoppingError
+from hvdgloo.rendezvous._server.epochs import EpochFailedError, NotYet, StoppingError
+from hvdgloo.rendezvous._server.fixed import FixedEpochs
 from hvdgloo.rendezvous._server.pauses import Steps
 from tests.support.rendezvous import info, until
 
@@ -42,16 +43,16 @@ class Request:
 
 
 class Job:
-    """A job of two workers, each of which waits for others for at most 10 seconds."""
+    """A job of a few workers, each of which waits for others for at most 10 seconds."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, size: int = 2) -> None:
         self.now = 1000.0
         self.actions: list[Action] = []
         self.broken = False
         if kind == "fixed":
-            self.epochs: Any = FixedEpochs(10.0, size=2, clock=self.clock)
+            self.epochs: Any = FixedEpochs(10.0, size=size, clock=self.clock)
         else:
-            rules = Rules(size=2, smallest=1, elastic_timeout=10.0, launched=False)
+            rules = Rules(size=size, smallest=1, elastic_timeout=10.0, launched=False)
             self.epochs = ElasticEpochs(rules, act=self.actions.append, clock=self.clock)
 
     def clock(self) -> float:
@@ -75,12 +76,15 @@ class Job:
         assert isinstance(formed, elastic.Formed)
         return formed.rank, formed.topology
 
+    def summary(self) -> str:
+        """Text for people about the workers that wait for others."""
+        status = self.epochs.status()
+        return str(status["elastic"]["waiting_for"] if "elastic" in status else status["epochs"][0]["summary"])
+
     def present(self) -> int:
         """Number of workers that wait for the other one."""
-        status = self.epochs.status()
-        text = status["elastic"]["waiting_for"] if "elastic" in status else status["epochs"][0]["summary"]
-        found = re.search(r"(\d) of 2 workers are", text)
-        assert found is not None, text
+        found = re.search(r"(\d) of 2 workers are", self.summary())
+        assert found is not None, self.summary()
         return int(found[1])
 
     def pass_time(self, seconds: float) -> None:
@@ -178,9 +182,22 @@ def test_a_worker_is_present_until_its_last_connection_ends(job: Job) -> None:
     assert job.present() == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("fixed", "2 of 3 workers are in (hosts: h [aaaaaa] 1, h [bbbbbb] 1)"),
+        ("elastic", "workers: 2 of 3 workers are ready (h [aaaaaa] 1, h [bbbbbb] 1)"),
+    ],
+)
+def test_hosts_of_one_name_are_told_apart(kind: str, expected: str) -> None:
+    job = Job(kind, 3)
+    for worker in ("aaaaaaaa", "bbbbbbbb"):
+        job.asks(worker)
+    assert job.summary() == expected
+
+
 def test_a_deadline_that_moves_away_does_not_wake_the_clock_s_thread() -> None:
-    job = Job("fixed")
-    job.epochs = FixedEpochs(10.0, size=100, clock=job.clock)
+    job = Job("fixed", 100)
     job.epochs.start()
     try:
         job.asks("worker 0")

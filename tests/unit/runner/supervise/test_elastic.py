@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from hvdgloo.rendezvous._elastic.assignment import Assignment, Member
 from hvdgloo.rendezvous._elastic.events import HostLost, Rules, Spawn
+from hvdgloo.rendezvous._membership.assignment import Assignment, Member
 from hvdgloo.runner import elastic_launch
 from hvdgloo.runner.elastic.discovery import FixedHosts
 from hvdgloo.runner.elastic_launch import ElasticJob

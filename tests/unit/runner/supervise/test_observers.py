@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from hvdgloo.rendezvous._elastic.assignment import Assignment, Member
+from hvdgloo.rendezvous._membership.assignment import Assignment, Member
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Times
 from hvdgloo.runner.protocol.frames import (
     Exited,

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hvdgloo.rendezvous._server.membership import Membership, NotAcceptedError, State
+from hvdgloo.rendezvous._membership.admission import NotAcceptedError
+from hvdgloo.rendezvous._membership.assignment import NO_MEMBERS, topology_of
+from hvdgloo.rendezvous._membership.fixed import FixedMembership, State
 from hvdgloo.rendezvous._worker_info import WorkerInfo
 from hvdgloo.topology import Topology
 
@@ -31,20 +33,19 @@ def info(**changes: Any) -> WorkerInfo:
     return WorkerInfo(**(values | changes))
 
 
-def joined(membership: Membership, *workers: WorkerInfo) -> Membership:
+def joined(membership: FixedMembership, *workers: WorkerInfo) -> FixedMembership:
     for number, worker in enumerate(workers):
         membership.join(f"client{number}", worker, 0.0)
     return membership
 
 
-def topology(membership: Membership) -> Topology:
-    assert membership.topology is not None
-    return membership.topology
+def topology(membership: FixedMembership) -> Topology:
+    return topology_of(membership.assignment, membership.workers)
 
 
-def ranks_by_client(membership: Membership) -> list[int]:
+def ranks_by_client(membership: FixedMembership) -> list[int]:
     """The ranks of client0, client1, ..."""
-    return [membership.ranks[f"client{number}"] for number in range(len(membership.ranks))]
+    return [membership.assignment.ranks[f"client{number}"] for number in range(len(membership.assignment.ranks))]
 
 
 @pytest.mark.parametrize(("fanins", "expected"), [((2, 3), 2), ((3, 2), 3), ((2, 0), 0), ((0, 2), 0)])
@@ -53,7 +54,7 @@ def test_rank_0_s_tree_is_every_rank_s_if_all_can_be_part_of_one(fanins: tuple[i
         info(rank=rank, host_identity=str(rank), control_fanin=fanin, control_tree_ranks=10 + rank)
         for rank, fanin in enumerate(fanins)
     ]
-    built = topology(joined(Membership(0, size=2), *reversed(workers)))
+    built = topology(joined(FixedMembership(0, size=2), *reversed(workers)))
     assert (built.control_fanin, built.control_tree_ranks) == (expected, 10)
     assert built.restricted([1]).control_fanin == expected
 
@@ -61,13 +62,13 @@ def test_rank_0_s_tree_is_every_rank_s_if_all_can_be_part_of_one(fanins: tuple[i
 class TestWithLauncher:
     def test_ranks_fill_hosts_in_order_no_matter_who_comes_first(self) -> None:
         membership = joined(
-            Membership(3, hosts=HOSTS),
+            FixedMembership(3, hosts=HOSTS),
             info(rank=2, host_identity="b", address="10.0.0.2", port=12, pid=102),
             info(rank=0, host_identity="a", port=10, pid=100),
             info(rank=1, host_identity="a", port=11, pid=101),
         )
         built = topology(membership)
-        assert membership.ranks == {"client0": 2, "client1": 0, "client2": 1}
+        assert membership.assignment.ranks == {"client0": 2, "client1": 0, "client2": 1}
         assert built.epoch == 3
         assert [(h.name, h.identity, h.addresses) for h in built.hosts] == [
             ("h1", "a", ("10.0.0.1",)),
@@ -80,7 +81,7 @@ class TestWithLauncher:
         ]
 
     def test_a_taken_slot(self) -> None:
-        membership = joined(Membership(0, hosts=HOSTS), info(rank=1, host_name="n7", pid=77))
+        membership = joined(FixedMembership(0, hosts=HOSTS), info(rank=1, host_name="n7", pid=77))
         with pytest.raises(NotAcceptedError, match="rank 1 of epoch 0 is taken by pid 77 on host n7") as caught:
             membership.join("another", info(rank=1), 0.0)
         assert caught.value.taken
@@ -88,7 +89,7 @@ class TestWithLauncher:
 
     def test_a_process_that_a_worker_has_spawned_is_told_how_to_leave_the_job_alone(self) -> None:
         """A spawned data loader's worker imports the program again, with all that is in it."""
-        membership = joined(Membership(0, hosts=HOSTS), info(rank=1, host_name="n7", pid=77, host_identity="a"))
+        membership = joined(FixedMembership(0, hosts=HOSTS), info(rank=1, host_name="n7", pid=77, host_identity="a"))
         itself = (
             r"started by rank 1 itself \(pid 77 on host n7\): .* put hvd.init\(\) under if __name__ == \"__main__\""
         )
@@ -99,48 +100,48 @@ class TestWithLauncher:
             membership.join("another", info(rank=1, parent=77, host_identity="b"), 0.0)
 
     def test_so_is_one_that_would_be_a_worker_too_many(self) -> None:
-        membership = joined(Membership(0, size=1), info(pid=77))
+        membership = joined(FixedMembership(0, size=1), info(pid=77))
         with pytest.raises(NotAcceptedError, match="started by a worker itself"):
             membership.join("another", info(parent=77), 0.0)
 
     def test_the_same_client_may_repeat_itself(self) -> None:
-        membership = joined(Membership(0, hosts=HOSTS), info(rank=1))
+        membership = joined(FixedMembership(0, hosts=HOSTS), info(rank=1))
         membership.join("client0", info(rank=1), 0.0)
         assert membership.arrived == 1
 
     def test_the_same_client_as_another_worker(self) -> None:
-        membership = joined(Membership(0, hosts=HOSTS), info(rank=1))
+        membership = joined(FixedMembership(0, hosts=HOSTS), info(rank=1))
         with pytest.raises(NotAcceptedError, match="as another worker"):
             membership.join("client0", info(rank=2), 0.0)
 
     def test_no_rank(self) -> None:
         with pytest.raises(NotAcceptedError, match="brings none"):
-            Membership(0, hosts=HOSTS).join("c", info(), 0.0)
+            FixedMembership(0, hosts=HOSTS).join("c", info(), 0.0)
 
     def test_a_rank_that_does_not_exist(self) -> None:
         with pytest.raises(NotAcceptedError, match="rank 3 does not exist: epoch 0 has 3 workers"):
-            Membership(0, hosts=HOSTS).join("c", info(rank=3), 0.0)
+            FixedMembership(0, hosts=HOSTS).join("c", info(rank=3), 0.0)
 
     def test_who_is_missing(self) -> None:
         """Pain 20."""
-        membership = joined(Membership(0, hosts=(("h1", 2), ("h2", 4), ("h3", 1))), info(rank=1), info(rank=3))
+        membership = joined(FixedMembership(0, hosts=(("h1", 2), ("h2", 4), ("h3", 1))), info(rank=1), info(rank=3))
         assert membership.summary() == (
             "2 of 7 workers are in (hosts: h1 1 of 2, h2 1 of 4, h3 0 of 1); missing: rank 0, 2, 4-6"
         )
 
     def test_a_host_that_is_listed_twice(self) -> None:
-        membership = joined(Membership(0, hosts=(("h", 1), ("h", 1))), info(rank=0))
+        membership = joined(FixedMembership(0, hosts=(("h", 1), ("h", 1))), info(rank=0))
         assert membership.summary() == "1 of 2 workers are in (hosts: h 1 of 2); missing: rank 1"
 
     def test_workers_of_one_host_that_share_no_memory(self) -> None:
         workers = [info(rank=rank, host_identity=str(rank)) for rank in range(2)]
-        assert topology(joined(Membership(0, hosts=[("h", 2)]), *workers)).hosts[0].identity == ""
+        assert topology(joined(FixedMembership(0, hosts=[("h", 2)]), *workers)).hosts[0].identity == ""
 
 
 class TestWithoutLauncher:
     def test_hosts_in_order_of_first_arrival(self) -> None:
         membership = joined(
-            Membership(0, size=5),
+            FixedMembership(0, size=5),
             info(host_identity="b", host_name="hb"),
             info(host_identity="a", host_name="ha"),
             info(host_identity="b", host_name="hb"),
@@ -153,7 +154,7 @@ class TestWithoutLauncher:
 
     def test_the_lower_index_goes_first(self) -> None:
         membership = joined(
-            Membership(0, size=4),
+            FixedMembership(0, size=4),
             info(index=9, host_identity="a"),
             info(index=1, host_identity="b"),
             info(index=5, host_identity="a"),
@@ -162,69 +163,66 @@ class TestWithoutLauncher:
         assert ranks_by_client(membership) == [3, 0, 2, 1]
 
     def test_an_index_that_is_taken(self) -> None:
-        membership = joined(Membership(0, size=2), info(index=4))
+        membership = joined(FixedMembership(0, size=2), info(index=4))
         with pytest.raises(NotAcceptedError, match="index 4"):
             membership.join("another", info(index=4), 0.0)
 
     @pytest.mark.parametrize("other", [info(), info(rank=0)])
     def test_index_for_some_only(self, other: WorkerInfo) -> None:
-        membership = joined(Membership(0, size=2), info(index=4))
+        membership = joined(FixedMembership(0, size=2), info(index=4))
         with pytest.raises(NotAcceptedError, match="HVDGLOO_INDEX, for all workers or for none"):
             membership.join("another", other, 0.0)
 
     def test_ranks_that_workers_bring_are_kept(self) -> None:
-        membership = joined(Membership(0, size=2), info(rank=1, host_identity="b"), info(rank=0, host_identity="a"))
+        membership = joined(
+            FixedMembership(0, size=2), info(rank=1, host_identity="b"), info(rank=0, host_identity="a")
+        )
         assert ranks_by_client(membership) == [1, 0]
 
     def test_ranks_that_do_not_fill_hosts(self) -> None:
         workers = [info(rank=rank, host_identity=str(rank % 2), host_name=f"h{rank % 2}") for rank in range(4)]
-        membership = joined(Membership(0, size=4), *workers)
+        membership = joined(FixedMembership(0, size=4), *workers)
         assert membership.state is State.FAILED
         assert membership.failure.startswith("epoch 0 cannot start: rank 2 is on host h0, but ranks must fill hosts")
         assert "by that order it would be rank 1" in membership.failure
 
     def test_one_too_many(self) -> None:
-        membership = joined(Membership(0, size=1), info())
+        membership = joined(FixedMembership(0, size=1), info())
         with pytest.raises(NotAcceptedError, match="epoch 0 is complete: 1 of 1 worker is in"):
             membership.join("another", info(), 0.0)
 
     def test_one_that_left_before_the_start_makes_room(self) -> None:
-        membership = joined(Membership(0, size=2), info(index=0), info(index=1))
+        membership = joined(FixedMembership(0, size=2), info(index=0), info(index=1))
         assert not membership.leave("client0")  # complete: too late
-        membership = joined(Membership(0, size=3), info(index=0), info(index=1))
+        membership = joined(FixedMembership(0, size=3), info(index=0), info(index=1))
         assert membership.leave("client0")
         assert not membership.leave("client0")
         membership.join("new", info(index=0), 0.0)
         membership.join("third", info(index=2), 0.0)
-        assert membership.ranks == {"new": 0, "client1": 1, "third": 2}
-
-    def test_hosts_of_one_name_are_told_apart(self) -> None:
-        workers = [info(host_identity="aaaaaaaa"), info(host_identity="bbbbbbbb")]
-        assert joined(Membership(0, size=3), *workers).summary() == (
-            "2 of 3 workers are in (hosts: h [aaaaaa] 1, h [bbbbbb] 1)"
-        )
+        assert membership.assignment.ranks == {"new": 0, "client1": 1, "third": 2}
 
     @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
     def test_whatever_the_order_ranks_fill_hosts(self, hosts: list[int]) -> None:
         workers = [info(host_identity=str(host), pid=number) for number, host in enumerate(hosts)]
-        membership = joined(Membership(0, size=len(hosts)), *workers)
+        membership = joined(FixedMembership(0, size=len(hosts)), *workers)
         built = topology(membership)  # Topology validates the order
-        assert sorted(membership.ranks.values()) == list(range(len(hosts)))
+        assert sorted(membership.assignment.ranks.values()) == list(range(len(hosts)))
         assert [host.identity for host in built.hosts] == [str(host) for host in dict.fromkeys(hosts)]
         for number, host in enumerate(hosts):
-            worker = built.workers[membership.ranks[f"client{number}"]]
+            worker = built.workers[membership.assignment.ranks[f"client{number}"]]
             assert worker.pid == number
             assert built.hosts[worker.host].identity == str(host)
 
     @given(st.permutations(range(12)), st.lists(st.integers(0, 3), min_size=12, max_size=12))
     def test_with_an_index_arrival_does_not_matter(self, order: list[int], hosts: list[int]) -> None:
-        membership = Membership(0, size=12)
+        membership = FixedMembership(0, size=12)
         for index in order:
             membership.join(str(index), info(index=index, host_identity=str(hosts[index])), 0.0)
-        again = Membership(0, size=12)
+        again = FixedMembership(0, size=12)
         for index in range(12):
             again.join(str(index), info(index=index, host_identity=str(hosts[index])), 0.0)
-        assert (membership.topology, membership.ranks) == (again.topology, again.ranks)
+        assert topology(membership) == topology(again)
+        assert membership.assignment.ranks == again.assignment.ranks
 
 
 @pytest.mark.parametrize(
@@ -232,14 +230,14 @@ class TestWithoutLauncher:
 )
 def test_memberships_that_cannot_be(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="epoch"):
-        Membership(0, **arguments)
+        FixedMembership(0, **arguments)
 
 
 class TestTime:
     """The time that an epoch's workers have to register: 10 seconds for the next one."""
 
     def test_it_starts_with_the_first_worker_that_stays(self) -> None:
-        membership = Membership(0, size=2, start_timeout=10.0)
+        membership = FixedMembership(0, size=2, start_timeout=10.0)
         membership.join("goes away", info(), 0.0)
         assert membership.leave("goes away")
         assert membership.deadline == math.inf
@@ -249,7 +247,7 @@ class TestTime:
         assert (membership.state, membership.gathered_in) == (State.COMPLETE, 9.0)
 
     def test_many_on_few_cores_start_however_late_each_registers(self) -> None:
-        membership = Membership(0, size=100, start_timeout=10.0)
+        membership = FixedMembership(0, size=100, start_timeout=10.0)
         for number in range(100):
             membership.pass_time(9.9 * number)
             membership.join(f"worker {number}", info(), 9.9 * number)
@@ -258,7 +256,7 @@ class TestTime:
         assert membership.state is State.COMPLETE
 
     def test_one_that_is_restarted_again_and_again_keeps_no_other_waiting(self) -> None:
-        membership = Membership(0, size=100, start_timeout=10.0)
+        membership = FixedMembership(0, size=100, start_timeout=10.0)
         membership.join("stays", info(), 0.0)
         for number in range(4):
             membership.join(f"restarted {number}", info(), 4.0 * (number + 1))
@@ -278,7 +276,7 @@ class AnyWay(RuleBasedStateMachine):
         if kind == "launcher":
             self.size = sum(slots for _, slots in self.slots)
         workers: dict[str, Any] = {"hosts": self.slots} if kind == "launcher" else {"size": size}
-        self.membership = Membership(0, start_timeout=10.0, **workers)
+        self.membership = FixedMembership(0, start_timeout=10.0, **workers)
         self.before = State.GATHERING
 
     def told(self, number: int, host: int) -> WorkerInfo:
@@ -345,12 +343,12 @@ class AnyWay(RuleBasedStateMachine):
         assert membership.deadline > self.now
         assert sum(membership.arrived_by_host().values()) == membership.arrived <= self.size
         if state is not State.COMPLETE:
-            assert (membership.topology, membership.ranks) == (None, {})
+            assert membership.assignment is NO_MEMBERS
             assert membership.arrived < self.size or "cannot start" in membership.failure
             return
-        assert sorted(membership.ranks.values()) == list(range(self.size))
+        assert sorted(membership.assignment.ranks.values()) == list(range(self.size))
         for client, told in membership.workers.items():
-            rank = membership.ranks[client]
+            rank = membership.assignment.ranks[client]
             worker = topology(membership).workers[rank]
             assert worker.pid == told.pid
             assert told.rank in (None, rank)

@@ -1,5 +1,5 @@
-"""The workers of a job whose number may not change: registrations in, ranks and topology out. Pure, like the elastic
-job: it uses no clock, lock or socket, and times are the caller's.
+"""The members of a job whose number may not change: registrations in, ranks out. Pure, like the elastic job: it uses no
+clock, lock or socket, and times are the caller's.
 
 ::
 
@@ -9,7 +9,7 @@ job: it uses no clock, lock or socket, and times are the caller's.
         | no further worker for too long, or ranks that cannot be
         +------------------------------------------------------> FAILED
 
-The Membership knows which workers are expected, admits them, and assigns the ranks once all have registered:
+It knows which workers are expected, admits them, and assigns the ranks once all have registered:
 
 * **with a launcher** the slots are known: ``hosts`` has the number of workers of each host, and each worker brings its
   rank.
@@ -26,32 +26,23 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from hvdgloo.rendezvous._elastic.assignment import Assignment, Candidate, choose
-from hvdgloo.rendezvous._worker_info import WorkerInfo, control_tree, started_by
-from hvdgloo.topology import Host, Topology, Worker, abbreviated, ranges
-
-
-class NotAcceptedError(Exception):
-    """A worker cannot be admitted; the text is the reason. ``taken``: another worker has its place."""
-
-    def __init__(self, reason: str, *, taken: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.taken = taken
+from hvdgloo.rendezvous._membership.admission import NotAcceptedError, count_by_host, taken
+from hvdgloo.rendezvous._membership.assignment import NO_MEMBERS, Assignment, Candidate, choose
+from hvdgloo.rendezvous._worker_info import WorkerInfo
+from hvdgloo.topology import abbreviated, ranges
 
 
 class State(enum.Enum):
-    """The state of a Membership."""
+    """The state of a FixedMembership."""
 
     GATHERING = "gathering"
     COMPLETE = "complete"
     FAILED = "failed"
 
 
-class Membership:
+class FixedMembership:
     """The workers of one epoch.
 
     Args:
@@ -62,10 +53,8 @@ class Membership:
 
     Attributes:
         workers: the admitted workers by client, in order of arrival.
-        state: present state.
+        assignment: the members' ranks; without members unless complete.
         failure: reason of the failure, which names the workers that are missing; empty if it has not failed.
-        topology: the topology; None unless complete.
-        ranks: rank by client; empty unless complete.
         gathered_in: seconds from the first worker's arrival to the last one's; 0 unless complete.
 
     Raises:
@@ -82,26 +71,31 @@ class Membership:
     ) -> None:
         if (size is None) == (hosts is None):
             raise ValueError("an epoch needs either the number of workers (size) or the hosts with their slots (hosts)")
+        if any(slots < 1 for _, slots in hosts or ()):
+            raise ValueError("every host of an epoch needs at least one slot")
+        # With a launcher: each rank's host, by its number and its name. A host may be listed twice.
+        self._homes = [(str(host), name) for host, (name, slots) in enumerate(hosts or ()) for _ in range(slots)]
+        self.size = len(self._homes) if size is None else size
+        if self.size < 1:
+            raise ValueError(f"an epoch needs at least one worker, not {self.size}")
         self.epoch = epoch
-        self.hosts = None if hosts is None else tuple((str(name), int(slots)) for name, slots in hosts)
-        if self.hosts is not None:
-            if any(slots < 1 for _, slots in self.hosts):
-                raise ValueError("every host of an epoch needs at least one slot")
-            size = sum(slots for _, slots in self.hosts)
-        if size is None or size < 1:
-            raise ValueError(f"an epoch needs at least one worker, not {size}")
-        self.size = size
         self.start_timeout = start_timeout
         self.workers: dict[str, WorkerInfo] = {}
-        self.state = State.GATHERING
+        self.assignment: Assignment = NO_MEMBERS
         self.failure = ""
-        self.topology: Topology | None = None
-        self.ranks: dict[str, int] = {}
         self.gathered_in = 0.0
-        self._host_of = [host for host, (_, slots) in enumerate(self.hosts or ()) for _ in range(slots)]  # by rank
         self._claims: dict[int, str] = {}  # rank or index to the client that has it
         self._most = 0
         self._began_at = self._progress_at = 0.0
+
+    @property
+    def launched(self) -> bool:
+        """True if a launcher knows the workers' ranks."""
+        return bool(self._homes)
+
+    @property
+    def state(self) -> State:
+        return State.FAILED if self.failure else State.COMPLETE if self.assignment.members else State.GATHERING
 
     @property
     def arrived(self) -> int:
@@ -129,7 +123,7 @@ class Membership:
             NotAcceptedError: it brings no rank although ranks are known, a rank out of range, or another client's rank,
                 or the epoch is full.
         """
-        if self.state is State.FAILED:
+        if self.failure:
             return
         known = self.workers.get(client)
         if known is not None:
@@ -138,10 +132,8 @@ class Membership:
             return
         claim = self._claim(info)
         if self.arrived == self.size:
-            for other in self.workers.values():
-                if own := started_by(other, info, "a worker"):
-                    raise NotAcceptedError(own, taken=True)
-            raise NotAcceptedError(f"epoch {self.epoch} is complete: {self.summary()}", taken=True)
+            full = f"epoch {self.epoch} is complete: {self.summary()}"
+            raise taken(self.workers.values(), info, "a worker", full)
         if not self.workers:
             self._began_at, self._most = now, 0
         self.workers[client] = info
@@ -168,7 +160,7 @@ class Membership:
     def pass_time(self, now: float) -> None:
         """Fail if the deadline has passed."""
         if now >= self.deadline:
-            self._fail(
+            self.failure = (
                 f"epoch {self.epoch} did not start: no further worker came for {self.start_timeout:g} s, and "
                 f"{self.summary()}. Look at the missing workers' output; if they only need longer, raise the start "
                 "timeout"
@@ -176,29 +168,18 @@ class Membership:
 
     def missing_ranks(self) -> list[int]:
         """Return the ranks that have not registered; empty without a launcher, since they are not known then."""
-        return [] if self.hosts is None else [rank for rank in range(self.size) if rank not in self._claims]
+        return [rank for rank in range(len(self._homes)) if rank not in self._claims]
 
     def arrived_by_host(self) -> dict[str, int]:
-        """Return the number of admitted workers by host name, hosts in order; a host without any has 0.
-
-        Without a launcher, hosts of one name but several identities are distinguished by the start of the identity.
-        """
-        if self.hosts is not None:
-            counts = Counter(self._host_of[rank] for rank in self._claims)
-            return _summed((name, counts[host]) for host, (name, _) in enumerate(self.hosts))
-        identities: dict[str, str] = {}
-        for info in self.workers.values():
-            identities.setdefault(info.host_identity, info.host_name)
-        names = Counter(identities.values())
-        counts_by_identity = Counter(info.host_identity for info in self.workers.values())
-        return {
-            name if names[name] == 1 else f"{name} [{identity[:6]}]": counts_by_identity[identity]
-            for identity, name in identities.items()
-        }
+        """Return the number of admitted workers by host name, hosts in order; a host without any has 0."""
+        if not self.launched:
+            return count_by_host((info.host_identity, info.host_name) for info in self.workers.values())
+        arrived = Counter(self._homes[rank][1] for rank in self._claims)
+        return {name: arrived[name] for _, name in self._homes}
 
     def expected_by_host(self) -> dict[str, int]:
         """Return the number of expected workers by host name; empty without a launcher."""
-        return _summed(self.hosts or ())
+        return Counter(name for _, name in self._homes)
 
     def summary(self) -> str:
         """Describe the number of admitted workers, their hosts, and the missing ranks, for errors and for people."""
@@ -217,7 +198,7 @@ class Membership:
 
     def _claim(self, info: WorkerInfo) -> int | None:
         """Return a new worker's claim to a place: a rank, an index, or None."""
-        if self.hosts is not None and info.rank is None:
+        if self.launched and info.rank is None:
             raise NotAcceptedError(
                 f"a launcher knows the ranks of epoch {self.epoch}, but this worker brings none (HVDGLOO_RANK)"
             )
@@ -233,69 +214,34 @@ class Membership:
         if claim is not None and claim in self._claims:
             other = self.workers[self._claims[claim]]
             what = "rank" if info.rank is not None else "index"
-            raise NotAcceptedError(
-                started_by(other, info, f"{what} {claim}")
-                or f"{what} {claim} of epoch {self.epoch} is taken by pid {other.pid} on host {other.host_name}; "
-                f"two workers were started with the same {what}, or this one was started again",
-                taken=True,
+            raise taken(
+                [other],
+                info,
+                f"{what} {claim}",
+                f"{what} {claim} of epoch {self.epoch} is taken by pid {other.pid} on host {other.host_name}; two "
+                f"workers were started with the same {what}, or this one was started again",
             )
         return claim
 
     def _complete(self, now: float) -> None:
-        assignment = choose(self.epoch, [self._candidate(*worker) for worker in enumerate(self.workers.items())])
-        infos = [self.workers[member.worker] for member in assignment.members]
-        for rank, info in enumerate(infos):
-            if info.rank is not None and info.rank != rank:
-                self._fail(
+        assignment = choose(self.epoch, list(self._candidates()))
+        for rank, member in enumerate(assignment.members):
+            info = self.workers[member.worker]
+            if info.rank not in (None, rank):
+                self.failure = (
                     f"epoch {self.epoch} cannot start: rank {info.rank} is on host {info.host_name}, but ranks must "
                     f"fill hosts one after the other: by that order it would be rank {rank}. Number the workers of "
                     "each host consecutively, or leave out their ranks and let the rendezvous server choose"
                 )
                 return
-        self.state, self.gathered_in = State.COMPLETE, now - self._began_at
-        self.topology, self.ranks = topology_of(assignment, infos), assignment.ranks
+        self.assignment, self.gathered_in = assignment, now - self._began_at
 
-    def _candidate(self, arrival: int, worker: tuple[str, WorkerInfo]) -> Candidate:
-        client, info = worker
-        claim = _number(info)
-        order = arrival if claim is None else claim
-        host, name = info.host_identity, info.host_name
-        if self.hosts is not None:
-            index = self._host_of[order]
-            host, name = str(index), self.hosts[index][0]
-        return Candidate(client, host, order, None, (order, 0), host_name=name)
-
-    def _fail(self, text: str) -> None:
-        self.state, self.failure = State.FAILED, text
-
-
-def topology_of(assignment: Assignment, infos: Sequence[WorkerInfo]) -> Topology:
-    """Return the topology of an epoch of any job.
-
-    Args:
-        infos: the members' descriptions of themselves, by rank.
-    """
-    hosts: dict[str, list[int]] = {}
-    for rank, member in enumerate(assignment.members):
-        hosts.setdefault(member.home, []).append(rank)
-    numbers = {home: number for number, home in enumerate(hosts)}
-    return Topology(
-        assignment.epoch,
-        tuple(
-            Host(
-                assignment.members[ranks[0]].machine or assignment.members[ranks[0]].host_name,
-                # Workers that a launcher put on one host but that disagree about its identity share no memory.
-                infos[ranks[0]].host_identity if len({infos[rank].host_identity for rank in ranks}) == 1 else "",
-                tuple(dict.fromkeys(infos[rank].address for rank in ranks)),
-            )
-            for ranks in hosts.values()
-        ),
-        tuple(
-            Worker(rank, numbers[member.home], member.local_rank, info.pid, info.address, info.port)
-            for rank, (member, info) in enumerate(zip(assignment.members, infos, strict=True))
-        ),
-        *control_tree(infos),
-    )
+    def _candidates(self) -> Iterator[Candidate]:
+        for arrival, (client, info) in enumerate(self.workers.items()):
+            claim = _number(info)
+            order = arrival if claim is None else claim
+            host, name = self._homes[order] if self.launched else (info.host_identity, info.host_name)
+            yield Candidate(client, host, order, None, (order, 0), host_name=name)
 
 
 def _kind(info: WorkerInfo) -> str:
@@ -304,11 +250,3 @@ def _kind(info: WorkerInfo) -> str:
 
 def _number(info: WorkerInfo) -> int | None:
     return info.index if info.rank is None else info.rank
-
-
-def _summed(pairs: Any) -> dict[str, int]:
-    """Add up entries of the same name: a host may be listed twice."""
-    totals: dict[str, int] = {}
-    for name, count in pairs:
-        totals[name] = totals.get(name, 0) + count
-    return totals

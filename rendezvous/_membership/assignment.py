@@ -9,10 +9,13 @@ are in use, its local rank is its slot. So the GPU that it takes at its start is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import msgspec
+
+from hvdgloo.rendezvous._worker_info import WorkerInfo
+from hvdgloo.topology import Host, Topology, Worker
 
 NO_STATE = -1
 """Serial of a worker that never had the job's state."""
@@ -106,6 +109,10 @@ class Assignment(msgspec.Struct, frozen=True, dict=True):
         return Counter(member.host for member in self.members)
 
 
+NO_MEMBERS = Assignment(-1, ())
+"""Assignment before the first epoch."""
+
+
 def choose(epoch: int, candidates: Sequence[Candidate], largest: int | None = None) -> Assignment:
     """Choose the members of an epoch and their ranks.
 
@@ -136,3 +143,37 @@ def _newest(members: Sequence[Candidate]) -> tuple[int, bool]:
     newest = max(range(len(members)), key=lambda rank: (members[rank].serial, -rank))
     commits = {(member.serial, member.digest) for member in members}
     return newest, len(commits) == 1 and members[newest].serial != NO_STATE
+
+
+def topology_of(assignment: Assignment, infos: Mapping[str, WorkerInfo]) -> Topology:
+    """Return the topology of an epoch.
+
+    Args:
+        assignment: the epoch's members.
+        infos: the descriptions that at least its members gave of themselves, by worker.
+    """
+    members = [(member, infos[member.worker]) for member in assignment.members]
+    hosts: dict[str, list[tuple[Member, WorkerInfo]]] = {}
+    for member, info in members:
+        hosts.setdefault(member.home, []).append((member, info))
+    numbers = {home: number for number, home in enumerate(hosts)}
+    # Rank 0's settings hold for all ranks, but every rank must be able to be part of a tree.
+    first = members[0][1]
+    return Topology(
+        assignment.epoch,
+        tuple(
+            Host(
+                some[0][0].machine or some[0][0].host_name,
+                # Workers that a launcher put on one host but that disagree about its identity share no memory.
+                some[0][1].host_identity if len({info.host_identity for _, info in some}) == 1 else "",
+                tuple(dict.fromkeys(info.address for _, info in some)),
+            )
+            for some in hosts.values()
+        ),
+        tuple(
+            Worker(rank, numbers[member.home], member.local_rank, info.pid, info.address, info.port)
+            for rank, (member, info) in enumerate(members)
+        ),
+        first.control_fanin if all(info.control_fanin for _, info in members) else 0,
+        first.control_tree_ranks,
+    )
