@@ -24,7 +24,7 @@ from hvdgloo.runner.console.startup_view import StartDisplay
 from hvdgloo.runner.elastic.discovery import HostManager, host_entry
 from hvdgloo.runner.elastic.host_polling import HostPolling
 from hvdgloo.runner.host_admission import Admission, launcher_addresses
-from hvdgloo.runner.host_setup import HostWorkers, check_outputs, required_on
+from hvdgloo.runner.host_setup import HostWorkers, check_outputs, check_ports, required_on
 from hvdgloo.runner.job.spec import Discovery, ElasticSpec, LaunchSpec, Slot
 from hvdgloo.runner.job_console import expect
 from hvdgloo.runner.job_report import complete
@@ -58,6 +58,11 @@ class ElasticJob:
         check_outputs(spec, self._spawner, spec.hosts)
         self._manager = _asked(elastic.discovery, around.signals)
         self._entry = elastic.entry or partial(host_entry, slots=None)
+        if spec.config.port_range is not None:
+            listed = self._manager.current_hosts
+            self._learn(listed)
+            hosts = [replace(self._entry(name), slots=slots) for name, slots in listed]
+            check_ports(spec, self._spawner, hosts, most=elastic.rules.largest)
         self._job_id = secrets.token_hex(16)
         self._ranks: dict[int, int] = {}
         self._plan: Assignment | None = None
@@ -103,9 +108,13 @@ class ElasticJob:
                     supervisor.supervise()
 
     def _listed(self, hosts: Sequence[tuple[str, int | None]]) -> None:
-        if isinstance(self._spawner, AnyHostSpawner):
-            self._spawner.learn([host_entry(*host) for host in hosts])  # resolves names, so not in the loop
+        self._learn(hosts)
         self._supervisor.listed(hosts)
+
+    def _learn(self, hosts: Sequence[tuple[str, int | None]]) -> None:
+        """Find out which of the listed hosts are this one. This resolves names, so it must not be done in the loop."""
+        if isinstance(self._spawner, AnyHostSpawner):
+            self._spawner.learn([host_entry(*host) for host in hosts])
 
     def _environment(self, visit: Visit) -> Mapping[str, str]:
         """Return the environment that all workers of a host share."""
@@ -156,6 +165,7 @@ class ElasticJob:
         # Workers that the job had no time to request from the supervisor have no number.
         workers = [supervisor.workers.get(member.worker, -1) for member in last.members]
         outcome.statuses = {rank: outcome.statuses.get(number) for rank, number in enumerate(workers)}
+        outcome.overdue = [rank for rank, number in enumerate(workers) if number in outcome.overdue]
         result = LaunchResult(
             outcome,
             _slots(last),

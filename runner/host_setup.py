@@ -45,6 +45,29 @@ def check_outputs(spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry]
                 raise ConfigError(f"--autotune-log-file (HVDGLOO_AUTOTUNE_LOG): {problem}")
 
 
+def check_ports(spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry], *, most: int | None = None) -> None:
+    """Refuse a range with fewer ports than the job needs on one of its hosts even if all of them are free.
+
+    Args:
+        most: in an elastic job, the most workers that it may have. Each of them listens, because any may become rank 0.
+    """
+    if spec.config.port_range is None:
+        return
+    first, last = spec.config.port_range
+    for host in hosts[:1] if spec.elastic is None else hosts:
+        uses = ["MASTER_PORT"]
+        if spawner.is_local(host):
+            uses.insert(0, "the rendezvous server")
+        workers = 1 if spec.elastic is None else min(host.slots or 1, most or host.slots or 1)
+        uses.append("rank 0" if workers == 1 else f"each of {workers} workers, of which any may become rank 0")
+        needed = len(uses) - 1 + workers
+        if last - first + 1 < needed:
+            raise ConfigError(
+                f"--port-range {first}-{last} (HVDGLOO_PORT_RANGE) is too small: host {host.name} needs {needed} "
+                f"ports, for {', '.join(uses[:-1])} and {uses[-1]}"
+            )
+
+
 def _outputs(spec: LaunchSpec, host: HostEntry) -> Sequence[str]:
     return (*_traces(spec, host), *_log(spec, host))
 

@@ -21,7 +21,7 @@ from hvdgloo.runner.console.console import Console, is_terminal
 from hvdgloo.runner.console.progress import Backoff, InitProgress
 from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
 from hvdgloo.runner.host_admission import Admission, admit_all
-from hvdgloo.runner.host_setup import HostWorkers, check_outputs, required_on
+from hvdgloo.runner.host_setup import HostWorkers, check_outputs, check_ports, required_on
 from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
 from hvdgloo.runner.job.outcome import blame
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
@@ -212,6 +212,7 @@ class FixedJob:
         self._hosts: Sequence[HostEntry] = shortlist(spec.hosts, spec.np)
         self._spawner = around.spawner or choose_spawner(self._hosts, spec.reach, fork=around.fork)
         check_outputs(spec, self._spawner, self._hosts)
+        check_ports(spec, self._spawner, self._hosts)
         if spec.config.tls_files is not None:
             # The rendezvous server is opened only when all agents are there.
             Tls(*spec.config.tls_files).check_listener()

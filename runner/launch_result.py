@@ -11,6 +11,7 @@ from hvdgloo._platform.spelling import in_one_line
 from hvdgloo.errors import JobFailedError
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import Slot
+from hvdgloo.topology import ranges
 
 if TYPE_CHECKING:
     from hvdgloo.rendezvous._elastic.events import Changed
@@ -81,11 +82,22 @@ class LaunchResult:
             end = f"all workers succeeded, but {lost}"
             lost = ""
         text = f"{end or 'the job succeeded'}\n{past}" if past else end
-        return "\n".join(filter(None, [text, lost, *self.files]))
+        return "\n".join(filter(None, [text, self._overdue(), lost, *self.files]))
 
     def headline(self) -> str:
         """Describe the job's failure in a line; empty if it did not fail."""
         return first_line(self._end(whole=False))
+
+    def _overdue(self) -> str:
+        """Describe the workers that outlasted the grace period."""
+        late = sorted(self.outcome.overdue)
+        if not late:
+            return ""
+        who, were = ("ranks", "they were") if len(late) > 1 else ("rank", "it was")
+        return (
+            f"{who} {ranges(late)} did not end within {self.outcome.grace:g} s of being told to, so {were} killed "
+            "(--grace-period sets that time)"
+        )
 
     def _changes(self) -> str:
         if len(self.changes) < 2:

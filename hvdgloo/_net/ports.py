@@ -285,5 +285,5 @@ def _advice(port_range: PortRange | None, *, held: bool) -> str:
     users = "" if single else ", or stop what is using these"
     return (
         f"; give a wider --port-range (HVDGLOO_PORT_RANGE){users}. The first host of a job needs three ports, others "
-        "need one"
+        "need one, and in an elastic job each worker needs one more"
     )

@@ -221,7 +221,7 @@ class Agent:
         if self._stop_deadline is not None and now >= self._stop_deadline:
             for worker in self._workers.values():
                 if worker.running:
-                    worker.signal_group(signal.SIGKILL)
+                    worker.kill_overdue()
 
     def _judge_silence(self, now: float) -> None:
         """Decide whether a silent launcher is lost. If its machine still acknowledges our data, it has not ended: a
@@ -415,7 +415,7 @@ class Agent:
         account = self._memory.account(worker.pid) if killed else ""
         if worker.status > 0 and (recorded := self._recorded.error(worker.number)):
             account = f"it recorded {recorded}"
-        self._channel.send(Exited(worker.number, worker.status, account))
+        self._channel.send(Exited(worker.number, worker.status, account, overdue=worker.overdue))
 
     def _send_results(self) -> None:
         for worker in self._workers.values():

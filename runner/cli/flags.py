@@ -638,17 +638,28 @@ def misplaced(command: Sequence[str], values: Mapping[str, int]) -> str:
     return ""
 
 
-def misplaced_in_vain(command: Sequence[str], values: Mapping[str, int], last_lines: Sequence[str]) -> str:
+_REFUSAL = re.compile(r"unknown|unrecogni[sz]ed|unexpected|invalid|no such|not used", re.IGNORECASE)
+
+
+def misplaced_in_vain(
+    command: Sequence[str], values: Mapping[str, int], last_lines: Sequence[str], *, usage_error: bool
+) -> str:
     """Return advice to the user of a program that did not accept its arguments; empty if none is a launcher's flag.
 
     Args:
         values: number of values of each flag of the launcher.
-        last_lines: printed by the program, which often names last what it does not know.
+        last_lines: printed by the program, which often names what it does not know.
+        usage_error: the program exited with the status for wrong arguments, so that it need not name any.
     """
-    said = "".join(last_lines[-1:])
+    said = "\n".join(line for line in last_lines if _REFUSAL.search(line))
+    named = {flag: number for flag, number in values.items() if _names(said, flag)}
     long = {flag: number for flag, number in values.items() if flag.startswith("--")}
-    named = {flag: number for flag, number in long.items() if re.search(rf"{flag.lstrip('-')}(?![\w-])", said)}
-    return misplaced(command, named) or misplaced(command, long)
+    return misplaced(command, named) or (misplaced(command, long) if usage_error else "")
+
+
+def _names(text: str, flag: str) -> bool:
+    """Tell whether a message names a flag. Some parsers leave out the hyphens."""
+    return bool(re.search(rf"(?<![\w-])({flag}|'{flag.lstrip('-')}')(?![\w-])", text))
 
 
 def _unknown(flag: str, values: Mapping[str, int]) -> str:

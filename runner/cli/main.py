@@ -163,8 +163,10 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
 
     report = launch(line.spec, stdout=stdout, stderr=stderr, fork=alone)
     first = report.outcome.first
-    if first is not None and first.status == USAGE_ERROR and not report.advice:
-        report = replace(report, advice=misplaced_in_vain(command, parser.values, report.last_lines))
+    if first is not None and first.status > 0 and not report.advice:
+        usage_error = first.status == USAGE_ERROR
+        hint = misplaced_in_vain(command, parser.values, report.last_lines, usage_error=usage_error)
+        report = replace(report, advice=hint)
     summary = report.summary(whole=False)
     if summary:
         # All output has been written; if it has lost its reader, that no longer matters here.

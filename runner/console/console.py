@@ -315,7 +315,7 @@ class Console:
         for piece in pieces:
             self._emit(piece.source, piece.lines)
         for numbers, error in self._tracebacks.same(now, over=over):
-            ranks = sorted(map(self._rank_of, numbers))
+            ranks = sorted(set(map(self._rank_of, numbers)))  # successive workers may have had one rank
             some = f"{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
             text = in_one_line(error)
             shown = text if len(text) <= _ERROR_WIDTH else f"{text[:_ERROR_WIDTH]}..."

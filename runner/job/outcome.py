@@ -49,11 +49,15 @@ class JobOutcome:
         first: the failure that stopped it.
         interrupted: the signal that stopped it.
         statuses: exit status of each worker that was started, or minus the signal; None if its agent was lost.
+        grace: seconds that the workers had to end after the signal that asked them to.
+        overdue: workers that had not ended by then, and were killed.
     """
 
     first: Failure | None = None
     interrupted: int | None = None
     statuses: dict[int, int | None] = field(default_factory=dict)
+    grace: float = 0.0
+    overdue: list[int] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:

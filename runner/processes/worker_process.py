@@ -32,6 +32,7 @@ class WorkerProcess:
         unacknowledged: bytes of output without credit.
         paused: True while its pipes stay unread for lack of credit.
         result: the file with a task's result.
+        overdue: True once it was killed because it had not ended in time.
         reported: True once its end has been reported to the launcher.
         kill_at: time at which the rest of its process group is killed, on the monotonic clock; None for never.
     """
@@ -45,6 +46,7 @@ class WorkerProcess:
         self.number = spawn.number
         self.status: int | None = None
         self.killed_by_us = False
+        self.overdue = False
         self.reported = False
         self.kill_at: float | None = None
         self.unacknowledged = 0
@@ -133,8 +135,13 @@ class WorkerProcess:
         if not self.group_lives():
             self.kill_at = None
         elif now >= self.kill_at:
-            self.signal_group(signal.SIGKILL)
+            self.kill_overdue()
             self.kill_at = None
+
+    def kill_overdue(self) -> None:
+        """Kill the process group, whose time is up."""
+        self.overdue = self.overdue or (self.running and not self.killed_by_us)
+        self.signal_group(signal.SIGKILL)
 
     def group_lives(self) -> bool:
         """Tell whether any process of the group exists.

@@ -386,11 +386,13 @@ class Exited(Frame, frozen=True):
 
     Attributes:
         account: the kernel's part in it, in words (see ``MemoryWatch``), or the error that the worker recorded.
+        overdue: it had not ended within the time that a ``Stop`` gave it, and was killed.
     """
 
     number: int
     status: int
     account: str = ""
+    overdue: bool = False
 
 
 class Observed(Frame, frozen=True):

@@ -87,7 +87,7 @@ class Supervisor:
     def __init__(
         self, spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostState], job_id: str, observer: SupervisionObserver
     ) -> None:
-        self.outcome = JobOutcome()
+        self.outcome = JobOutcome(grace=spec.times.grace_after_failure)
         self.job_observers: JobObservers = NoObservers()
         self._spec = spec
         self._spawner = spawner
@@ -440,6 +440,8 @@ class Supervisor:
     def _on_exited(self, link: AgentLink, frame: Exited) -> None:
         reason = describe_end(frame)
         self._report_end(frame.number, frame.status, reason)
+        if frame.overdue:
+            self.outcome.overdue.append(frame.number)
         self._verdict.exited(link.host.name, frame)
         self._has_ended(link, frame.number, frame.status, reason)
 
@@ -478,6 +480,7 @@ class Supervisor:
 
     def stop(self, signum: int, grace: float) -> None:
         self._verdict.settled = True
+        self.outcome.grace = grace
         self._hard_deadline = time.monotonic() + grace + self._spec.times.end_timeout
         self.tell_all(Stop(signum, grace))
         self._finish_if_over()

@@ -104,7 +104,7 @@ def test_a_worker_that_does_not_end_is_killed_after_its_own_grace(agent: Agent) 
     agent.spawn(1, SLEEP)
     began = time.monotonic()
     agent.channel.send(StopWorker(0, signal.SIGTERM, 0.3))
-    assert agent.wait(Exited, 0) == Exited(0, -signal.SIGKILL)
+    assert agent.wait(Exited, 0) == Exited(0, -signal.SIGKILL, overdue=True)
     assert 0.2 < time.monotonic() - began < 5.0
     assert agent.find(Exited, 1) is None
 

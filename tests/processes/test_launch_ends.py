@@ -157,7 +157,8 @@ def test_pain_23_success_needs_status_0_of_every_worker(launcher: Launcher) -> N
     assert launcher.run("-np", "2", script).returncode == 0
 
 
-def test_workers_get_the_grace_period_after_a_failure_and_no_more(launcher: Launcher) -> None:
+@pytest.mark.parametrize("flags", [[], ["--min-np", "3", "--failures-per-host", "1"]], ids=["fixed", "elastic"])
+def test_workers_get_the_grace_period_after_a_failure_and_no_more(launcher: Launcher, flags: list[str]) -> None:
     script = launcher.script(
         """
         import os, signal, sys, time
@@ -175,10 +176,12 @@ def test_workers_get_the_grace_period_after_a_failure_and_no_more(launcher: Laun
         """
     )
     started = time.monotonic()
-    done = launcher.run("-np", "3", "--grace-period", "1.5", script)
+    done = launcher.run("-np", "3", *flags, "--grace-period", "1.5", script)
     assert done.returncode == 3
     assert (launcher.folder / "saved1").exists()
     assert 1.4 < time.monotonic() - started < 6
+    late = "rank 2 did not end within 1.5 s of being told to, so it was killed (--grace-period sets that time)"
+    assert late in done.stderr
 
 
 CHECKPOINT = """
@@ -250,6 +253,7 @@ def test_a_second_ctrl_c_kills_at_once(launcher: Launcher) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 130
     assert time.monotonic() - started < 3
+    assert b"did not end" not in process.stderr.read()
     launcher.assert_nothing_left()
 
 

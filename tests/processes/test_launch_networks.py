@@ -473,8 +473,22 @@ def test_who_is_missing_is_told_where_agents_relay(bed: Bed, outside: Launcher, 
 
 
 def test_an_agent_that_cannot_listen_for_its_workers_is_the_failure(bed: Bed, quick: str) -> None:
-    text = refused(bed["h1"], "-H", "h2:1", "--port-range", "29400-29400", quick)  # MASTER_PORT's is the only one
-    assert "the agent on host h2 cannot listen for its workers: cannot listen on port 29400 of " in text
+    taken = bed["h2"].popen(
+        [
+            sys.executable,
+            "-c",
+            "import socket, time\ns = socket.create_server(('', 29400))\nprint(flush=True)\ntime.sleep(60)",
+        ]
+    )
+    try:
+        taken.stdout.readline()
+        text = refused(bed["h1"], "-H", "h2:1", "--port-range", "29400-29401", quick)  # the other one is MASTER_PORT's
+    finally:
+        taken.kill()
+        taken.wait()
+    assert (
+        "the agent on host h2 cannot listen for its workers: cannot listen on any of the ports 29400-29401 of " in text
+    )
 
 
 def test_pain_24_what_relays_ends_with_a_launcher_that_is_killed(bed: Bed, outside: Launcher, tmp_path: Path) -> None:

@@ -53,16 +53,22 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 
 @pytest.fixture
-def free_range() -> str:
-    """Three ports of this machine that are free now, and hardly those that another process of pytest has found."""
-    firsts = range(21000, 29000, 7)
+def free_range() -> Iterator[str]:
+    """Three ports of this machine that nothing uses, and that no other process of pytest gets meanwhile.
+
+    Launchers without a range hold any port from 20000 on for MASTER_PORT, and may do so at any time.
+    """
+    firsts = range(10000, 20000, 10)
     for first in random.sample(firsts, len(firsts)):
-        try:
-            for port in range(first, first + 3):
-                socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return f"{first}-{first + 2}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reserved:
+            try:
+                reserved.bind(f"\0hvdgloo-test-ports-{first}")
+                for port in range(first, first + 10):
+                    socket.create_server(("127.0.0.1", port)).close()
+            except OSError:
+                continue
+            yield f"{first}-{first + 2}"
+            return
     pytest.fail("no three free ports")
 
 
@@ -180,8 +186,19 @@ def test_pain_12_a_range_that_is_too_small_says_so(launcher: Launcher, free_rang
     first = free_range.partition("-")[0]
     done = launcher.run("--port-range", f"{first}-{first}", "-np", "2", warm.python(), "worker.py")
     assert done.returncode == 2
-    assert f"cannot listen on port {first} of 127.0.0.1: held for a job on this host" in done.stderr
-    assert "; give a wider --port-range (HVDGLOO_PORT_RANGE). The first host of a job needs three ports" in done.stderr
+    assert (
+        f"--port-range {first}-{first} (HVDGLOO_PORT_RANGE) is too small: host localhost needs 3 ports" in done.stderr
+    )
+
+
+def test_as_many_ports_as_an_elastic_job_needs_are_enough(launcher: Launcher, free_range: str) -> None:
+    first = int(free_range.partition("-")[0])
+    flags = ["-np", "2", "--min-np", "1", warm.python(), "worker.py"]
+    done = launcher.run("--port-range", f"{first}-{first + 3}", *flags)
+    assert done.returncode == 0, done.stderr
+    done = launcher.run("--port-range", f"{first}-{first + 2}", *flags)
+    assert done.returncode == 2
+    assert "needs 4 ports, for the rendezvous server, MASTER_PORT and each of 2 workers" in done.stderr
 
 
 def test_two_jobs_share_a_range(

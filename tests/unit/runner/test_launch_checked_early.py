@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def no_agents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return NoAgents()
 
     monkeypatch.setattr("hvdgloo.runner.launch.choose_spawner", choose)
+    monkeypatch.setattr("hvdgloo.runner.transport.select.AnyHostSpawner.start", NoAgents.start)
     monkeypatch.setattr("hvdgloo.runner.doctor.doctor.choose_spawner", choose)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").write_text("")
@@ -49,6 +51,27 @@ def test_what_is_right_would_start_one() -> None:
 
 
 HOSTS = [["-H", "h1:2,h2:2"], ["-H", "h1,h2"], ["-H", "h1:2,h2:2", "-np", "3"]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        (["-H", "h1:4,h2:4"], 2),
+        (["-H", "h2:8,h1:1", "--min-np", "1"], 9),
+        (["-H", "h2:8,h1:1", "--min-np", "1", "--max-np", "3"], 4),
+        (["--host-discovery-script", "./discover", "--min-np", "1"], 6),
+    ],
+    ids=["fixed", "elastic", "a limit", "discovered"],
+)
+def test_a_range_with_too_few_ports(
+    flags: list[str], needed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "discover").write_text("#!/bin/sh\necho h1:5\n")
+    (tmp_path / "discover").chmod(0o755)
+    assert main([*flags, "--port-range", f"29000-{29000 + needed - 2}", "true"]) == 2
+    assert re.search(rf"is too small: host h[12] needs {needed} ports, for MASTER_PORT and ", capsys.readouterr().err)
+    with pytest.raises(AssertionError, match="an agent was started"):
+        main([*flags, "--port-range", f"29000-{29000 + needed - 1}", "true"])
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=" ".join)

@@ -12,7 +12,7 @@ from hvdgloo._platform.spelling import suggestions
 from hvdgloo.config import Config, settings
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.cli import config_file, setting_flags
-from hvdgloo.runner.cli.flags import build_parser, misplaced, split
+from hvdgloo.runner.cli.flags import build_parser, misplaced, misplaced_in_vain, split
 from hvdgloo.runner.cli.main import command, main
 from hvdgloo.runner.job.spec import HEARTBEAT_TIMEOUT
 from hvdgloo.version import __version__
@@ -136,6 +136,31 @@ class TestFlags:
     )
     def test_a_number_of_workers_behind_the_program(self, command: list[str], right: str) -> None:
         assert re.search(right, misplaced(command, dict.fromkeys(build_parser().spellings("np"), 1)))
+
+    @pytest.mark.parametrize(
+        ("command", "said", "usage_error", "flag"),
+        [
+            ("t.py --report x", "t.py: error: unrecognized arguments: --report x", True, "--report"),
+            ("t.py -np 2", "t.py: error: unrecognized arguments: -np 2", True, "-np"),
+            ("t.py --page --report=x", "Error: No such option: --report", True, "--report"),
+            ("t.py --report x", "Try --help", True, "--report"),
+            ("t.py --report x", "FATAL Flags:\n  Unknown command line flag 'report'.\nPass --help", False, "--report"),
+            (
+                "t.py --report x",
+                "ValueError: arguments are not used by the parser: ['--report', 'x']",
+                False,
+                "--report",
+            ),
+            ("t.py --verbose", "ValueError: bad batch", False, ""),
+            ("t.py --page-size 3", "unrecognized arguments: --page-size 3", True, ""),
+            ("t.py -np 2", "TypeError: unexpected np.int64", False, ""),
+        ],
+    )
+    def test_a_flag_behind_a_program_that_refuses_it(
+        self, command: str, said: str, usage_error: bool, flag: str
+    ) -> None:
+        advice = misplaced_in_vain(command.split(), build_parser().values, said.splitlines(), usage_error=usage_error)
+        assert advice.partition(" ")[0] == flag
 
     def test_values_that_look_like_flags(self) -> None:
         given = build_parser().given(
