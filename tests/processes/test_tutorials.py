@@ -14,6 +14,15 @@ from tests.support.launching import launcher_in
 from tests.support.pages import ROOT
 from tests.support.tutorials import File, follow, steps
 
+DISTRIBUTED = "docs/tutorial-torch-distributed.md"
+SECTIONS = (ROOT / "docs/recipes.md").read_text(encoding="utf-8").split("\n## ")
+
+
+def commanded(page: str) -> list[str]:
+    """Return the titles of a page's sections that have commands."""
+    parts = (ROOT / page).read_text(encoding="utf-8").split("\n## ")
+    return [part.partition("\n")[0] for part in parts if "\n$ " in part]
+
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about torch")
 @pytest.mark.timeout(300)  # five commands, one after the other; mostly a tenth of it
@@ -24,10 +33,13 @@ def test_the_tutorial_of_torch(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about torch")
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
 @pytest.mark.extended
-@pytest.mark.timeout(300)
-def test_the_tutorial_of_torch_distributed(tmp_path: Path) -> None:
-    """In fresh interpreters, since HVDGLOO_AS_GLOO takes effect as torch is imported."""
-    follow("docs/tutorial-torch-distributed.md", tmp_path)
+@pytest.mark.timeout(300)  # mostly a fiftieth of it
+@pytest.mark.parametrize("section", commanded(DISTRIBUTED))
+def test_the_tutorial_of_torch_distributed(section: str, tmp_path: Path) -> None:
+    for step in steps((ROOT / DISTRIBUTED).read_text(encoding="utf-8")):
+        if isinstance(step, File):  # sections run the programs of earlier ones, too
+            (tmp_path / step.name).write_text(step.text)
+    follow(DISTRIBUTED, tmp_path, warm.python(), section=section)
 
 
 @pytest.mark.timeout(300)
@@ -41,13 +53,9 @@ def test_counters_of_the_page_about_observing(tmp_path: Path) -> None:
     follow("docs/observing.md", tmp_path, warm.python(*warm.NUMPY), elsewhere=frozenset({"slow.py", "read_report.py"}))
 
 
-SECTIONS = (ROOT / "docs/recipes.md").read_text(encoding="utf-8").split("\n## ")
-RECIPES = [section.partition("\n")[0] for section in SECTIONS if "\n$ " in section]
-
-
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="they are for torch")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", commanded("docs/recipes.md"))
 def test_recipes_do_what_they_say(recipe: str, tmp_path: Path) -> None:
     follow("docs/recipes.md", tmp_path, warm.python(), section=recipe)
 

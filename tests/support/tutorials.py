@@ -100,13 +100,15 @@ def _run(step: Command, folder: Path, python: str, env: Mapping[str, str]) -> No
     program, *arguments = shlex.split(step.line)
     if program == "hvdgloo-run":
         first = next(number for number, argument in enumerate(arguments) if argument.endswith(".py"))
+        if "--as-gloo" in arguments:  # takes effect as torch is imported, which a warm interpreter has done already
+            python = sys.executable
         command = [sys.executable, "-m", "hvdgloo.runner", *arguments[:first], python, *arguments[first:]]
     elif program == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     else:
         assert program == "python", f"only python, torchrun and hvdgloo-run are run here: {step.line}"
         command = [python, *arguments]
-    environment = {**clean_environment(), "OMP_NUM_THREADS": "1", **env}
+    environment = {**clean_environment(), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python, **env}  # torchrun's
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, f"{step.line}\n{done.stdout}{done.stderr}"
     pattern = re.escape(step.prints).replace(re.escape("..."), r"[^\n]*")
