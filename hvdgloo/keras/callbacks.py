@@ -227,6 +227,9 @@ class LogCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
     seconds), and an epoch's when it ends. Put this callback last in the list: it then logs what others, such as
     MetricAverageCallback, have added. Of more than 64 metrics, the first 64 are shown.
 
+    What rank 0 saves during ``fit`` by ``model.save()`` or ``model.save_weights()``, as Keras's ModelCheckpoint and
+    BackupAndRestore do, is marked on the charts.
+
     Args:
         average: log averages over all ranks of an epoch's metrics. A batch's metrics are always rank 0's.
     """
@@ -236,6 +239,17 @@ class LogCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
         self._average = average
         self._pause = Pause()
         self._epoch = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        for method in _SAVING:  # shadows the class's: Keras tells no callback what others save
+            self.model.__dict__.setdefault(method, functools.partial(_save_and_count, self.model, method))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        for method in _SAVING:
+            if getattr(self.model.__dict__.get(method), "func", None) is _save_and_count:
+                del self.model.__dict__[method]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Called by Keras."""
@@ -252,6 +266,15 @@ class LogCallback(ForTfKeras, keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Called by Keras."""
         FRONTEND.log(_scalars(logs), average=self._average, epoch=epoch, epochs=(self.params or {}).get("epochs"))
+
+
+_SAVING = ("save", "save_weights")
+"""A model's methods that write checkpoints."""
+
+
+def _save_and_count(model: Any, method: str, *args: Any, **kwargs: Any) -> None:
+    getattr(type(model), method)(model, *args, **kwargs)
+    process.group_counters().count_save("checkpoint")
 
 
 def _scalars(logs: Any) -> dict[str, float]:

@@ -102,7 +102,7 @@ GRAPH: dict[str, set[str]] = {
     "hvdgloo.spark.data": {"_platform"},
     "hvdgloo.spark": {"_job", "config", "runner", "runner.elastic", "runner.inbound", "runner.job"},
     "hvdgloo.spark.torch": {"_backends", "spark", "spark.common", "torch"},
-    "hvdgloo.spark.common": {"_platform", "rendezvous", "run", "runner.job", "spark", "spark.data"},
+    "hvdgloo.spark.common": {"_job", "_platform", "rendezvous", "run", "runner.job", "spark", "spark.data"},
     "hvdgloo.spark.keras": {"_platform", "keras", "numpy", "spark", "spark.common"},
     "hvdgloo.spark.tensorflow": {"rendezvous", "runner.network", "spark", "spark.common", "tensorflow.data"},
     # The launcher, and its agents on the hosts.

@@ -18,6 +18,7 @@ import torch
 
 import hvdgloo.run
 import hvdgloo.torch as hvd
+from hvdgloo._job import process
 from hvdgloo.errors import ConfigError
 from hvdgloo.spark.common._training import Reading, Training, TrainingResult
 from hvdgloo.spark.common.datamodule import DataModule
@@ -377,7 +378,9 @@ def test_gradients_are_sent_compressed(store: Store) -> None:
 def test_a_checkpoint_is_a_file_that_torch_reads_alone(store: Store) -> None:
     net = model()
     optimizer = torch.optim.Adam(net.parameters(), lr=LR)
+    before, _ = process.group_counters().saves.get("checkpoint", (0, 0.0))
     train(estimators.training(store, ROWS), job(net, optimizer))
+    assert process.group_counters().saves["checkpoint"][0] - before == 2, "one mark on the charts for each epoch"
     path = Path(store.get_full_path(store.get_checkpoint_path("run")).removeprefix("file://"), "checkpoint")
     saved = torch.load(path, weights_only=True)
     assert difference(saved["model"], net.state_dict()) == 0

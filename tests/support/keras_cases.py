@@ -260,6 +260,27 @@ def metrics_and_progress_of_a_fit_are_logged() -> None:
 
 
 @case
+def checkpoints_during_fit_are_counted_for_the_charts() -> None:
+    model = dense()
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss="mse")
+    before, _ = process.group_counters().saves.get("checkpoint", (0, 0.0))
+    with tempfile.TemporaryDirectory() as folder:
+        callbacks = [
+            keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.keras"),
+            keras.callbacks.ModelCheckpoint(f"{folder}/best.weights.h5", monitor="loss", mode="max",
+                save_best_only=True, save_weights_only=True),  # only the first epoch's: the loss falls
+            keras.callbacks.BackupAndRestore(f"{folder}/backup"),
+            hvd.callbacks.LogCallback(),
+        ]  # fmt: skip
+        model.fit(own(X), own(Y), batch_size=BATCH // hvd.size(), epochs=3, verbose=0, callbacks=callbacks)
+        assert {"1.keras", "2.keras", "3.keras", "best.weights.h5"} <= {*os.listdir(folder)}
+        count, _ = process.group_counters().saves["checkpoint"]
+        assert count - before == 3 + 1 + 3, count - before
+        model.save(f"{folder}/after.keras")
+        assert process.group_counters().saves["checkpoint"][0] == count, "counted after the fit"
+
+
+@case
 def each_batch_is_a_step_in_metrics() -> None:
     model = dense()
     model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss="mse")

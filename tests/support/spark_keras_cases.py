@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import hvdgloo.numpy as hvd
+from hvdgloo._job import process
 from hvdgloo._platform import pickling
 from hvdgloo.spark.common._training import Reading, Training
 from hvdgloo.spark.common.serialization import Refused
@@ -411,6 +412,18 @@ def the_model_of_a_checkpoint_callback_is_returned() -> None:
             if not kept.save_weights_only:
                 assert float(np.asarray(trained.optimizer.learning_rate)) == np.float32(0.02)
             assert not np.allclose(read_checkpoint(run).get_weights()[0], trained.get_weights()[0])
+
+
+@case
+def each_checkpoint_is_counted_once_for_the_charts() -> None:
+    from hvdgloo.keras.callbacks import LogCallback
+
+    before, _ = process.group_counters().saves.get("checkpoint", (0, 0.0))
+    compilation = compilation_of(LIBRARY, dense(), keras.optimizers.SGD(0.02), "mse")
+    kept = keras.callbacks.ModelCheckpoint("elsewhere/kept.keras")
+    fit(dense(), compilation, training("counted"), callbacks=[LogCallback()], checkpoint_callback=kept)
+    count, _ = process.group_counters().saves.get("checkpoint", (0, 0.0))
+    assert count - before == (4 if hvd.rank() == 0 else 0), "the run's after each of two epochs, and the callback's"
 
 
 @case

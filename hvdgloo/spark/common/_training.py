@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdgloo._job import process
 from hvdgloo.errors import ConfigError
 from hvdgloo.spark.common import _checkpoints
 from hvdgloo.spark.common._checkpoints import Checkpoint
@@ -153,6 +154,7 @@ class Training:
         if self.store.saving_runs:
             checkpoint = Checkpoint(epoch, archive, history, size, self.seed, self.signature)
             _checkpoints.save(self.store, self.checkpoint_filename, checkpoint)
+            process.group_counters().count_save("checkpoint")
 
 
 class Reader:

@@ -53,7 +53,8 @@ def archive_of(model: Any) -> bytes:
         path = Path(folder, "model.keras")
         try:
             with _silent_about_lambdas():
-                model.save(path)
+                # Not model.save(path), which hvd.callbacks.LogCallback takes for a checkpoint of its own.
+                library_of_model(model).module.models.save_model(model, path)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ConfigError(
                 f"{model.name} cannot be saved, as it must be to be sent to the ranks: {error}"
