@@ -27,6 +27,7 @@ from hvdgloo.runner.job.host_sources import take_inventory
 from hvdgloo.runner.job.spec import Discovery, LaunchSpec, Output, Reach, Times, Views
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.signals import LIBRARY_SIGNALS
+from hvdgloo.runner.surroundings import Surroundings
 from hvdgloo.runner.transport.template import parse_template
 from hvdgloo.runner.worker import function_task
 
@@ -213,16 +214,9 @@ def run(
         ),
     )
     with ResultFiles(secret) as results:
-        ended = launch(
-            spec,
-            stdout=sys.stdout,
-            stderr=sys.stderr,
-            quiet=not verbose,
-            news=verbose is None or bool(verbose),
-            signals=LIBRARY_SIGNALS,
-            results=results,
-        )
-        return conclude(ended, results)
+        quiet, news = not verbose, verbose is None or bool(verbose)
+        around = Surroundings(sys.stdout, sys.stderr, quiet, news, signals=LIBRARY_SIGNALS, results=results)
+        return conclude(launch(spec, around), results)
 
 
 # Arguments.

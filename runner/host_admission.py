@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from hvdgloo._net import ports
 from hvdgloo.errors import ConfigError, HvdglooError, LaunchError
@@ -31,9 +30,11 @@ from hvdgloo.runner.network.addressing import Reports
 from hvdgloo.runner.network.interfaces import Address
 from hvdgloo.runner.network.probe import LAUNCHER, Answer, ProbeListener, ProbeResult
 from hvdgloo.runner.protocol.frames import Hello, Probe, Probed, ProbesEnd, Relay, Relaying, Survey, Surveyed
+from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.relayed import RelayedConnections
 from hvdgloo.runner.supervise.supervisor import Supervisor
+from hvdgloo.runner.supervise.visits import Visit
 
 TOGETHER = 1.0
 """Seconds for which a host of an elastic job waits for others that are on their way, to be tried together with them."""
@@ -76,20 +77,6 @@ def launcher_addresses(spec: LaunchSpec, host: str = "", *, needed: bool = False
     if needed and not found and rules.items:
         raise ConfigError(interfaces.explain_none("this one, the launcher's,", own, rules))
     return found
-
-
-class Gate(Protocol):
-    """The receiver of hosts that were tried."""
-
-    @property
-    def coming(self) -> bool:
-        """True if hosts are on their way that could be tried together with those that wait."""
-
-    def admit(self, link: AgentLink, detail: str) -> None:
-        """Let a host take part. ``detail`` is shown."""
-
-    def refuse(self, link: AgentLink, error: HvdglooError) -> None:
-        """Refuse a host that cannot take part."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +180,7 @@ class Admission:
     """The admission of a job's hosts. Nothing here blocks.
 
     Args:
-        gate: is called with the outcome for each host.
+        supervisor: is told the outcome for each host.
         launcher: the launcher's addresses that hosts may reach.
         alone: True if all hosts are one machine, and no others can join: then they need no other address than loopback.
         whole: True if the hosts that are requested first are admitted together or not at all.
@@ -207,15 +194,14 @@ class Admission:
         self,
         supervisor: Supervisor,
         spec: LaunchSpec,
-        gate: Gate,
         launcher: Sequence[Address],
         *,
         alone: bool,
         whole: bool,
         decides: bool = True,
     ) -> None:
-        self._gate = gate
-        self._selector = supervisor.selector
+        self._supervisor = supervisor
+        self._selector = supervisor.loop.selector
         self._config = spec.config
         self._interfaces = spec.network_interfaces
         self._nics = spec.nics
@@ -230,7 +216,7 @@ class Admission:
         self._numbers = 0
         self._round: _Round | None = None
         self._listener: ProbeListener | None = None
-        self._relays = RelayedConnections(supervisor.selector, self._on_relaying)
+        self._relays = RelayedConnections(supervisor.loop.selector, self._on_relaying)
         self.port: int | None = None
         supervisor.handlers |= {Surveyed: self._on_surveyed, Probed: self._on_probed}
         supervisor.handlers |= self._relays.handlers
@@ -286,8 +272,8 @@ class Admission:
     # Called by the supervisor, and by ``admit_all``.
 
     def request(self, link: AgentLink) -> None:
-        """Begin to choose an address for a host. The gate is called for it, later or at once, unless the request is
-        withdrawn."""
+        """Begin to choose an address for a host. The supervisor is told the outcome, later or at once, unless the
+        request is withdrawn."""
         host = self._add(link)
         if self._alone and not self._interfaces and self._config.port_range is None:
             self._choose_alone(host)
@@ -328,13 +314,6 @@ class Admission:
     def done(self) -> bool:
         """True if all hosts that were requested are admitted, or refused."""
         return not self._pending
-
-    @property
-    def ripe(self) -> bool:
-        """True if all answers are there that were awaited."""
-        if self._round is not None:
-            return self._round.complete
-        return not any(host.awaited for host in self._pending.values())
 
     @property
     def next(self) -> float:
@@ -381,7 +360,7 @@ class Admission:
         if not waiting:
             return
         patience = math.inf if self._whole else TOGETHER
-        others = self._gate.coming or any(host.surveyed is None for host in self._pending.values())
+        others = self._supervisor.visits.coming or any(host.surveyed is None for host in self._pending.values())
         if others and now < min(host.since for host in waiting) + patience:
             return
         waiting = [host for host in waiting if self._can_be_tried(host)]
@@ -552,11 +531,11 @@ class Admission:
         port = host.hello.port if host.surveyed is None else host.surveyed.port
         host.reached = replace(reached, master_port=port)
         del self._pending[host.link]
-        self._gate.admit(host.link, f"reached at {reached.address}")
+        self._supervisor.admit(host.link, f"reached at {reached.address}")
 
     def _refuse(self, host: _Host, error: HvdglooError) -> None:
         self.withdraw(host.link)
-        self._gate.refuse(host.link, error)
+        self._supervisor.refuse(host.link, error)
 
     # Frames. They are only noted; ``keep_time`` does the rest.
 
@@ -582,23 +561,11 @@ class Admission:
                 self._round.answers[source, target, address] = Answer(ProbeResult(outcome), own, name, detail)
 
 
-# A job of a fixed size.
+# All hosts at once.
 
 
-class _AllOrNone:
-    """The gate of hosts that are admitted together."""
-
-    coming = False
-
-    def admit(self, link: AgentLink, detail: str) -> None:
-        """Do nothing: the job goes on once all are admitted."""
-
-    def refuse(self, link: AgentLink, error: HvdglooError) -> None:
-        raise error
-
-
-def admit_all(supervisor: Supervisor, spec: LaunchSpec) -> Admission:
-    """Admit all hosts of a job, whose agents are up.
+def admit_all(supervisor: Supervisor, spec: LaunchSpec, visits: Sequence[Visit]) -> Admission:
+    """Admit all hosts of a job of a fixed size, whose agents are up.
 
     Raises:
         LaunchError: a host has no usable address, does not report, or cannot relay.
@@ -606,33 +573,32 @@ def admit_all(supervisor: Supervisor, spec: LaunchSpec) -> Admission:
         ConfigError: no port of the range is free.
         JobFailedError: a signal interrupted it.
     """
-    links = supervisor.links
     first: dict[str, AgentLink] = {}
-    for link in links:
-        first.setdefault(link.host.machine, link)
+    for visit in visits:
+        first.setdefault(visit.agent.host.machine, visit.agent)
     # Of several agents on one machine, one reports for all.
     spokesmen = list(first.values())
     alone = len(spokesmen) == 1 or all(_is_here(link) for link in spokesmen)
     with _admitting(supervisor, spec, spokesmen, alone=alone) as admission:
-        _run(supervisor, admission, lambda: admission.done)
-        for link in links:
-            if link not in spokesmen:
-                admission.request_like(link, first[link.host.machine])
-        _run(supervisor, admission, lambda: admission.done)
-    if not alone:
-        supervisor.probed([f"reached at {admission.reached(link).address}" for link in links])
+        supervisor.run_until(lambda: admission.done)
+        for link in (visit.agent for visit in visits if visit.agent not in spokesmen):
+            admission.request_like(link, first[link.host.machine])
+        supervisor.run_until(lambda: admission.done)
     return admission
 
 
-def explore(supervisor: Supervisor, spec: LaunchSpec) -> Reports:
+def explore(supervisor: Supervisor, spec: LaunchSpec, visits: Sequence[Visit]) -> Reports:
     """Collect all answers about which hosts reach which, for ``hvdgloo-run doctor``.
 
     Raises:
-        LaunchError: a host has no usable address, or does not report.
+        LaunchError: a host has no usable address, does not report, or is lost.
         JobFailedError: a signal interrupted it.
     """
-    with _admitting(supervisor, spec, supervisor.links, alone=False, decides=False) as admission:
-        _run(supervisor, admission, lambda: admission.reports is not None)
+    with _admitting(supervisor, spec, [visit.agent for visit in visits], alone=False, decides=False) as admission:
+        supervisor.run_until(lambda: admission.reports is not None or any(visit.parted for visit in visits))
+        lost = [visit.name for visit in visits if visit.parted]
+        if lost:
+            raise LaunchError(f"the agent on {', '.join(lost)} was lost while addresses were tested")
         reports = admission.reports
     assert reports is not None
     return reports
@@ -645,9 +611,10 @@ def _admitting(
     """Request all hosts, and end the probing at the end. After an error, nothing is left open."""
     launcher: tuple[Address, ...] = ()
     if not alone:
-        supervisor.probing()
+        supervisor.agents.offer(host_state.Probe())
         launcher = launcher_addresses(spec, next((link.host.name for link in links if _is_here(link)), ""))
-    admission = Admission(supervisor, spec, _AllOrNone(), launcher, alone=alone, whole=True, decides=decides)
+    admission = Admission(supervisor, spec, launcher, alone=alone, whole=True, decides=decides)
+    supervisor.admission = admission
     try:
         for link in links:
             admission.request(link)
@@ -662,15 +629,3 @@ def _admitting(
 def _is_here(link: AgentLink) -> bool:
     assert link.hello is not None, "addresses are chosen once all agents are up"
     return is_here(link.hello)
-
-
-def _run(supervisor: Supervisor, admission: Admission, done: Callable[[], bool]) -> None:
-    """Continue until ``done``. A lost agent ends the job, also if hosts are only examined."""
-    while True:
-        admission.keep_time(time.monotonic())
-        if done():
-            return
-        supervisor.converse(lambda: admission.ripe or any(link.gone for link in supervisor.links), admission.next)
-        lost = [link.host.name for link in supervisor.links if link.gone]
-        if lost:
-            raise LaunchError(f"the agent on {', '.join(lost)} was lost while addresses were tested")

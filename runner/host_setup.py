@@ -10,12 +10,13 @@ from types import MappingProxyType
 from hvdgloo._platform.writable import unwritable
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.console.console import make_directory
+from hvdgloo.runner.host_admission import Admission
 from hvdgloo.runner.job.advice import advise
 from hvdgloo.runner.job.command import interface_variables, needs, thread_defaults, worker_environment
 from hvdgloo.runner.job.environment import for_other_hosts
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
-from hvdgloo.runner.network.interfaces import Address
-from hvdgloo.runner.protocol.frames import Hello, Require, Spawn
+from hvdgloo.runner.protocol.frames import Require, Spawn
+from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.transport.base import Spawner
 
 
@@ -122,12 +123,12 @@ class HostWorkers:
     """The workers of one host: their environment, and the frames that start them.
 
     Args:
-        hello: the first frame of the host's agent.
-        address: address at which peers reach the workers.
-        rendezvous: address and port at which the workers reach the server.
+        link: the link to its agent.
+        admission: has admitted it, and serves.
 
     Attributes:
         environment: the variables that all workers of the host share.
+        master: address and port for ``MASTER_ADDR`` and ``MASTER_PORT``, if rank 0 is there.
     """
 
     def __init__(
@@ -135,19 +136,20 @@ class HostWorkers:
         spec: LaunchSpec,
         spawner: Spawner,
         job_id: str,
-        host: HostEntry,
-        hello: Hello,
-        address: Address,
-        rendezvous: tuple[str, int],
+        link: AgentLink,
+        admission: Admission,
     ) -> None:
+        host, reached = link.host, admission.reached(link)
+        assert link.hello is not None
         base = base_environment(spec, spawner, host)
         chosen = bool(spec.nics.rules(host.name).items)
-        self.environment = {**interface_variables(address, chosen=chosen), **base}
+        self.environment = {**interface_variables(reached.address, chosen=chosen), **base}
+        self.master = reached.address.address, reached.master_port
         self._spec = spec
         self._job_id = job_id
-        self._hello = hello
-        self._address = address.address
-        self._rendezvous = rendezvous
+        self._hello = link.hello
+        self._address = reached.address.address
+        self._rendezvous = admission.endpoint(link)
         self._command = command_on(spec, spawner, host)
         # The names of variables on the host that limit threads count as well.
         self._limits = base if host.profile is None else {**base, **dict.fromkeys(host.profile.limits, "")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import threading
 import time
@@ -12,61 +11,39 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TextIO
 
 from hvdgloo._net.tls import Tls
 from hvdgloo._platform.interrupts import raise_again
 from hvdgloo.errors import JobFailedError, LaunchError
+from hvdgloo.runner.attempt import Attempt
 from hvdgloo.runner.console.console import Console, is_terminal
 from hvdgloo.runner.console.progress import Backoff, InitProgress
 from hvdgloo.runner.console.startup_view import INIT_LINE_AFTER, LiveDisplay, StartDisplay
 from hvdgloo.runner.host_admission import Admission, admit_all
 from hvdgloo.runner.host_setup import HostWorkers, check_outputs, check_ports, required_on
 from hvdgloo.runner.job.hostlist import place, remark_on_load, shortlist
-from hvdgloo.runner.job.outcome import blame
+from hvdgloo.runner.job.outcome import Failure, blame
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Slot
 from hvdgloo.runner.job_console import expect, open_console
 from hvdgloo.runner.job_report import complete
 from hvdgloo.runner.launch_observer import LaunchObserver
 from hvdgloo.runner.launch_result import LaunchResult, Restart, first_line, history
 from hvdgloo.runner.observing.job_observer import JobObserver, progress_display
-from hvdgloo.runner.protocol.frames import CHUNK, Hello, Spawn
+from hvdgloo.runner.protocol.frames import CHUNK, Hello
 from hvdgloo.runner.rendezvous_host import RendezvousHost, open_rendezvous
-from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, Interrupts, Outside, no_outside_system, passed_on
-from hvdgloo.runner.supervise.host_state import HostState
+from hvdgloo.runner.signals import Interrupts, passed_on
+from hvdgloo.runner.supervise.first_failure import Verdict
 from hvdgloo.runner.supervise.init_watch import InitWatch
 from hvdgloo.runner.supervise.observers import PlacedWorker
 from hvdgloo.runner.supervise.startup import check_machines
 from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
-from hvdgloo.runner.surroundings import Results, Surroundings
-from hvdgloo.runner.transport.base import Spawner
+from hvdgloo.runner.supervise.visits import Visit
+from hvdgloo.runner.surroundings import Surroundings
 from hvdgloo.runner.transport.select import choose_spawner
 
 
-def launch(
-    spec: LaunchSpec,
-    *,
-    stdout: TextIO,
-    stderr: TextIO,
-    quiet: bool = False,
-    news: bool = True,
-    signals: Sequence[signal.Signals] = COMMAND_LINE_SIGNALS,
-    results: Results | None = None,
-    spawner: Spawner | None = None,
-    fork: bool = False,
-    outside: Outside | None = None,
-) -> LaunchResult:
+def launch(spec: LaunchSpec, around: Surroundings) -> LaunchResult:
     """Run the job that ``spec`` describes, and return when nothing of it is left.
-
-    Args:
-        stdout, stderr: receive the workers' output.
-        quiet: suppress the launcher's own notices,
-        news: except for those about workers that were lost, have joined, or are restarted.
-        signals: signals to pass on to the workers, if this is the main thread.
-        results: receives the results of tasks.
-        spawner: starts agents; by default chosen from the hosts. A given one may start several on one machine.
-        fork: this process exists for this job alone, and has loaded nothing that a fork might break.
-        outside: watches another system in which agents live, and calls its argument if the job cannot go on.
 
     Raises:
         ConfigError, LaunchError: the job could not be started. Nothing is left running.
@@ -75,32 +52,20 @@ def launch(
     """
 
     def say(text: str) -> None:
-        stderr.write(f"hvdgloo-run: {text}\n")
-        stderr.flush()
+        around.stderr.write(f"hvdgloo-run: {text}\n")
+        around.stderr.flush()
 
-    terminal = spec.views.progress and not (quiet or spec.output.verbose) and is_terminal(stderr)
+    terminal = spec.views.progress and not (around.quiet or spec.output.verbose) and is_terminal(around.stderr)
     job_observer = JobObserver(spec, say=say, progress=terminal)
     raise_again()  # there is something to be cleaned up from now on
     with job_observer:
-        around = Surroundings(
-            stdout,
-            stderr,
-            quiet,
-            news,
-            tuple(signals),
-            results,
-            spawner,
-            fork,
-            outside or no_outside_system,
-            job_observer,
-        )
-        report = _launch(spec, around)
+        report = _launch(spec, around, job_observer)
         job_observer.conclude(report.outcome, report.headline())
         files = (*report.files, *(f"the report is in {path}" for path in job_observer.written[:1]))
         return replace(report, files=files, unwritten=(*report.unwritten, *job_observer.unwritten))
 
 
-def _launch(spec: LaunchSpec, around: Surroundings) -> LaunchResult:
+def _launch(spec: LaunchSpec, around: Surroundings, job_observer: JobObserver) -> LaunchResult:
     """Run a job, and restart it after failures, as often as allowed; see ``launch``."""
     begin = _begin(spec, around)
     restarts: list[Restart] = []
@@ -111,7 +76,7 @@ def _launch(spec: LaunchSpec, around: Surroundings) -> LaunchResult:
         while True:
             began = time.monotonic()
             try:
-                report = _attempt(spec, around, begin, failed, len(restarts), interrupts, signal_came)
+                report = _attempt(spec, around, job_observer, begin, failed, len(restarts), interrupts, signal_came)
             except JobFailedError:
                 raise  # a signal came
             except LaunchError as error:
@@ -139,29 +104,10 @@ def _begin(spec: LaunchSpec, around: Surroundings) -> Callable[[int], Attempt]:
     return lambda number: job
 
 
-class Attempt(Protocol):
-    """The part of an attempt that differs between jobs of a fixed size and elastic ones."""
-
-    @property
-    def hosts(self) -> Sequence[HostState]:
-        """The states of the job's hosts, which come and go in an elastic job."""
-
-    def rank_of(self, number: int) -> int:
-        """Return the present rank of the worker with this number."""
-
-    def supervisor(self, observer: LaunchObserver) -> Supervisor:
-        """Return the supervisor of the job."""
-
-    def run(self, console: Console, observer: LaunchObserver, display: StartDisplay) -> None:
-        """Start agents and workers, and supervise them to their end; ``display`` shows the start."""
-
-    def result(self, console: Console) -> LaunchResult:
-        """Return the result of the job, which has ended."""
-
-
 def _attempt(
     spec: LaunchSpec,
     around: Surroundings,
+    job_observer: JobObserver,
     begin: Callable[[int], Attempt],
     failed: str,
     number: int,
@@ -182,9 +128,10 @@ def _attempt(
         if number:
             console.news(f"{failed}\nrestart {number} of {spec.max_restarts}: all workers are started again")
         display = StartDisplay(job.hosts, console, environ=spec.environ, verbose=spec.output.verbose)
-        observer = LaunchObserver(console, display, around.results, around.job_observer)
-        supervisor = job.supervisor(observer)
-        around.job_observer.attend(supervisor, f"restart {number}: {first_line(failed)}" if number else "")
+        observer = LaunchObserver(console, display, around.results, job_observer)
+        required = partial(required_on, spec, job.spawner)
+        supervisor = job.supervisor = Supervisor(spec, job.spawner, job.hosts, observer, job, required)
+        job_observer.attend(supervisor, f"restart {number}: {first_line(failed)}" if number else "")
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
         with interrupts.passed_to(supervisor.interrupt), supervisor, around.outside(supervisor.fail_soon):
             job.run(console, observer, display)
@@ -193,8 +140,8 @@ def _attempt(
         return job.result(console)
 
 
-class FixedJob:
-    """One attempt at a job of a fixed size; see ``Attempt``.
+class FixedJob(Attempt):
+    """One attempt at a job of a fixed size: all hosts take part to the end, or the job fails.
 
     Args:
         number: number of restarts so far.
@@ -203,6 +150,8 @@ class FixedJob:
         ConfigError: hosts or outputs cannot be used.
     """
 
+    policy = Verdict
+
     def __init__(self, spec: LaunchSpec, around: Surroundings, number: int) -> None:
         if number:  # a host that has failed may be on its way back
             spec = replace(spec, reach=replace(spec.reach, wait_for_hosts=spec.reach.wait_for_hosts is not False))
@@ -210,69 +159,68 @@ class FixedJob:
         self._around = around
         self._number = number
         self._hosts: Sequence[HostEntry] = shortlist(spec.hosts, spec.np)
-        self._spawner = around.spawner or choose_spawner(self._hosts, spec.reach, fork=around.fork)
-        check_outputs(spec, self._spawner, self._hosts)
-        check_ports(spec, self._spawner, self._hosts)
+        self.spawner = around.spawner or choose_spawner(self._hosts, spec.reach, fork=around.fork)
+        check_outputs(spec, self.spawner, self._hosts)
+        check_ports(spec, self.spawner, self._hosts)
         if spec.config.tls_files is not None:
             # The rendezvous server is opened only when all agents are there.
             Tls(*spec.config.tls_files).check_listener()
-        self._job_id = secrets.token_hex(16)
         self._slots: tuple[Slot, ...] = ()
         self.hosts = host_states(self._hosts, spec)
 
-    def rank_of(self, number: int) -> int:
-        return number
+    def lost(self, visit: Visit, reason: str) -> None:
+        self.supervisor.job_observers.host(visit.name, "lost", reason)
+        self._fail(visit, f"the agent on host {visit.name} {reason.removeprefix('its agent ')}")
 
-    def supervisor(self, observer: LaunchObserver) -> Supervisor:
-        self._supervisor = Supervisor(self._spec, self._spawner, self.hosts, self._job_id, observer)
-        return self._supervisor
+    def dying(self, visit: Visit, reason: str) -> None:
+        if not visit.parted:
+            self._fail(visit, f"the agent on host {visit.name} ended its workers, because {reason}")
+
+    def _fail(self, visit: Visit, text: str) -> None:
+        self.supervisor.fail(Failure(None, visit.name, 1, text))
 
     def run(self, console: Console, observer: LaunchObserver, display: StartDisplay) -> None:
-        spec, spawner, hosts, supervisor = self._spec, self._spawner, self._hosts, self._supervisor
+        spec, hosts, supervisor = self._spec, self._hosts, self.supervisor
         with display:
-            hellos = supervisor.gather(partial(required_on, spec, spawner))
+            hellos = [visit.hello for visit in supervisor.gather()]
             if self._around.spawner is None:
                 check_machines(hosts, hellos, spec.reach)
             slots = self._slots = place(hosts, hellos, spec)
-            self._hosts, hellos = hosts, hellos = supervisor.keep(_hosts_in_use(hosts, slots))
+            self._hosts = hosts = _hosts_in_use(hosts, slots)
+            visits = supervisor.keep({host.name for host in hosts})
             expect(console, spec, len(slots), again=self._number > 0)
-            _say_crowded(console, hosts, hellos)
-            admission = admit_all(supervisor, spec)
+            _say_crowded(console, hosts, [visit.hello for visit in visits])
+            admission = admit_all(supervisor, spec, visits)
         _say_server(console, spec, admission)
         with closing(admission), open_rendezvous(supervisor, spec, admission.bind, hosts=hosts) as rendezvous:
             admission.serve(rendezvous.port)
-            reached = [admission.reached(link) for link in supervisor.links]
-            workers = [
-                HostWorkers(spec, spawner, self._job_id, host, hello, own.address, admission.endpoint(link))
-                for host, hello, own, link in zip(hosts, hellos, reached, supervisor.links, strict=True)
-            ]
-            spawns: list[list[Spawn]] = [[] for _ in hosts]
-            master = reached[0].address.address, reached[0].master_port
+            workers = [HostWorkers(spec, self.spawner, supervisor.job_id, visit.agent, admission) for visit in visits]
+            _say_threads(console, spec, workers[0].threads(slots[0].local_size))
+            for visit, each, host in zip(visits, workers, hosts, strict=True):
+                supervisor.begin(visit.agent, each.environment, workers=host.slots or 0)
             for slot in slots:
                 frame = workers[slot.host].spawn(
-                    slot.rank, slot, master, restart=self._number, max_restarts=spec.max_restarts
+                    slot.rank, slot, workers[0].master, restart=self._number, max_restarts=spec.max_restarts
                 )
-                spawns[slot.host].append(frame)
-            _say_threads(console, spec, workers[0].threads(slots[0].local_size))
-            supervisor.start([each.environment for each in workers], spawns)
+                supervisor.spawn(visits[slot.host].agent, frame)
             rendezvous.serve()
             if spec.stdin_rank is not None:
                 _feed_stdin(supervisor, spec.stdin_rank)
-            self._around.job_observer.placed(
+            observer.job_observer.placed(
                 0, [PlacedWorker(slot.rank, slot.rank, slot.agent, slot.local_rank) for slot in slots]
             )
             init = _init_watch(spec, slots, rendezvous)
-            progress = observer.running(progress_display(spec, self._around.job_observer, console))
+            progress = observer.running(progress_display(spec, observer.job_observer, console))
             with _init_display(spec, init, console) as observer.display, progress:
                 supervisor.supervise(init)
 
     def result(self, console: Console) -> LaunchResult:
-        outcome, slots = self._supervisor.outcome, self._slots
+        outcome, slots = self.supervisor.outcome, self._slots
         first = outcome.first = blame(outcome, {slot.rank: slot.agent for slot in slots}, console.cause)
         result = LaunchResult(outcome, slots, numbers=tuple(range(len(slots))))
         entries = {host.name: host for host in self._hosts}
         failed = None if first is None else first.rank
-        return complete(result, self._spec, self._spawner, console, host=entries.__getitem__, failed=failed)
+        return complete(result, self._spec, self.spawner, console, host=entries.__getitem__, failed=failed)
 
 
 def _hosts_in_use(hosts: Sequence[HostEntry], slots: Sequence[Slot]) -> tuple[HostEntry, ...]:

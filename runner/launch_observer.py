@@ -16,6 +16,7 @@ class LaunchObserver:
     results to their receiver, and output and events to the job's observer.
 
     Attributes:
+        job_observer: the observer of the job.
         display: view of the hosts, and then the workers, that are waited for.
         progress: view of the job's progress, shown while none is waited for.
     """
@@ -30,25 +31,25 @@ class LaunchObserver:
         self._console = console
         self.display: LiveDisplay = display
         self._results = results
-        self._job_observer = job_observer
+        self.job_observer = job_observer
 
     def output(self, number: int, stream: int, data: bytes) -> None:
         self._console.output(number, stream, data)
-        self._job_observer.output(number, stream, data)
+        self.job_observer.output(number, stream, data)
 
     def notice(self, text: str) -> None:
         self._console.notice(text)
-        self._job_observer.event("warning", text)
+        self.job_observer.event("warning", text)
 
     def news(self, text: str) -> None:
         self._console.news(text)
-        self._job_observer.event("elastic", text)
+        self.job_observer.event("elastic", text)
 
     def tick(self) -> float | None:
         display = self.display.tick()
         if display is None and self.progress is not None:
             display = self.progress.tick()
-        times = (self._console.tick(), display, self._job_observer.tick())
+        times = (self._console.tick(), display, self.job_observer.tick())
         return min((when for when in times if when is not None), default=None)
 
     @contextmanager

@@ -44,7 +44,7 @@ class LaunchResult:
         restarts: earlier restarts, in order.
         numbers: numbers of the workers in ``slots``, by rank; -1 for one that was never started.
         workers: ids of the same workers in an elastic job; empty in others.
-        changes: changes of the workers of an elastic job: see ``ElasticSupervisor``.
+        changes: changes of the workers of an elastic job: see ``ElasticJob``.
         why_over: why an elastic job could not survive the failure.
         files: sentences that tell the paths of requested files.
         unwritten: files and output that could not be written, each with the reason.

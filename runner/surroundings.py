@@ -1,13 +1,13 @@
-"""The surroundings in which a job is launched: its output, signals, results, transport and observer."""
+"""The surroundings in which a job is launched: its output, signals, results and transport."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from hvdgloo.runner.observing.job_observer import JobObserver
-from hvdgloo.runner.signals import Outside
+from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, Outside, no_outside_system
 from hvdgloo.runner.transport.base import Spawner
 
 
@@ -22,15 +22,25 @@ class Results(Protocol):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The surroundings of a job: destination of its output, signals, observer. See ``hvdgloo.runner.launch.launch``."""
+    """The surroundings of a job.
+
+    Attributes:
+        stdout, stderr: receive the workers' output.
+        quiet: suppress the launcher's own notices,
+        news: except for those about workers that were lost, have joined, or are restarted.
+        signals: signals to pass on to the workers, if this is the main thread.
+        results: receives the results of tasks.
+        spawner: starts agents; by default chosen from the hosts. A given one may start several on one machine.
+        fork: this process exists for this job alone, and has loaded nothing that a fork might break.
+        outside: watches another system in which agents live, and calls its argument if the job cannot go on.
+    """
 
     stdout: TextIO
     stderr: TextIO
-    quiet: bool
-    news: bool
-    signals: tuple[signal.Signals, ...]
-    results: Results | None
-    spawner: Spawner | None
-    fork: bool
-    outside: Outside
-    job_observer: JobObserver
+    quiet: bool = False
+    news: bool = True
+    signals: Sequence[signal.Signals] = COMMAND_LINE_SIGNALS
+    results: Results | None = None
+    spawner: Spawner | None = None
+    fork: bool = False
+    outside: Outside = no_outside_system

@@ -160,8 +160,9 @@ def _run(argv: Sequence[str], stdout: TextIO, stderr: TextIO, *, alone: bool) ->
         found = tune.run(line.spec, given, command, default_seconds=TUNE_SECONDS, stderr=stderr)
         return _print(found, stdout, stderr)
     from hvdgloo.runner.launch import launch
+    from hvdgloo.runner.surroundings import Surroundings
 
-    report = launch(line.spec, stdout=stdout, stderr=stderr, fork=alone)
+    report = launch(line.spec, Surroundings(stdout, stderr, fork=alone))
     first = report.outcome.first
     if first is not None and first.status > 0 and not report.advice:
         usage_error = first.status == USAGE_ERROR

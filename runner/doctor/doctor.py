@@ -6,7 +6,6 @@ and end. ``rules`` judges the facts, and ``report`` shows the findings.
 
 from __future__ import annotations
 
-import secrets
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
 from hvdgloo.rendezvous._host_identity import host_identity
 from hvdgloo.runner.agent.facts import Facts, examine
 from hvdgloo.runner.console.console import Console
-from hvdgloo.runner.console.progress import REMEDIES
 from hvdgloo.runner.console.startup_view import StartDisplay
 from hvdgloo.runner.doctor.report import all_well, as_json, as_text
 from hvdgloo.runner.doctor.rules import (
@@ -40,9 +38,9 @@ from hvdgloo.runner.network.addressing import Reports
 from hvdgloo.runner.protocol.frames import Examine, Examined, Hello, Require
 from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS, passed_on
 from hvdgloo.runner.supervise.agent_link import AgentLink
-from hvdgloo.runner.supervise.host_state import HostState, Lost
-from hvdgloo.runner.supervise.startup import Startup
 from hvdgloo.runner.supervise.supervisor import Supervisor, host_states
+from hvdgloo.runner.supervise.visits import Orders
+from hvdgloo.runner.supervise.visits import Visit as HostVisit
 from hvdgloo.runner.transport.base import Spawner
 from hvdgloo.runner.transport.select import choose_spawner
 
@@ -66,17 +64,17 @@ def run(
         JobFailedError: a signal interrupted it.
     """
     spawner = spawner or choose_spawner(spec.hosts, spec.reach)
-    with _agents(spec, spawner, stderr) as supervisor:
-        supervisor.gather_usable()
-        round_ = _Round(supervisor.left_out)
-        _look_round(supervisor, spec, spawner, round_)
-        _try_addresses(supervisor, spec, round_)
-    visits = [_visit(host, round_) for host in spec.hosts]
+    round_ = _Round()
+    with _agents(spec, spawner, stderr, _LeftOut(round_.problems)) as supervisor:
+        visits = supervisor.gather()
+        _look_round(supervisor, spec, spawner, visits, round_)
+        _try_addresses(supervisor, spec, visits, round_)
+    found = [_visit(host, round_) for host in spec.hosts]
     launcher = examine(spec.environ, Require(spec.cwd))
     # A template may lead into several containers that look like one machine, which is allowed.
     one_machine = Severity.WARNING if spec.reach.agent_command else Severity.STOP
-    findings = diagnose(visits, launcher, spec.cwd, round_.connections, one_machine=one_machine, config=spec.config)
-    report = as_json(visits, findings) if json else as_text(visits, findings, width)
+    findings = diagnose(found, launcher, spec.cwd, round_.connections, one_machine=one_machine, config=spec.config)
+    report = as_json(found, findings) if json else as_text(found, findings, width)
     return report, all_well(findings)
 
 
@@ -94,57 +92,44 @@ class _Answer:
 class _Round:
     """The results so far."""
 
-    problems: Mapping[HostEntry, str]
+    problems: dict[HostEntry, str] = field(default_factory=dict)
     answers: dict[HostEntry, _Answer] = field(default_factory=dict)
     addresses: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
     connections: list[Finding] = field(default_factory=list)
 
 
-class _Supervisor(Supervisor):
-    """A supervisor that leaves out hosts that cannot be used, or are lost, instead of ending.
+class _LeftOut(Orders):
+    """The orders of an examination, which only leaves out hosts that cannot be used, or are lost.
 
-    Attributes:
-        left_out: the hosts that are left out, with the reasons. More may be added while the supervisor runs.
+    Args:
+        reasons: filled in.
     """
 
-    left_out: dict[HostEntry, str]
+    patient = True
 
-    def gather_usable(self) -> None:
-        """Start agents, and wait until all are up or left out.
+    def __init__(self, reasons: dict[HostEntry, str]) -> None:
+        self._reasons = reasons
 
-        Raises:
-            LaunchError: a command could not be executed here.
-            JobFailedError: a signal interrupted the start.
-        """
-        self.left_out = {}
-        startup = Startup(self._agents.hosts, patient=True)
-        self._bring_up(startup, None)
-        if self.outcome.interrupted is not None:
-            raise JobFailedError("interrupted", exit_code=self.outcome.exit_code)
-        for host in self._agents.hosts:
-            if host.starting_up:
-                late = f"has not answered within {self._spec.start_timeout:g} s; {REMEDIES[host.step]}"
-                self._agents.happen(host, Lost(late))
-        self.left_out.update(startup.reasons())
-        self._agents.release([link for link in self.links if link.gone])
-
-    def lost(self, host: HostState, link: AgentLink | None, text: str) -> None:
-        """Leave out a host that is lost."""
-        self.left_out[host.host] = f"its agent {text}"
+    def lost(self, visit: HostVisit, reason: str) -> None:
+        """Leave out a host."""
+        assert visit.state is not None
+        self._reasons[visit.state.host] = reason
 
 
 @contextmanager
-def _agents(spec: LaunchSpec, spawner: Spawner, stderr: TextIO) -> Iterator[_Supervisor]:
+def _agents(spec: LaunchSpec, spawner: Spawner, stderr: TextIO, orders: Orders) -> Iterator[Supervisor]:
     """Provide a supervisor that starts agents, and show their progress."""
     console = Console(stdout=stderr, stderr=stderr)
     try:
         states = host_states(spec.hosts, spec)
         display = StartDisplay(states, console, environ=spec.environ, verbose=spec.output.verbose, doing="looking at")
         observer = _Observer(console, display)
-        supervisor = _Supervisor(spec, spawner, states, secrets.token_hex(16), observer)
+        supervisor = Supervisor(spec, spawner, states, observer, orders)
         console.on_broken = partial(supervisor.interrupt, signal.SIGPIPE)
         with passed_on(COMMAND_LINE_SIGNALS, supervisor.interrupt), supervisor, display:
             yield supervisor
+    except JobFailedError as error:
+        raise JobFailedError("interrupted", exit_code=error.exit_code) from None
     finally:
         console.close()
 
@@ -168,7 +153,9 @@ class _Observer:
         raise AssertionError("no task was started")
 
 
-def _look_round(supervisor: Supervisor, spec: LaunchSpec, spawner: Spawner, round_: _Round) -> None:
+def _look_round(
+    supervisor: Supervisor, spec: LaunchSpec, spawner: Spawner, visits: Sequence[HostVisit], round_: _Round
+) -> None:
     """Have each agent examine its host."""
 
     def on_examined(link: AgentLink, frame: Examined) -> None:
@@ -176,30 +163,29 @@ def _look_round(supervisor: Supervisor, spec: LaunchSpec, spawner: Spawner, roun
         answer.received, answer.examined = time.time(), frame
 
     supervisor.handlers[Examined] = on_examined
-    for link in supervisor.links:
-        assert link.hello is not None
-        round_.answers[link.host] = _Answer(link.hello, time.time())
+    for visit in visits:
+        link = visit.agent
+        round_.answers[link.host] = _Answer(visit.hello, time.time())
         # An agent that waits for a driver or a file system is silent meanwhile.
         link.state.bear(spec.start_timeout, time.monotonic())
         link.channel.send(Examine(**msgspec.structs.asdict(required_on(spec, spawner, link.host))))
-    supervisor.converse(
-        lambda: all(link.gone or round_.answers[link.host].examined for link in supervisor.links),
+    supervisor.run_until(
+        lambda: all(visit.parted or round_.answers[visit.agent.host].examined for visit in visits),
         time.monotonic() + spec.start_timeout,
     )
 
 
-def _try_addresses(supervisor: Supervisor, spec: LaunchSpec, round_: _Round) -> None:
+def _try_addresses(supervisor: Supervisor, spec: LaunchSpec, visits: Sequence[HostVisit], round_: _Round) -> None:
     """Have the hosts try to reach each other, as they do before a job on several of them."""
-    links = supervisor.links
     able = [answer.examined is not None and not answer.examined.facts["lacking"] for answer in round_.answers.values()]
     if len(able) < 2 or not all(able):
         return
     try:
-        reports = explore(supervisor, spec)
+        reports = explore(supervisor, spec, visits)
     except JobFailedError:
         raise
     except (LaunchError, ConfigError) as error:
-        round_.connections.append(unconnected(error, [link.host.name for link in links]))
+        round_.connections.append(unconnected(error, [visit.name for visit in visits]))
         return
     here = any(answer.hello.identity == host_identity() for answer in round_.answers.values())
     round_.addresses, found = addresses_reached(_without_launcher(reports) if here else reports)

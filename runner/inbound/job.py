@@ -23,6 +23,7 @@ from hvdgloo.runner.job.spec import ElasticSpec, HostEntry, LaunchSpec, Output, 
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.signals import LIBRARY_SIGNALS
+from hvdgloo.runner.surroundings import Surroundings
 from hvdgloo.runner.transport.failures import Cause, Diagnosis, Ending
 from hvdgloo.runner.worker import function_task
 
@@ -113,17 +114,16 @@ def run_function(
         elastic=None if elastic is None else _elastic(listener, np, elastic, environ),
     )
     with ResultFiles(secret) as results:
-        report = launch(
-            spec,
-            stdout=stdout or sys.stdout,
-            stderr=stderr or sys.stderr,
+        around = Surroundings(
+            stdout or sys.stdout,
+            stderr or sys.stderr,
             quiet=not output.verbose,
             signals=LIBRARY_SIGNALS,
             results=results,
             spawner=InboundSpawner(listener),
             outside=listener.passed_to,
         )
-        return conclude(explained(report, listener), results)
+        return conclude(explained(launch(spec, around), listener), results)
 
 
 def _elastic(

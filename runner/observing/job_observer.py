@@ -28,7 +28,7 @@ from hvdgloo.runner.console.startup_view import LiveDisplay
 from hvdgloo.runner.job.outcome import JobOutcome
 from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.runner.protocol.frames import Frame, Observe, Observed, Traced, TraceSteps, Tracing
-from hvdgloo.runner.supervise.observers import PlacedWorker
+from hvdgloo.runner.supervise.observers import JobObservers, PlacedWorker
 from hvdgloo.version import __version__
 
 if TYPE_CHECKING:  # not imported for a job without observers
@@ -46,7 +46,7 @@ _NEEDED = tuple(
 _PACKAGES = ("torch", "tensorflow", "keras", "jax", "mxnet", "numpy")
 
 
-class JobObserver:
+class JobObserver(JobObservers):
     """The observer of a job, from its start to its end, over all restarts.
 
     The ``JobObservers`` of each supervisor, and a context manager. Methods are for the supervisor's thread, except

@@ -13,12 +13,10 @@ sent to the host, if the host can still be reached; otherwise only the first way
 
 from __future__ import annotations
 
-import math
 import select
 import selectors
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -87,6 +85,8 @@ class Agents:
         hosts: in order; others read the hosts' progress from them. ``add`` and ``forget`` change the list.
         spawner: starts agents.
         loop: the supervisor's.
+        required: returns a host's requirements; None if nothing is to be checked.
+        patient: True if no failure of a host ends the start.
     """
 
     def __init__(
@@ -97,6 +97,9 @@ class Agents:
         job_id: str,
         loop: EventLoop,
         job: Job,
+        required: Callable[[HostEntry], Require] | None,
+        *,
+        patient: bool,
     ) -> None:
         self.hosts = hosts if isinstance(hosts, list) else list(hosts)
         self._spec = spec
@@ -109,9 +112,8 @@ class Agents:
         self._next_number = len(self.hosts)
         self._links: dict[HostState, AgentLink] = {}
         self._past: list[AgentLink] = []
-        self._startup: Startup | None = None
-        self._required: Callable[[HostEntry], Require] | None = None
-        self._open = False
+        self._startup = Startup(self.hosts, patient=patient)
+        self._required = required
         self._perform: dict[Action, Callable[[HostState], None]] = {
             Action.CONNECT: self._connect,
             Action.SHOW: job.shown,
@@ -136,17 +138,22 @@ class Agents:
         """Return the mark of the job's processes on a host, by which another agent that is sent there finds them."""
         return f"{self._job_id}.{self._numbers[host]}"
 
-    def number(self, host: HostState) -> int:
-        """Return a host's number among all hosts that the job ever had."""
-        return self._numbers[host]
-
     def link(self, host: HostState) -> AgentLink | None:
         """Return the launcher's end of a host's agent, if there is one."""
         return self._links.get(host)
 
-    def open(self, required: Callable[[HostEntry], Require]) -> None:
-        """Start agents on all hosts that ``add`` adds from now on, for as long as the job lasts."""
-        self._startup, self._required, self._open = Startup(self.hosts, patient=True), required, True
+    def start(self) -> Startup:
+        """Start the first agents, and return the start, which goes on with the loop.
+
+        Raises:
+            ConfigError: this process cannot have as many open files as all agents need.
+        """
+        count = len(self.hosts)
+        reserve_descriptors(
+            _PIPES * count, "this launcher", f"the commands that lead to {count} host{'s' * (count > 1)}"
+        )
+        self.start_due(time.monotonic())
+        return self._startup
 
     def add(self, host: HostState) -> None:
         """Add a host. If it was here before, nothing of its last visit counts for this one.
@@ -175,25 +182,6 @@ class Agents:
         """True if no host has to be waited for any longer."""
         return all(host.final for host in self.hosts)
 
-    @contextmanager
-    def starting(self, startup: Startup, required: Callable[[HostEntry], Require] | None) -> Iterator[None]:
-        """Start agents when ``startup`` schedules them, within this context.
-
-        Args:
-            required: returns a host's requirements; None if nothing is to be checked.
-
-        Raises:
-            ConfigError: this process cannot have as many open files as all agents need.
-        """
-        count = len(self.hosts)
-        reserve_descriptors(
-            _PIPES * count, "this launcher", f"the commands that lead to {count} host{'s' * (count > 1)}"
-        )
-        self._startup, self._required = startup, required
-        self.start_due(time.monotonic())
-        yield
-        self._startup = None
-
     def happen(self, host: HostState, event: Event) -> None:
         """Feed an event to a host's state, and carry out the resulting actions.
 
@@ -216,12 +204,6 @@ class Agents:
             if not link.gone:
                 link.channel.send(frame)
 
-    def release(self, links: Iterable[AgentLink]) -> None:
-        """Release hosts that the job does not use."""
-        for link in links:
-            link.close()
-            del self._links[link.state]
-
     def beat(self) -> None:
         """Send heartbeats."""
         for link in self.links:
@@ -237,9 +219,7 @@ class Agents:
         """Return the time at which something must be done if nothing happens until then."""
         times = [host.next for host in self.hosts if host.phase is not Phase.WAITING]
         times += [now + _POLL for host in self.hosts if host.phase in host_state.JUDGED]
-        if self._startup is not None:
-            times.append(self._startup.next)
-        return min(times, default=math.inf)
+        return min([self._startup.next, *times])
 
     def keep_time(self, now: float) -> None:
         """Judge agents that have ended, or have been silent for too long."""
@@ -262,13 +242,11 @@ class Agents:
 
     def start_due(self, now: float) -> None:
         """Start the commands that are due."""
-        if self._startup is None:
-            return
         for host in self._startup.due(now):
             try:
                 self.happen(host, host_state.Try())
             except HvdglooError as error:
-                if not self._open:
+                if not self._startup.patient:
                     raise
                 self.happen(host, host_state.Lost(f"could not be started: {error}"))
 
@@ -350,11 +328,10 @@ class Agents:
         self._read_stderr(link)
         if host.phase is not Phase.FALLEN:
             self.happen(host, host_state.Lost(describe_loss(status, bool(link.stderr))))
-        elif self._startup is not None:
+        else:
             self._unusable(link, self._spawner.diagnose(host.host, Ending(status, tuple(link.stderr))), now)
 
     def _unusable(self, link: AgentLink, diagnosis: Diagnosis, now: float) -> None:
-        assert self._startup is not None, "the start-up goes on while hosts are starting up"
         if diagnosis.cause is Cause.OTHER or self._spec.output.verbose:
             self._show_held_back(link)  # the diagnosis tells less
         self.happen(link.state, self._startup.judge(link.state, diagnosis, now))

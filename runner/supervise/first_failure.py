@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvdgloo._platform.spelling import followed_by
-from hvdgloo.runner.job.outcome import Failure, JobOutcome
+from hvdgloo.runner.job.outcome import Failure
 from hvdgloo.runner.protocol.frames import Exited, SpawnFailed
 from hvdgloo.runner.supervise.policy import Policy, describe_end
 
@@ -25,25 +24,9 @@ class _Echo:
 
 
 class Verdict(Policy):
-    """The policy of jobs of a fixed size: the first failure stops the remaining workers, whose numbers are ranks.
+    """The policy of jobs of a fixed size: the first failure stops the remaining workers, whose numbers are ranks."""
 
-    Args:
-        stopping: receives a line about the first failure, if there are workers to be stopped.
-        culprit: returns the rank that a worker's error names as the reason for its failure, if any.
-    """
-
-    def __init__(
-        self,
-        outcome: JobOutcome,
-        notice: Callable[[str], None],
-        stop: Callable[[], None],
-        stopping: Callable[[str], None],
-        culprit: Callable[[int], int | None],
-    ) -> None:
-        super().__init__(outcome, notice, stop)
-        self._stopping = stopping
-        self._culprit = culprit
-        self._echo: _Echo | None = None
+    _echo: _Echo | None = None
 
     @property
     def next(self) -> float | None:
@@ -53,8 +36,8 @@ class Verdict(Policy):
 
     @property
     def over(self) -> bool:
-        """True if no worker runs: in such a job, all are started at once."""
-        return not self.running
+        """True if no worker runs any more: in such a job, all are started at once."""
+        return not self.running and (self.settled or bool(self._outcome.statuses))
 
     def exited(self, host: str, frame: Exited) -> None:
         """Record that a worker has ended."""
@@ -93,7 +76,7 @@ class Verdict(Policy):
         The culprit gets a moment to end on its own, so that its exit status becomes the job's.
         """
         assert failure.rank is not None
-        culprit = self._culprit(failure.rank)
+        culprit = self._observer.culprit(failure.rank)
         if self.settled or culprit is None or culprit not in self.running:
             self.fail(failure)
         elif self._echo is None:

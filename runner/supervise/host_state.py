@@ -49,8 +49,7 @@ class Phase(enum.Enum):
     PROBING = "it tries the other hosts' addresses"
     RUNNING = "it was told to start workers"
     # It is to end, or is ending.
-    DISMISSED = "the job goes on without it"
-    LEAVING = "it was told that the job is over, and had no workers"
+    LEAVING = "it was told that the job is over, or needs it no longer, and had no workers"
     ENDING = "it was told that the job is over"
     QUIET = "it has said good-bye: nothing of the job is left there"
     BROKEN = "its stream has ended without a good-bye; there were no workers"
@@ -131,13 +130,8 @@ class Start(Event):
 
 
 @dataclass(frozen=True)
-class Dismiss(Event):
-    """It gets no worker."""
-
-
-@dataclass(frozen=True)
 class Finish(Event):
-    """The job is over, or will not take place."""
+    """The job is over, will not take place, or goes on without it."""
 
 
 @dataclass(frozen=True)
@@ -217,12 +211,10 @@ TABLE: Mapping[Phase, _Row] = {
         **_IDLE,
         Probe: To(P.PROBING, A.SHOW),
         Start: To(P.RUNNING),
-        Dismiss: To(P.DISMISSED, A.FINISH),
         Finish: To(P.LEAVING, A.FINISH),
     },
     P.PROBING: {**_IDLE, Probed: To(P.READY, A.SHOW), Finish: To(P.LEAVING, A.FINISH)},
     P.RUNNING: {**_BUSY, Finish: To(P.ENDING, A.FINISH)},
-    P.DISMISSED: {Farewell: To(P.QUIET), StreamEnded: To(P.ENDED, A.KILL), Lost: To(P.ENDED, A.KILL)},
     P.LEAVING: _IDLE,
     P.ENDING: _BUSY,
     P.QUIET: {StreamEnded: To(P.ENDED, A.CLOSE), Lost: To(P.ENDED, A.KILL)},
@@ -253,7 +245,7 @@ SECOND = frozenset({P.REVISITED, P.SWEEPING})
 JUDGED = frozenset({P.FALLEN, P.BROKEN, P.CUT})
 """Phases in which the stream has ended without a goodbye, and the command's exit is awaited until the ``deadline``."""
 
-WATCHED = frozenset({P.CHECKING, P.READY, P.PROBING, P.RUNNING, P.DISMISSED, P.LEAVING, P.ENDING, P.QUIET, P.SWEEPING})
+WATCHED = frozenset({P.CHECKING, P.READY, P.PROBING, P.RUNNING, P.LEAVING, P.ENDING, P.QUIET, P.SWEEPING})
 """Phases in which the host's agent sends heartbeats; silence means that it is lost."""
 
 _STEPS = {

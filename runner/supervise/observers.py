@@ -36,14 +36,14 @@ class PlacedWorker:
     local_rank: int
 
 
-class JobObservers(Protocol):
-    """The observers of a job. None of these methods may block.
+class JobObservers:
+    """The observers of a job; these are none. None of the methods may block.
 
     Attributes:
         observe: sent to agents when they start; None while the job has no observers.
     """
 
-    observe: Observe | None
+    observe: Observe | None = None
 
     def host(self, name: str, state: str, reason: str = "") -> None:
         """Report that a host is "up", is "left out" for the time being, was "lost", or has "left" the job."""
@@ -59,15 +59,3 @@ class JobObservers(Protocol):
 
     def reported(self, host: str, frame: Frame) -> None:
         """Report an agent's observations of its host, or its workers' traces."""
-
-
-class NoObservers:
-    """No observers."""
-
-    observe: Observe | None = None
-
-    def host(self, name: str, state: str, reason: str = "") -> None: ...
-    def placed(self, epoch: int, workers: Sequence[PlacedWorker]) -> None: ...
-    def spawned(self, number: int, pid: int) -> None: ...
-    def ended(self, number: int, status: int | None, reason: str) -> None: ...
-    def reported(self, host: str, frame: Frame) -> None: ...

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from hvdgloo.runner.job.outcome import Failure, JobOutcome, describe_status
 from hvdgloo.runner.protocol.frames import Exited, SpawnFailed
 from hvdgloo.runner.supervise.init_watch import InitWatch
+from hvdgloo.runner.supervise.observers import SupervisionObserver
 
 
 def describe_end(frame: Exited) -> str:
@@ -24,8 +25,9 @@ class Policy:
 
     Args:
         outcome: filled in.
-        notice: shows a notice to the user.
+        observer: shows notices to the user.
         stop: ends all workers.
+        stopping: receives a line about a failure that ends the job, if there are workers to be stopped.
 
     Attributes:
         running: numbers of workers that have not ended.
@@ -33,13 +35,20 @@ class Policy:
         init: knows which ranks the others wait for at the start; None if that is not watched.
     """
 
-    def __init__(self, outcome: JobOutcome, notice: Callable[[str], None], stop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        outcome: JobOutcome,
+        observer: SupervisionObserver,
+        stop: Callable[[], None],
+        stopping: Callable[[str], None],
+    ) -> None:
         self.running: set[int] = set()
         self.settled = False
         self.init: InitWatch | None = None
         self._outcome = outcome
-        self._notice = notice
+        self._observer = observer
         self._stop = stop
+        self._stopping = stopping
 
     @property
     def over(self) -> bool:
@@ -96,7 +105,7 @@ class Policy:
             return
         text = self.init.report(now)
         if text:
-            self._notice(text)
+            self._observer.notice(text)
         failure = self.init.verdict()
         if failure is not None:
             self.fail(failure)

@@ -39,14 +39,14 @@ class Startup:
     Args:
         hosts: in order; each name once.
         chance: random numbers for pauses.
-        patient: no failure ends the start; temporary ones get a second attempt, and no more.
+        patient: True if no failure ends the start; temporary ones get a second attempt, and no more.
     """
 
     def __init__(
         self, hosts: Sequence[HostState], chance: random.Random | None = None, *, patient: bool = False
     ) -> None:
         self._hosts = hosts
-        self._patient = patient
+        self.patient = patient
         self._chance = chance or random.Random()
         self._settled = math.inf
 
@@ -72,14 +72,14 @@ class Startup:
         if self._may_try_again(host, diagnosis):
             pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(host.attempts - 1, 10))
             return TryAgain(diagnosis, now + pause * self._chance.uniform(0.5, 1.5))
-        if not self._patient:
+        if not self.patient:
             self._settled = min(self._settled, now + SETTLE)
         return GiveUp(diagnosis)
 
     def _may_try_again(self, host: HostState, diagnosis: Diagnosis) -> bool:
         if self._settled < math.inf or diagnosis.retry is Retry.NEVER:
             return False
-        if self._patient:
+        if self.patient:
             return host.attempts < 2
         return diagnosis.retry is Retry.UNTIL_THE_DEADLINE or host.attempts < ATTEMPTS
 
@@ -109,10 +109,6 @@ class Startup:
             raise UnusableHostsError(text, hosts=failed)
         if late:
             raise LaunchError(describe_missing([_missing(host, words.get(host.name, "")) for host in late], timeout))
-
-    def reasons(self) -> dict[HostEntry, str]:
-        """Return the hosts that failed, with the reasons."""
-        return {host.host: host.failure for host in self._hosts if host.phase is Phase.FAILED}
 
 
 def _missing(host: HostState, word: str) -> Missing:

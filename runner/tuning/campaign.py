@@ -17,6 +17,7 @@ from hvdgloo.errors import ConfigError, JobFailedError, LaunchError
 from hvdgloo.runner.function_results import ResultFiles, conclude
 from hvdgloo.runner.job.spec import LaunchSpec
 from hvdgloo.runner.launch import launch
+from hvdgloo.runner.surroundings import Surroundings
 from hvdgloo.runner.tuning.measure import Found, Measured, measure, record
 from hvdgloo.runner.tuning.workload import Workload, resnet50
 from hvdgloo.runner.worker import function_task
@@ -289,7 +290,7 @@ def _function(
     interrupted = None
     with ResultFiles(spec.secret) as results:
         try:
-            report = launch(job, stdout=screen, stderr=screen, quiet=True, news=False, results=results)
+            report = launch(job, Surroundings(screen, screen, quiet=True, news=False, results=results))
             interrupted = report.outcome.interrupted
         finally:
             if interrupted != signal.SIGINT:

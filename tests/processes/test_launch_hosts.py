@@ -26,6 +26,7 @@ from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.processes.worker_process import WINDOW
 from hvdgloo.runner.supervise.agent_link import AgentLink
 from hvdgloo.runner.supervise.host_state import HostState
+from hvdgloo.runner.surroundings import Surroundings
 from hvdgloo.runner.transport.base import AgentStream
 from hvdgloo.runner.transport.local import LocalSpawner, LocalStream
 from tests.support.launching import clean_environment, wait_for
@@ -65,9 +66,8 @@ def job(
     }
     out, err = out or io.StringIO(), err or io.StringIO()
     try:
-        report = launch(
-            LaunchSpec(**{**settings, **options}), stdout=out, stderr=err, spawner=ScriptSpawner(scripts or {})
-        )
+        around = Surroundings(out, err, spawner=ScriptSpawner(scripts or {}))
+        report = launch(LaunchSpec(**{**settings, **options}), around)
     except LaunchError as error:
         error.args = (f"{error}\n--- {err.getvalue()}",)
         raise

@@ -31,10 +31,11 @@ from dataclasses import replace
 from hvdgloo.runner.cli.flags import build_parser
 from hvdgloo.runner.cli.main import command_line, split_all
 from hvdgloo.runner.launch import launch
+from hvdgloo.runner.surroundings import Surroundings
 parser = build_parser()
 flags, command, doctor = split_all(sys.argv[4:], parser.values)
 spec = command_line(parser, parser.given(flags), command, doctor=doctor).spec
-report = launch(replace(spec, times=replace(spec.times, end_timeout=1.0)), stdout=sys.stdout, stderr=sys.stderr)
+report = launch(replace(spec, times=replace(spec.times, end_timeout=1.0)), Surroundings(sys.stdout, sys.stderr))
 print(report.summary(), file=sys.stderr)
 sys.exit(report.outcome.exit_code)
 """

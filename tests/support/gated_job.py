@@ -17,6 +17,7 @@ from hvdgloo.errors import HvdglooError
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Output, Reach, Times
 from hvdgloo.runner.launch import launch
 from hvdgloo.runner.protocol.frames import PREAMBLE
+from hvdgloo.runner.surroundings import Surroundings
 from hvdgloo.runner.transport.base import AgentStream
 from hvdgloo.runner.transport.local import LocalSpawner, LocalStream
 
@@ -80,7 +81,7 @@ def main() -> int:
         reach=Reach(agent_command=("gates", "{host}")),  # which may lead to one machine several times
     )
     try:
-        report = launch(spec, stdout=sys.stdout, stderr=sys.stderr, spawner=GatedSpawner())
+        report = launch(spec, Surroundings(sys.stdout, sys.stderr, spawner=GatedSpawner()))
     except HvdglooError as error:
         sys.stderr.write(f"hvdgloo-run: {error}\n")
         return getattr(error, "exit_code", 1)

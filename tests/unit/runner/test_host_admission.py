@@ -21,7 +21,6 @@ from hvdgloo.runner.host_admission import (
     SETTLE_SECONDS,
     TOGETHER,
     Admission,
-    Gate,
     Reached,
     is_here,
     probe_timeout,
@@ -105,10 +104,11 @@ class Bench:
         missed: pairs of hosts, the first of which does not reach the second.
     """
 
-    coming = False
+    visits = SimpleNamespace(coming=False)
 
     def __init__(self, whole: bool, missed: Sequence[tuple[int, int]] = ()) -> None:
         self.selector = selectors.DefaultSelector()
+        self.loop = SimpleNamespace(selector=self.selector)
         self.handlers: dict[type[Frame], Callable[[AgentLink, Any], None]] = {}
         self.missed = missed
         self.agents: list[Agent] = []
@@ -116,8 +116,7 @@ class Bench:
         self.refused: dict[str, HvdglooError] = {}
         self.asked: list[tuple[int, int]] = []
         self.whole = whole
-        gate = cast(Gate, self)
-        self.admission = Admission(cast(Any, self), SPEC, gate, [HERE], alone=False, whole=whole)
+        self.admission = Admission(cast(Any, self), SPEC, [HERE], alone=False, whole=whole)
 
     def admit(self, link: AgentLink, detail: str) -> None:
         self.admitted.append(link.host.name)
@@ -218,7 +217,7 @@ def test_workers_that_do_not_reach_the_launcher_have_their_agent_relay(bench: Ca
     for _ in range(2):
         made.answer()
     assert made.admitted == ["h1"]
-    assert not made.admission.ripe
+    assert not made.admission.done
     made.answer()
     assert made.admitted == ["h1", "h2"]
     made.admission.serve(4444)
@@ -273,7 +272,7 @@ def test_answers_that_could_lead_to_a_better_choice_are_waited_for_briefly(bench
         made.handlers[Probed](agent.link, Probed(known))
     now = time.monotonic() + 1
     made.admission.keep_time(now)
-    assert not made.admission.ripe
+    assert not made.admission.done
     assert not any(agent.take(Relay) for agent in made.agents)
     made.admission.keep_time(now + SETTLE_SECONDS + 0.01)
     assert all(agent.take(Relay) for agent in made.agents)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 import threading
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.launch_result import LaunchResult
 from hvdgloo.runner.signals import COMMAND_LINE_SIGNALS
+from hvdgloo.runner.surroundings import Surroundings
 
 
 class Hanging:
@@ -54,13 +56,13 @@ def test_the_hosts_are_not_discovered_a_second_time_before_the_start() -> None:
 
 
 def test_a_signal_during_a_further_start_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attempt(spec: object, around: object, begin: object, failed: str, number: int, *_: object) -> LaunchResult:
-        if number:
+    def attempt(*arguments: Any) -> LaunchResult:
+        if arguments[5]:
             raise JobFailedError("before the workers were started", exit_code=130)
         return LaunchResult(JobOutcome(Failure(0, "h1", 3, "exited with status 3")), ())
 
     monkeypatch.setattr(launch, "_attempt", attempt)
     spec = LaunchSpec(("true",), (HostEntry("h1", 1),), 1, "/", {}, b"s" * 32, max_restarts=2)
     with pytest.raises(JobFailedError, match=r"^before the workers were started$") as raised:
-        launch.launch(spec, stdout=io.StringIO(), stderr=io.StringIO(), signals=())
+        launch.launch(spec, Surroundings(io.StringIO(), io.StringIO(), signals=()))
     assert raised.value.exit_code == 130

@@ -28,6 +28,7 @@ from hvdgloo.runner.cli.main import main, split_all
 from hvdgloo.runner.job.outcome import Failure, JobOutcome
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec
 from hvdgloo.runner.launch_result import LaunchResult
+from hvdgloo.runner.surroundings import Surroundings
 from hvdgloo.runner.tuning import campaign, measure, report
 from hvdgloo.runner.tuning.campaign import Campaign
 from hvdgloo.runner.tuning.measure import Found, Measured, Setup, record
@@ -303,8 +304,8 @@ class TestCampaign:
     def test_a_rank_s_end_is_one_line_of_the_launcher_s(
         self, interrupted: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def launched(job: LaunchSpec, *, stdout: Any, stderr: Any, **_: Any) -> LaunchResult:
-            stderr.write("KeyboardInterrupt of ours\n" if interrupted else "no memory\n")
+        def launched(job: LaunchSpec, around: Surroundings) -> LaunchResult:
+            around.stderr.write("KeyboardInterrupt of ours\n" if interrupted else "no memory\n")
             first = Failure(0, "localhost", 1, "exited with status 1")
             number = signal.SIGINT if interrupted else None
             return LaunchResult(JobOutcome(first, number), (), in_sight=True)
@@ -327,7 +328,7 @@ class TestCampaign:
         """A file for --config-file may ask for it, for the jobs that are started otherwise."""
         started = []
 
-        def launched(job: LaunchSpec, **_: Any) -> LaunchResult:
+        def launched(job: LaunchSpec, _: Surroundings) -> LaunchResult:
             started.append((job.config.autotune, host_setup._log(job, job.hosts[0])))
             return LaunchResult(JobOutcome(Failure(0, "localhost", 1, "is no part of this test")), (), in_sight=True)
 

@@ -78,7 +78,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSpec]:
     """Return the specs that ``hvdgloo.run.run`` launches; all workers end with 0 at once."""
     specs: list[LaunchSpec] = []
 
-    def launch(spec: LaunchSpec, **_: Any) -> LaunchResult:
+    def launch(spec: LaunchSpec, _: object) -> LaunchResult:
         specs.append(spec)
         return LaunchResult(JobOutcome(), ())
 

@@ -8,12 +8,15 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdgloo.errors import ConfigError
+from hvdgloo.runner.host_admission import Reached
 from hvdgloo.runner.host_setup import HostWorkers
 from hvdgloo.runner.job.host_sources import take_inventory
 from hvdgloo.runner.job.hostlist import check_load, parse_hosts, place, read_hostfile, remark_on_load, shortlist
@@ -226,13 +229,22 @@ class TestHowManyWhere:
         )
 
 
+def workers_on(spec: LaunchSpec, host: HostEntry, hello: Hello) -> HostWorkers:
+    """Return the workers of a host that was admitted."""
+    reached = Reached(Address("eth0", "10.0.0.1", 24), "10.0.0.1")
+    admission = SimpleNamespace(reached=lambda _: reached, endpoint=lambda _: ("10.0.0.1", 1))
+    return HostWorkers(
+        spec, LocalSpawner(), "job", cast(Any, SimpleNamespace(host=host, hello=hello)), cast(Any, admission)
+    )
+
+
 @pytest.mark.parametrize(("cores", "machine", "threads"), [(64, 64, None), (4, 64, "4"), (4, 0, "4")])
 def test_pain_28_threads_follow_the_host_s_own_machine_and_not_the_launcher_s(
     cores: int, machine: int, threads: str | None
 ) -> None:
     host = HostEntry("a", 1)
     hello = Hello(1, "", "a", "identity", 1, cores, 0, 20000, machine)
-    workers = HostWorkers(spec(1), LocalSpawner(), "job", host, hello, Address("eth0", "10.0.0.1", 24), ("10.0.0.1", 1))
+    workers = workers_on(spec(1), host, hello)
     assert workers.threads(1).get("OMP_NUM_THREADS") == threads
 
 
@@ -245,8 +257,7 @@ def test_nccl_is_told_an_interface_where_nics_chooses_one(nics: tuple[str, ...],
     hosts = (HostEntry("a", 1), HostEntry("b", 1))
     both = replace(spec(2), hosts=hosts, network_interfaces=nics)
     hello = Hello(1, "", "a", "identity", 1, 4, 0, 20000, 4)
-    address = Address("eth0", "10.0.0.1", 24)
-    environ = HostWorkers(both, LocalSpawner(), "job", hosts[0], hello, address, ("10.0.0.1", 1)).environment
+    environ = workers_on(both, hosts[0], hello).environment
     assert environ.get("NCCL_SOCKET_IFNAME") == told
     assert environ["GLOO_SOCKET_IFNAME"] == "eth0"
 

@@ -22,7 +22,6 @@ from hvdgloo.runner.supervise.host_state import (
     Action,
     Answered,
     Checked,
-    Dismiss,
     Event,
     Farewell,
     Finish,
@@ -50,7 +49,7 @@ EVENTS: dict[type[Event], Event] = {
     type(event): event
     for event in (
         Try(), Answered(), Greeted(), Checked("agent"), TryAgain(DROPPED, 1e6), GiveUp(DROPPED), Probe(),
-        Probed("10.0.0.7"), Start(5.0), Dismiss(), Finish(), Farewell(), StreamEnded(), Lost("is silent"),
+        Probed("10.0.0.7"), Start(5.0), Finish(), Farewell(), StreamEnded(), Lost("is silent"),
         SweepFailed("it does not answer"),
     )
 }  # fmt: skip
@@ -290,12 +289,11 @@ class TestAWay:
     @pytest.mark.parametrize(
         ("events", "actions"),
         [
-            ((*UP, Dismiss()), (Action.KILL,)),
             ((*UP, Finish()), (Action.KILL, Action.REPORT)),
             ((*UP, Start(5.0), Finish()), (Action.KILL, Action.REPORT, Action.SWEEP)),
             ((*UP, Start(5.0), Finish(), Farewell()), (Action.KILL,)),
         ],
-        ids=["not needed", "no workers", "workers", "after its good-bye"],
+        ids=["no workers", "workers", "after its good-bye"],
     )
     def test_what_a_loss_means_depends_on_what_was_there(
         self, events: tuple[Event, ...], actions: tuple[Action, ...]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from hvdgloo.rendezvous._membership.assignment import Assignment, Member
+from hvdgloo.runner.attempt import Attempt
+from hvdgloo.runner.elastic_launch import ElasticJob
 from hvdgloo.runner.job.spec import HostEntry, LaunchSpec, Times
+from hvdgloo.runner.launch import FixedJob
 from hvdgloo.runner.protocol.frames import (
     Exited,
     Frame,
@@ -25,16 +30,16 @@ from hvdgloo.runner.protocol.frames import (
 )
 from hvdgloo.runner.supervise import host_state
 from hvdgloo.runner.supervise.agent_link import AgentLink
-from hvdgloo.runner.supervise.elastic import ElasticSupervisor, Visit
 from hvdgloo.runner.supervise.host_state import HostState
-from hvdgloo.runner.supervise.observers import PlacedWorker
+from hvdgloo.runner.supervise.observers import JobObservers, PlacedWorker
 from hvdgloo.runner.supervise.supervisor import Supervisor
-from tests.unit.runner.supervise.test_elastic import Command, Nothing
+from hvdgloo.runner.supervise.visits import Visit
+from tests.unit.runner.test_elastic_launch import Command, Nothing, elastic_job
 
 SPEC = LaunchSpec(("true",), (HostEntry("h1", 2),), 2, "/", {}, b"s" * 32, times=Times(end_timeout=5.0))
 
 
-class Onlooker:
+class Onlooker(JobObservers):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -77,7 +82,8 @@ def ready(supervisor: Supervisor) -> AgentLink:
         state.feed(event, 0.0)
     link = AgentLink(state, cast(Any, Command()))
     link.channel = cast(Any, Line())
-    agents = supervisor._agents
+    agents = supervisor.agents
+    supervisor.visits.current[state.name] = Visit(state.name, 0.0, state, link, admitted=True)
     agents.hosts.append(state)
     agents._links[state], agents._numbers[state] = link, 0
     return link
@@ -93,60 +99,63 @@ def onlooker() -> Onlooker:
 
 
 @pytest.fixture
-def fixed(onlooker: Onlooker) -> Iterator[Supervisor]:
-    observer = cast(Any, Nothing())
-    made = Supervisor(SPEC, cast(Any, Nothing()), [], "job", observer)
+def job() -> ElasticJob:
+    return elastic_job(SPEC)
+
+
+@contextmanager
+def observed(job: Attempt, onlooker: Onlooker) -> Iterator[Supervisor]:
+    nothing = cast(Any, Nothing())
+    made = Supervisor(SPEC, nothing, [], nothing, job)
+    made.admission, job.supervisor = nothing, made
     made.job_observers = onlooker
     yield made
-    for link in made._agents.links:
+    for link in made.agents.links:
         link.close()
-    made._loop.close()
+    made.loop.close()
 
 
 @pytest.fixture
-def elastic(onlooker: Onlooker) -> Iterator[ElasticSupervisor]:
-    nothing = cast(Any, Nothing())
-    made = ElasticSupervisor(
-        SPEC, nothing, [], "job", nothing, entry=lambda name: HostEntry(name, 1), required=nothing, ranks={}
-    )
-    made.feed = lambda event: None
-    made.admission = nothing
-    made.on_start = lambda: None
-    made.job_observers = onlooker
-    yield made
-    for link in made._agents.links:
-        link.close()
-    made._loop.close()
+def fixed(onlooker: Onlooker) -> Iterator[Supervisor]:
+    around = SimpleNamespace(spawner=Nothing(), fork=False)
+    with observed(FixedJob(SPEC, cast(Any, around), 0), onlooker) as made:
+        yield made
+
+
+@pytest.fixture
+def elastic(job: ElasticJob, onlooker: Onlooker) -> Iterator[Supervisor]:
+    with observed(job, onlooker) as made:
+        yield made
 
 
 def test_agents_are_told_of_those_who_look_with_their_start_or_later(fixed: Supervisor, onlooker: Onlooker) -> None:
     link = ready(fixed)
-    fixed._begin(link, {})
+    fixed.begin(link, {})
     assert [type(frame) for frame in sent(link)] == [Start], "the job is not observed"
     assert onlooker.told == [("host", "h1", "up", "")]
     fixed.observe_soon(Observe(host=True))
-    fixed._loop.turn(0.0)
+    fixed.loop.turn(0.0)
     assert sent(link)[1:] == [Observe(host=True)]
     other = ready(fixed)
     onlooker.observe = Observe(host=False)
-    fixed._begin(other, {})
+    fixed.begin(other, {})
     assert sent(other)[1:] == [Observe(host=False)]
 
 
 def test_only_agents_at_work_are_asked_for_traces(fixed: Supervisor) -> None:
     at_work, waiting = ready(fixed), ready(fixed)
-    fixed._begin(at_work, {})
+    fixed.begin(at_work, {})
     fixed.trace_soon(TraceSteps(1, 10))
-    fixed._loop.turn(0.0)
+    fixed.loop.turn(0.0)
     assert sent(at_work)[1:] == [TraceSteps(1, 10)]
     assert sent(waiting) == []
 
 
 def test_what_becomes_of_workers_is_told(fixed: Supervisor, onlooker: Onlooker) -> None:
     link = ready(fixed)
-    fixed._begin(link, {})
+    fixed.begin(link, {})
     for number in range(4):
-        fixed._spawn(link, Spawn(number, ["true"], {}))
+        fixed.spawn(link, Spawn(number, ["true"], {}))
     onlooker.told.clear()
     fixed.received(link, Spawned(0, 4711))
     fixed.received(link, Exited(0, 0))
@@ -167,9 +176,7 @@ def test_what_becomes_of_workers_is_told(fixed: Supervisor, onlooker: Onlooker) 
 def test_a_lost_host_is_told_with_the_reason(kind: str, onlooker: Onlooker, request: pytest.FixtureRequest) -> None:
     supervisor: Supervisor = request.getfixturevalue(kind)
     link = ready(supervisor)
-    if isinstance(supervisor, ElasticSupervisor):
-        supervisor._visits["h1"] = Visit("h1", 0.0, link.state, link, admitted=True)
-    supervisor._begin(link, {})
+    supervisor.begin(link, {})
     onlooker.told.clear()
     supervisor.lost(link.state, link, "was killed by signal 9 (SIGKILL)")
     assert onlooker.told == [("host", "h1", "lost", "its agent was killed by signal 9 (SIGKILL)")]
@@ -182,20 +189,21 @@ def test_what_agents_observe_reaches_the_job_s_observers(fixed: Supervisor, onlo
         assert onlooker.told.pop() == ("reported", "h1", frame)
 
 
-def test_ranks_of_an_elastic_job_are_told_with_each_epoch(elastic: ElasticSupervisor, onlooker: Onlooker) -> None:
-    elastic.workers.update({"a": 0, "b": 1, "c": 2})
-    elastic._on_placed(Assignment(3, (Member("c", "h2", 0, 0), Member("a", "h1", 1, 1), Member("gone", "h1", 0, 0))))
+def test_ranks_of_an_elastic_job_are_told_with_each_epoch(
+    elastic: Supervisor, job: ElasticJob, onlooker: Onlooker
+) -> None:
+    job.workers.update({"a": 0, "b": 1, "c": 2})
+    job._on_placed(Assignment(3, (Member("c", "h2", 0, 0), Member("a", "h1", 1, 1), Member("gone", "h1", 0, 0))))
     assert onlooker.told == [("placed", 3, PlacedWorker(2, 0, "h2", 0), PlacedWorker(0, 1, "h1", 1))]
 
 
 def test_a_host_of_an_elastic_job_leaves_when_nothing_runs_there_any_more(
-    elastic: ElasticSupervisor, onlooker: Onlooker
+    elastic: Supervisor, job: ElasticJob, onlooker: Onlooker
 ) -> None:
     link = ready(elastic)
-    elastic._visits["h1"] = Visit("h1", 0.0, link.state, link, admitted=True)
-    elastic._begin(link, {}, elastic=True)
-    elastic._spawn(link, Spawn(0, ["true"], {}))
-    elastic._ids[0] = "a"
+    elastic.begin(link, {}, elastic=True)
+    elastic.spawn(link, Spawn(0, ["true"], {}))
+    job._ids[0] = "a"
     elastic.received(link, Exited(0, 1))
     assert onlooker.told == [
         ("host", "h1", "up", ""),
