@@ -24,7 +24,13 @@ _LOOK_AGAIN = 0.5  # seconds between looks at who is in hvd.init()
 _LOADING = 30.0  # seconds for which it is shown that workers have been started, and for which none has done more
 _SLOWEST = 5
 _NAMED = 16  # hosts that a line of a log names
-_COLOURS = {"connecting": "\x1b[33m", "python": "\x1b[36m", "probing": "\x1b[34m", "ready": "\x1b[32m"}
+_COLOURS = {
+    "connecting": "\x1b[33m",
+    "python": "\x1b[36m",
+    "up": "\x1b[32m",
+    "probing": "\x1b[34m",
+    "ready": "\x1b[32m",
+}
 _PLAIN = "\x1b[0m"
 
 
@@ -33,8 +39,14 @@ class Step(enum.Enum):
 
     CONNECTING = "connecting"
     PYTHON = "python"
+    UP = "up"
     PROBING = "probing"
     READY = "ready"
+
+    @property
+    def waits(self) -> bool:
+        """True if the host is on its way to the next step. Where there is nothing to probe, a host stays up."""
+        return self not in (Step.UP, Step.READY)
 
 
 _ENDED = (
@@ -83,7 +95,7 @@ class Progress:
     @property
     def waiting(self) -> list[Stage]:
         """Hosts that are not ready."""
-        return [host for host in self._hosts if host.step is not Step.READY]
+        return [host for host in self._hosts if host.step.waits]
 
     def elapsed(self, now: float) -> float:
         return now - self.started
@@ -286,7 +298,7 @@ def _row(host: Stage, now: float, name_width: int, width: int, colour: bool) -> 
     """Return a line of the list: name, step, time, detail."""
     name = host.name if len(host.name) <= name_width else host.name[: name_width - 3] + "..."
     step = host.step.value
-    time = "" if host.step is Step.READY else seconds(now - host.since)
+    time = seconds(now - host.since) if host.step.waits else ""
     before = f"  {name:<{name_width}}  "
     text = cut(f"{before}{step:<10}  {time:>11}  {host.detail}".rstrip(), width)
     if not colour or not text.startswith(step, len(before)):

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 
 _ECHO = re.compile(r"hvdgloo\.errors\.(?:JobShutdownError|PeerLostError): .*?\brank (\d+) \(host ")
 
-_LOST = re.compile(r"hvdgloo\.errors\.PeerLostError: .*?\brank \d+ \(host .*?\) (was lost: .*)$")
+_LOST = re.compile(
+    r"hvdgloo\.errors\.PeerLostError: .*?\brank \d+ \(host .*?\) (was lost: .*?)(?:; this rank was in .*)?$"
+)
 
 _CONNECTION_LOST = 255  # ssh's status for any failure of its own
 _LAST_SIGNAL = 64

@@ -340,7 +340,7 @@ class HostState:
         detail = self._take_note(event, now)
         self.deadline = self._limit(event, now)
         if Action.SHOW in to.actions:
-            self._show(_STEPS[self.phase], detail, now)
+            self._show(Step.UP if isinstance(event, Checked) else _STEPS[self.phase], detail, now)
         return to.actions
 
     def heard(self, now: float) -> None:

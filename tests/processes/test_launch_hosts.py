@@ -104,7 +104,7 @@ def test_pain_20_a_host_that_never_answers_is_named_while_waiting_and_at_the_end
     text, _, said = str(caught.value).partition("\n--- ")
     assert "  connecting: b: the command that connects to it runs, but nothing has answered yet" in text
     assert re.search(r"1 of 2 hosts ready after 1\.\d s; still waiting for b \(connecting for 1", said)
-    assert re.search(r"a: ready after .* \(\S+, agent is process \d+\)", said)
+    assert re.search(r"a: up after .* \(\S+, agent is process \d+\)", said)
 
 
 def test_an_agent_that_ends_at_once_is_reported_with_its_last_words(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_host_that_is_lost_while_another_one_still_connects_is_the_one_that_is
     err = io.StringIO()
 
     def kill() -> None:
-        wait_for(lambda: "a: ready after" in err.getvalue(), what="host a")
+        wait_for(lambda: "a: up after" in err.getvalue(), what="host a")
         os.kill(int((tmp_path / "agent").read_text()), 9)
 
     thread = threading.Thread(target=kill)

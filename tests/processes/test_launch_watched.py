@@ -52,10 +52,10 @@ def test_each_host_and_its_step_until_all_is_well(show: Callable[..., Terminal],
     screen = show("a", "b", "c")
     screen.wait_for(
         r"(?m)^starting on 3 hosts, 2\.\d s\n"
-        r"  a  connecting +\d\.\d s\n  b  python +\d\.\d s\n  c  ready .*process \d+$"
+        r"  a  connecting +\d\.\d s\n  b  python +\d\.\d s\n  c  up .*process \d+$"
     )
     gates.open("a.connecting")
-    screen.wait_for(r"(?m)^  a  ready ")
+    screen.wait_for(r"(?m)^  a  up ")
     before = screen.wait_for(r"starting on 3 hosts, (\S+) s")[1]
     screen.until(lambda: float(screen.wait_for(r"starting on 3 hosts, (\S+) s")[1]) > float(before), 10, "its clock")
     gates.open("b.python")
@@ -72,7 +72,7 @@ def test_what_is_printed_meanwhile_stands_above_the_list(show: Callable[..., Ter
     gates.open("b.connecting")
     screen.wait_for(
         r"^hvdgloo-run: \[b\] Welcome to b\nhvdgloo-run: \[b\] Have a good day\n"
-        r"starting on 2 hosts.*\n  a  connecting.*\n  b  ready"
+        r"starting on 2 hosts.*\n  a  connecting.*\n  b  up"
     )
     gates.open("a.connecting")
     assert screen.end() == 0
@@ -86,7 +86,7 @@ def test_more_hosts_than_lines_are_counted(show: Callable[..., Terminal], tmp_pa
     screen = show(*hosts)
     screen.wait_for("starting on 24 hosts, .* s: 24 connecting")
     gates.open("h0.connecting")
-    screen.wait_for("starting on 24 hosts, .* s: 23 connecting, 1 ready")
+    screen.wait_for("starting on 24 hosts, .* s: 23 connecting, 1 up")
     assert [line.split()[0] for line in screen.lines[1:]] == ["h1", "h2", "h3", "h4", "h5"]
     screen.type("\x03")
     assert screen.end() == 130
@@ -167,8 +167,8 @@ def test_a_host_that_is_cut_off_and_comes_back(make_bed: Callable[..., Bed], tmp
     screen = Terminal(bed["h1"].enter(argv, cwd=tmp_path), env=env, cwd=tmp_path)
     try:
         screen.wait_for(
-            r"(?m)^starting on 3 hosts, .*\n  h1  ready .* h1, agent is process \d+\n"
-            r"  h2  ready .* h2, agent is process \d+\n  h3  connecting "
+            r"(?m)^starting on 3 hosts, .*\n  h1  up .* h1, agent is process \d+\n"
+            r"  h2  up .* h2, agent is process \d+\n  h3  connecting "
         )
         bed["h3"].reconnect()
         assert screen.end(40) == 0
@@ -244,7 +244,7 @@ def test_a_log_gets_no_escapes(tmp_path: Path) -> None:
         assert process.wait(20) == 0
     assert b"\x1b" not in seen
     steps = re.findall(rb"hvdgloo-run: a: (\w+) after", seen)
-    assert steps == [b"connecting", b"python", b"ready"]
+    assert steps == [b"connecting", b"python", b"up"]
 
 
 def test_two_signals_at_once_leave_nothing_behind(show: Callable[..., Terminal], tmp_path: Path) -> None:

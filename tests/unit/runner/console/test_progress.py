@@ -201,12 +201,12 @@ class TestLines:
 
     def test_verbose_tells_every_step_once(self) -> None:
         scene = Scene("a", verbose=True, window=Window(80, 24))
-        for step, detail in ((Step.PYTHON, ""), (Step.READY, "10.0.0.7, agent is process 12")):
+        for step, detail in ((Step.PYTHON, ""), (Step.UP, "10.0.0.7, agent is process 12")):
             scene.now += 0.25
             scene.step("a", step, detail)
         assert scene.surface.notices == [
             "a: python after 0.2 s",
-            "a: ready after 0.5 s (10.0.0.7, agent is process 12)",
+            "a: up after 0.5 s (10.0.0.7, agent is process 12)",
         ]
 
     def test_a_command_that_ended_each_time_is_told_from_one_that_waits(self) -> None:
@@ -215,7 +215,7 @@ class TestLines:
         assert "nothing has answered yet" not in text
 
     def test_what_one_can_do_is_said_for_every_step(self) -> None:
-        assert set(REMEDIES) == set(Step) - {Step.READY}
+        assert set(REMEDIES) == {step for step in Step if step.waits}
         text = describe_missing(
             [Missing("a", Step.PROBING), Missing("b", Step.CONNECTING, "x"), Missing("c", Step.CONNECTING)], 5.0
         )

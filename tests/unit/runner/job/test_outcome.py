@@ -42,7 +42,8 @@ class TestOutcome:
 
     def test_a_rank_that_was_stopped_is_reported_as_the_others_found_it(self) -> None:
         silence = "was lost: it has not answered for 7 s (stopped, swapping, or cut off from the network); X sets"
-        noticed = f"hvdgloo.errors.PeerLostError: rank 1 (host b, pid 7) {silence}"
+        was_in = "this rank was in allreduce.a, called at t.py:4 in <module>"
+        noticed = f"hvdgloo.errors.PeerLostError: rank 1 (host b, pid 7) {silence}; {was_in}"
         outcome = JobOutcome(first=Failure(0, "a", 1, "exited with status 1"), statuses={0: 1, 1: -15})
         assert blame(outcome, {0: "a", 1: "b"}, lambda rank: "" if rank else noticed) == Failure(1, "b", 1, silence)
 
