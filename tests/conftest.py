@@ -8,6 +8,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ import pytest
 from hvdgloo._backends.select import gloo_provider
 from tests.support import frameworks
 from tests.support.hosts import Bed, HostSpec, available
-from tests.support.world import World
+from tests.support.launching import Launcher, clean_environment, launcher_in
+from tests.support.world import MakeWorld, World, closed_later
 
 BACKENDS = ("local", "gloo", "shm")
 """Backends that contracts are checked on; a module may have a list of its own under this name."""
@@ -120,7 +123,7 @@ def spare_worlds() -> Iterator[dict[tuple[str, int], list[World]]]:
 @pytest.fixture
 def world(
     request: pytest.FixtureRequest, backend: str, spare_worlds: dict[tuple[str, int], list[World]]
-) -> Iterator[Callable[..., World]]:
+) -> Iterator[MakeWorld]:
     """``world(size, **settings)``: a World over each backend in turn, closed after the test.
 
     In a module that sets ``USED_AGAIN``, a world without settings of its own is the next test's, if all is well in it:
@@ -149,17 +152,10 @@ def world(
 
 
 @pytest.fixture
-def ranks() -> Iterator[Callable[..., World]]:
+def ranks() -> Iterator[MakeWorld]:
     """``ranks(size, **settings)``: a World over the local backend, closed after the test."""
-    worlds: list[World] = []
-
-    def make(size: int, **options: Any) -> World:
-        worlds.append(World(size, "inline", **options))
-        return worlds[-1]
-
-    yield make
-    for made in worlds:
-        made.close()
+    with closed_later(partial(World, backend="inline")) as make:
+        yield make
 
 
 @pytest.fixture(params=frameworks.names())
@@ -169,6 +165,27 @@ def framework(request: pytest.FixtureRequest) -> frameworks.Framework:
     if not loaded.writes and request.node.callspec.params.get("in_place"):
         pytest.skip(f"tensors of {loaded.name} cannot be written")
     return loaded
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    """``hvdgloo-run`` in the test's folder; whatever is left of its jobs is ended after the test."""
+    with launcher_in(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def nothing_left(launcher: Launcher) -> Iterator[None]:
+    """Fail a test that leaves processes behind."""
+    yield
+    launcher.assert_nothing_left()
+
+
+@pytest.fixture
+def clean_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove what a launcher or scheduler around the tests may have put into the environment."""
+    for name in set(os.environ) - set(clean_environment()):
+        monkeypatch.delenv(name)
 
 
 def _require_bed() -> None:

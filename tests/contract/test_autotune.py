@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +17,8 @@ from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import ReduceOp
 from tests.support.launching import wait_for
 from tests.support.selection import extended
-from tests.support.world import World
+from tests.support.world import MakeWorld
 
-MakeWorld = Callable[..., World]
 BACKENDS = ("shm", *extended("local", "tree", "hierarchical"))
 
 QUICK = {"autotune": True, "autotune_warmup_samples": 1, "autotune_steps_per_sample": 1, "autotune_noise": 0.0}

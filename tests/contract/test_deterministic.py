@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,8 @@ from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._job.context import Context
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import ReduceOp
-from tests.support.world import World
+from tests.support.world import MakeWorld
 
-MakeWorld = Callable[..., World]
 BACKENDS = ("local", "gloo", "shm", "hierarchical")
 
 

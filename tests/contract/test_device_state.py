@@ -15,15 +15,13 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 
-from hvdgloo._backends import cuda  # noqa: E402
-from hvdgloo._backends.base import Backend, Plane  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import BackendError, InvalidArgumentError  # noqa: E402
-from hvdgloo.rendezvous import MemoryStore  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._state import broadcast_optimizer_state  # noqa: E402
-from hvdgloo.types import Buffer, TensorSpec  # noqa: E402
+from hvdgloo.types import TensorSpec  # noqa: E402
+from tests.support.gpus.worlds import planes  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
 SIZE = 3
@@ -68,23 +66,7 @@ class RemoteAdapter(TorchAdapter):
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    def staged(
-        rank: int, number: int, ranks: Sequence[int], host: Backend, example: Buffer, **more: Any
-    ) -> Sequence[Plane]:
-        return cuda.open_planes(
-            host,
-            example,
-            store=MemoryStore(),
-            prefix="",
-            ranks=ranks,
-            rank=ranks.index(rank),
-            local_rank=rank,
-            operations="gloo",
-            timeout=10,
-            **more,
-        )
-
-    with World(SIZE, open_device=staged) as made:
+    with World(SIZE, open_device=planes(operations="gloo")) as made:
         yield made
 
 
@@ -155,17 +137,16 @@ def test_the_gradient_of_an_alltoall_between_devices(world: World) -> None:
 
 
 def test_splits_on_a_device_are_read_on_the_host(world: World) -> None:
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> None:
         splits = remote(torch.tensor([1, 0, 2]))
-        received, counts = hvd.alltoall(remote(torch.full((3,), float(context.rank))), splits=splits)
-        assert received.tolist() == [[0.0, 1.0, 2.0], [], [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]][context.rank]
+        received, counts = hvd.alltoall(remote(torch.full((3,), float(hvd.rank()))), splits=splits)
+        assert received.tolist() == [[0.0, 1.0, 2.0], [], [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]][hvd.rank()]
         assert not isinstance(counts, Remote)
         assert counts.dtype is torch.int32
         handle = hvd.alltoall_async(remote(torch.ones(3)), splits=splits)
-        assert hvd.synchronize(handle)[1].tolist() == [[1] * 3, [0] * 3, [2] * 3][context.rank]
+        assert hvd.synchronize(handle)[1].tolist() == [[1] * 3, [0] * 3, [2] * 3][hvd.rank()]
         for wrong in (remote(torch.ones(3)), remote(torch.ones(3, dtype=torch.bfloat16)), splits[None]):
             with pytest.raises(InvalidArgumentError, match="splits are integers in one dimension"):
                 hvd.alltoall(remote(torch.ones(3)), splits=wrong)
 
-    world.run(body)
+    world.run(body, frontend_of)

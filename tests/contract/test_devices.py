@@ -35,7 +35,7 @@ from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
-from tests.support.world import World  # noqa: E402
+from tests.support.world import MakeWorld, World, closed_later  # noqa: E402
 
 CPU = torch.device("cpu")
 SIZE = 3
@@ -98,19 +98,9 @@ def planes(request: pytest.FixtureRequest) -> Planes:
 
 
 @pytest.fixture
-def world(planes: Planes) -> Iterator[Callable[..., World]]:
-    worlds: list[World] = []
-
-    def make(size: int = SIZE, **options: Any) -> World:
-        worlds.append(World(size, open_device=planes, **options))
-        return worlds[-1]
-
-    yield make
-    for made in worlds:
-        made.close()
-
-
-MakeWorld = Callable[..., World]
+def world(planes: Planes) -> Iterator[MakeWorld]:
+    with closed_later(lambda size=SIZE, **options: World(size, open_device=planes, **options)) as make:
+        yield make
 
 
 def frontend_of(context: Context) -> Frontend[Tensor]:
@@ -152,28 +142,26 @@ def test_an_average_is_a_quotient_to_the_last_bit(world: MakeWorld, planes: Plan
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_allreduce(world: MakeWorld, planes: Planes, dtype: torch.dtype) -> None:
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
-        tensor = rows(context.rank, dtype=dtype)
+    def body(hvd: Frontend[Any]) -> None:
+        tensor = rows(hvd.rank(), dtype=dtype)
         result = hvd.allreduce(tensor, op=ReduceOp.SUM)
         assert result.tolist() == times(rows(1, dtype=dtype), 3)
-        assert tensor.tolist() == rows(context.rank, dtype=dtype).tolist()
+        assert tensor.tolist() == rows(hvd.rank(), dtype=dtype).tolist()
         assert hvd.allreduce_(tensor, op=ReduceOp.MAX) is tensor
         assert tensor.tolist() == rows(2, dtype=dtype).tolist()
 
-    world().run(body)
+    world().run(body, frontend_of)
     assert sorted(planes.opened) == [(rank, 0, "local") for rank in range(SIZE)]  # once, not for every tensor
 
 
 def test_groups_of_host_and_device_tensors(world: MakeWorld) -> None:
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> None:
         tensors = [
-            rows(context.rank),
-            of_host(rows(context.rank)),
-            torch.tensor([context.rank == 1, False]),
-            torch.tensor(float(context.rank)),
-            rows(context.rank, 40, torch.float16).t(),
+            rows(hvd.rank()),
+            of_host(rows(hvd.rank())),
+            torch.tensor([hvd.rank() == 1, False]),
+            torch.tensor(float(hvd.rank())),
+            rows(hvd.rank(), 40, torch.float16).t(),
             of_host(torch.zeros(0)),
         ]
         results = hvd.grouped_allreduce(tensors, op=ReduceOp.SUM, prescale_factor=1.0)
@@ -185,21 +173,20 @@ def test_groups_of_host_and_device_tensors(world: MakeWorld) -> None:
         hvd.grouped_allreduce_(tensors, op=ReduceOp.MIN)
         assert tensors[4].tolist() == rows(0, 40, torch.float16).t().tolist()
 
-    world().run(body)
+    world().run(body, frontend_of)
 
 
 def test_factors(world: MakeWorld) -> None:
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
-        result = hvd.allreduce(rows(context.rank), op=ReduceOp.SUM, prescale_factor=0.5, postscale_factor=4.0)
+    def body(hvd: Frontend[Any]) -> None:
+        result = hvd.allreduce(rows(hvd.rank()), op=ReduceOp.SUM, prescale_factor=0.5, postscale_factor=4.0)
         assert result.tolist() == (6 * rows(1)).tolist()
         assert hvd.allreduce(torch.tensor([5, -5])).tolist() == [5, -5]
-        kept = rows(context.rank, 4)
+        kept = rows(hvd.rank(), 4)
         part = hvd.reducescatter(kept, op=ReduceOp.SUM, prescale_factor=2.0)
-        assert part.tolist() == (6 * rows(1, 4)).tensor_split(SIZE)[context.rank].tolist()
-        assert kept.tolist() == rows(context.rank, 4).tolist()
+        assert part.tolist() == (6 * rows(1, 4)).tensor_split(SIZE)[hvd.rank()].tolist()
+        assert kept.tolist() == rows(hvd.rank(), 4).tolist()
 
-    world().run(body)
+    world().run(body, frontend_of)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int16], ids=str)
@@ -241,59 +228,55 @@ def test_reducescatter(world: MakeWorld, dtype: torch.dtype) -> None:
 
 
 def test_adasum_goes_by_the_host(world: MakeWorld) -> None:
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> None:
         parallel, orthogonal = torch.full((4,), 2.0), torch.zeros(SIZE)
-        orthogonal[context.rank] = 1.0
+        orthogonal[hvd.rank()] = 1.0
         results = hvd.grouped_allreduce([parallel, orthogonal], op=ReduceOp.ADASUM)
         np.testing.assert_allclose(results[0], parallel)
         np.testing.assert_allclose(results[1], np.ones(SIZE))
         np.testing.assert_allclose(hvd.allreduce(parallel, op=ReduceOp.ADASUM), parallel)
 
-    world().run(body)
+    world().run(body, frontend_of)
 
 
 def test_a_rank_that_has_joined_takes_part_from_host_memory(world: MakeWorld) -> None:
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
-        if context.rank != 1:
-            pair = [rows(context.rank), torch.ones(5)]
+    def body(hvd: Frontend[Any]) -> None:
+        if hvd.rank() != 1:
+            pair = [rows(hvd.rank()), torch.ones(5)]
             results = hvd.grouped_allreduce(pair, op=ReduceOp.SUM)
             assert results[0].tolist() == (rows(0) + rows(2)).tolist()
             assert results[1].tolist() == [2.0] * 5
-            assert hvd.allreduce(rows(context.rank) + 1, op=ReduceOp.MIN).tolist() == (rows(0) + 1).tolist()
+            assert hvd.allreduce(rows(hvd.rank()) + 1, op=ReduceOp.MIN).tolist() == (rows(0) + 1).tolist()
         hvd.join()
 
-    world().run(body)
+    world().run(body, frontend_of)
 
 
 def test_process_sets_have_planes_of_their_own(world: MakeWorld, planes: Planes) -> None:
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> None:
         some = hvd.add_process_set(ProcessSet([0, 2]))
         if some.included():
             assert (
-                hvd.allreduce(rows(context.rank), op=ReduceOp.SUM, process_set=some).tolist()
+                hvd.allreduce(rows(hvd.rank()), op=ReduceOp.SUM, process_set=some).tolist()
                 == (rows(0) + rows(2)).tolist()
             )
         hvd.remove_process_set(some)
         again = hvd.add_process_set(ProcessSet([1, 2]))
         if again.included():
-            hvd.allreduce(rows(context.rank), process_set=again)
+            hvd.allreduce(rows(hvd.rank()), process_set=again)
 
-    world().run(body)
+    world().run(body, frontend_of)
     assert [entry[:2] for entry in sorted(planes.opened)] == [(0, 1), (1, 2), (2, 1), (2, 2)]
 
 
 def test_a_device_on_one_rank_and_none_on_another_is_an_error_everywhere(world: MakeWorld) -> None:
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
-        tensor = rows(0) if context.rank else of_host(rows(0))
+    def body(hvd: Frontend[Any]) -> None:
+        tensor = rows(0) if hvd.rank() else of_host(rows(0))
         with pytest.raises(MismatchError, match=r"device type.*cpu.*cuda"):
             hvd.allreduce(tensor, name="there and here")
         assert hvd.allreduce(rows(0), op=ReduceOp.MAX).tolist() == rows(0).tolist()
 
-    world().run(body)
+    world().run(body, frontend_of)
 
 
 def test_without_planes_there_is_an_error_and_no_wait() -> None:

@@ -13,7 +13,7 @@ from hvdgloo._job.control_plane import ControlPlane
 from hvdgloo._job.elastic import Membership
 from hvdgloo.rendezvous import ElasticClient
 from tests.support.elastic_job import WAIT, ElasticJob, Worker, everywhere
-from tests.support.rendezvous import Task
+from tests.support.threads import Task
 
 POINTS: dict[str, tuple[type, str, bool]] = {
     "before it has asked": (ElasticClient, "next_epoch", False),

@@ -30,7 +30,8 @@ from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.topology import Topology
 from hvdgloo.types import ReduceOp
 from tests.support.elastic_job import ElasticJob, Worker, everywhere
-from tests.support.rendezvous import SECRET, Task, until
+from tests.support.rendezvous import SECRET, until
+from tests.support.threads import Task
 
 
 def resident() -> int:

@@ -15,7 +15,8 @@ from hvdgloo.elastic.loop import Loop
 from hvdgloo.elastic.state import ObjectState, State
 from hvdgloo.errors import BackendError, HorovodInternalError, MismatchError, PeerLostError
 from tests.support.elastic_job import WAIT, ElasticJob, Worker
-from tests.support.rendezvous import Task, until
+from tests.support.rendezvous import until
+from tests.support.threads import Task
 
 
 class Died(BaseException):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,17 +26,11 @@ from hvdgloo.errors import (
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
 from tests.support.arrays import assert_close, assert_same
 from tests.support.selection import extended
-from tests.support.world import World
+from tests.support.threads import at_once
+from tests.support.world import MakeWorld
 
-MakeWorld = Callable[..., World]
 USED_AGAIN = True  # worlds, by the tests that follow
-BACKENDS = (
-    "local",
-    "gloo",
-    "inline",  # tiny tensors take another way
-    "shm",
-    *extended("shm-pipes", "hierarchical", "tree"),
-)
+BACKENDS = ("local", "gloo", "inline", "shm", *extended("shm-pipes", "hierarchical", "tree"))
 SIZE = 3
 ARITHMETIC = [dtype for dtype in DType if dtype is not DType.BOOL]
 
@@ -388,21 +383,11 @@ def test_nonsense_is_refused_at_once(world: MakeWorld, case: str) -> None:
 
 def test_many_threads_submit_at_once(world: MakeWorld) -> None:
     def rank(ctx: Context) -> None:
-        failures: list[BaseException] = []
-
         def body(thread: int) -> None:
-            try:
-                for step in range(20):
-                    assert result(allreduce(ctx, f"{thread}.{step}", np.full(3, 1.0))).tolist() == [SIZE] * 3
-            except BaseException as error:
-                failures.append(error)
+            for step in range(20):
+                assert result(allreduce(ctx, f"{thread}.{step}", np.full(3, 1.0))).tolist() == [SIZE] * 3
 
-        threads = [threading.Thread(target=body, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(15)
-        assert not failures
+        at_once(*(partial(body, thread) for thread in range(4)))
 
     world(SIZE).run(rank)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,14 @@ from hvdgloo._engine.control import Control
 from hvdgloo._engine.handle import Handle
 from hvdgloo._job.context import Context
 from hvdgloo.errors import PeerLostError
-from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import ReduceOp
-from tests.support.world import World
+from tests.support.frameworks import load
+from tests.support.world import MakeWorld
 
-MakeWorld = Callable[..., World]
 BACKENDS = ("inline", "shm")
 LONG = 5.0
 
-
-def frontend_of(context: Context) -> Frontend[Any]:
-    return Frontend(NumpyAdapter(), lambda: context)
+frontend_of = load("numpy").frontend
 
 
 def test_answers_are_found_without_the_control_thread(world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,13 +33,12 @@ def test_answers_are_found_without_the_control_thread(world: MakeWorld, monkeypa
 
     monkeypatch.setattr(Control, "_spin", spin)
 
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         for step in range(20):
-            value = np.full(3, step + context.rank, np.float16)  # of a type that is not offered
+            value = np.full(3, step + frontend.rank(), np.float16)  # of a type that is not offered
             assert frontend.allreduce(value, op=ReduceOp.SUM, name="x").tolist() == [2 * step + 1] * 3
 
-    world(2, spin_time=LONG).run(rank_body)
+    world(2, spin_time=LONG).run(rank_body, frontend_of)
     for rank in (0, 1):
         assert any(found[rank]), found
 
@@ -51,10 +46,9 @@ def test_answers_are_found_without_the_control_thread(world: MakeWorld, monkeypa
 def test_the_control_thread_listens_again_after(world: MakeWorld) -> None:
     late = threading.Event()
 
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         frontend.allreduce(np.ones(3), name="together")
-        if context.rank == 1:
+        if frontend.rank() == 1:
             handle = frontend.allreduce_async(np.ones(3), op=ReduceOp.SUM, name="first here")
             late.set()
         else:
@@ -62,7 +56,7 @@ def test_the_control_thread_listens_again_after(world: MakeWorld) -> None:
             handle = frontend.allreduce_async(np.ones(3), op=ReduceOp.SUM, name="first here")
         assert frontend.synchronize(handle).tolist() == [2, 2, 2]
 
-    world(2, spin_time=LONG).run(rank_body)
+    world(2, spin_time=LONG).run(rank_body, frontend_of)
 
 
 def test_a_peer_that_is_lost_ends_the_search(world: MakeWorld) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,13 @@ from hvdgloo._engine.messages import Request
 from hvdgloo._job.context import Context
 from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec
-from tests.support.arrays import assert_close
+from tests.support.arrays import adasum, assert_close
 from tests.support.selection import extended
-from tests.support.world import World
+from tests.support.threads import at_once
+from tests.support.world import MakeWorld
 
-MakeWorld = Callable[..., World]
 USED_AGAIN = True  # worlds, by the tests that follow
-BACKENDS = (
-    "local",
-    "gloo",
-    "inline",  # tiny tensors take another way
-    "shm",
-    *extended("hierarchical", "tree"),
-)
+BACKENDS = ("local", "gloo", "inline", "shm", *extended("hierarchical", "tree"))
 SIZE = 3
 
 
@@ -140,24 +134,15 @@ class TestSets:
 
         def rank(ctx: Context) -> None:
             numbers = {pair: change_set(ctx, f"set {pair}", pair) for pair in pairs}
-            failures: list[BaseException] = []
 
             def body(pair: tuple[int, int]) -> None:
-                try:
-                    for step in range(25):
-                        # Of all sizes: inline, fused, alone.
-                        for count in (1, 1000, 40_000):
-                            handle = allreduce(ctx, f"t{count}", np.full(count, float(step)), process_set=numbers[pair])
-                            assert result(handle)[-1] == 2.0 * step
-                except BaseException as error:
-                    failures.append(error)
+                for step in range(25):
+                    # Of all sizes: inline, fused, alone.
+                    for count in (1, 1000, 40_000):
+                        handle = allreduce(ctx, f"t{count}", np.full(count, float(step)), process_set=numbers[pair])
+                        assert result(handle)[-1] == 2.0 * step
 
-            threads = [threading.Thread(target=body, args=(pair,)) for pair in pairs if ctx.rank in pair]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert not failures, failures
+            at_once(*(partial(body, pair) for pair in pairs if ctx.rank in pair))
 
         world(SIZE).run(rank)
 
@@ -317,22 +302,11 @@ class TestReducescatter:
 
 
 class TestAdasum:
-    @staticmethod
-    def reference(vectors: list[np.ndarray]) -> np.ndarray:
-        """The definition, pair by pair."""
-        while len(vectors) > 1:
-            combined = []
-            for a, b in zip(vectors[::2], vectors[1::2], strict=False):
-                dot = (a * b).sum()
-                combined.append((1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b)
-            vectors = combined + (vectors[-1:] if len(vectors) % 2 else [])
-        return vectors[0]
-
     @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
     @pytest.mark.parametrize("count", [1, 7, 140_003])
     def test_it_is_the_definition_for_any_number_of_ranks(self, world: MakeWorld, size: int, count: int) -> None:
         inputs = [np.random.default_rng(rank).normal(size=count) for rank in range(size)]
-        expected = self.reference(inputs)
+        expected = adasum(inputs)
 
         def rank(ctx: Context) -> None:
             output = result(allreduce(ctx, "x", inputs[ctx.rank].copy(), op=ReduceOp.ADASUM))
@@ -350,7 +324,7 @@ class TestAdasum:
             request = Request("g", Collective.ALLREDUCE, specs, op=ReduceOp.ADASUM)
             handle = ctx.engine.submit(request, buffers, outputs)
             for i in range(4):
-                assert_close(result(handle, i), self.reference([inputs[r][i] for r in range(SIZE)]))
+                assert_close(result(handle, i), adasum([inputs[r][i] for r in range(SIZE)]))
 
         world(SIZE).run(rank)
 
@@ -371,7 +345,7 @@ class TestAdasum:
     @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32])
     def test_small_types(self, world: MakeWorld, dtype: DType) -> None:
         inputs = [np.random.default_rng(rank).normal(size=300).astype(np.float32) for rank in range(SIZE)]
-        expected = self.reference([array.astype(np.float64) for array in inputs])
+        expected = adasum([array.astype(np.float64) for array in inputs])
 
         def rank(ctx: Context) -> None:
             bfloat16 = dtype is DType.BFLOAT16

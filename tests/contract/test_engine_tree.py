@@ -40,7 +40,7 @@ def test_64_ranks_on_8_hosts_train() -> None:
         last.wait(20)
 
     with World(size, "tree", slots=slots, control_fanin=2) as world:
-        world.run(train, 40)
+        world.run(train, deadline=40)
 
 
 def test_rank_0_s_timeline_shows_when_each_rank_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,10 @@ from hvdgloo.errors import HorovodInternalError, MismatchError
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.numpy._compression import Compression
 from hvdgloo.types import ReduceOp
-from tests.support.world import World
+from tests.support.world import MakeWorld, World
 
 pytestmark = pytest.mark.skipif(gloo_provider("auto") != "torch", reason="torch's Gloo encodes")
 
-MakeWorld = Callable[..., World]
 Arrays = Mapping[str, Any]
 
 RANKS = {"gloo": 2, "hierarchical": 4}

@@ -27,17 +27,10 @@ from hvdgloo.types import DType, ReduceOp, TensorSpec
 from tests.support.arrays import assert_close
 from tests.support.frameworks import Framework
 from tests.support.selection import extended
-from tests.support.world import World
+from tests.support.world import MakeWorld
 
-MakeWorld = Callable[..., World]
 USED_AGAIN = True  # worlds, by the tests that follow
-BACKENDS = (
-    "local",
-    "gloo",
-    "inline",  # tiny tensors take another way
-    "shm",
-    *extended("hierarchical", "tree"),
-)
+BACKENDS = ("local", "gloo", "inline", "shm", *extended("hierarchical", "tree"))
 SIZE = 3
 REDUCTIONS: dict[ReduceOp, Callable[[np.ndarray], np.ndarray]] = {
     ReduceOp.AVERAGE: lambda stack: stack.mean(axis=0),
@@ -144,15 +137,14 @@ def test_factors_apply_before_and_after(world: MakeWorld, framework: Framework, 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (70_001,)], ids=str)
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
 def test_every_shape(world: MakeWorld, framework: Framework, shape: tuple[int, ...], in_place: bool) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
-        tensor = framework.float64(values_of(context.rank, shape))
+    def rank_body(frontend: Frontend[Any]) -> None:
+        tensor = framework.float64(values_of(frontend.rank(), shape))
         tensor = framework.writable(tensor) if in_place else tensor
         result = (frontend.allreduce_ if in_place else frontend.allreduce)(tensor, op=ReduceOp.SUM)
         assert (result is tensor) == in_place
         same(framework, result, stacked(SIZE, shape).sum(axis=0), DType.FLOAT64)
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 VIEWS: dict[str, Callable[[Any], Any]] = {
@@ -170,26 +162,24 @@ def test_tensors_need_not_be_contiguous(world: MakeWorld, framework: Framework, 
     if not framework.has_views:
         pytest.skip(f"{framework.name} has no views: what is taken from a tensor is a tensor of its own")
 
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
-        whole = framework.float64(values_of(context.rank, (4, 6)))
+    def rank_body(frontend: Frontend[Any]) -> None:
+        whole = framework.float64(values_of(frontend.rank(), (4, 6)))
         part = take(whole)
         result = (frontend.allreduce_ if in_place else frontend.allreduce)(part, op=ReduceOp.SUM)
         expected = take(stacked(SIZE, (4, 6)).sum(axis=0))
         same(framework, result, expected, DType.FLOAT64)
-        kept = values_of(context.rank, (4, 6))
+        kept = values_of(frontend.rank(), (4, 6))
         if in_place:
             take(kept)[...] = expected
         same(framework, whole, kept, DType.FLOAT64)
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 def test_handles_of_asynchronous_calls(world: MakeWorld, framework: Framework) -> None:
     everyone_polled = threading.Barrier(SIZE)
 
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         new = frontend.allreduce_async(framework.float64([1.0]), op=ReduceOp.SUM)
         tensor = framework.writable(framework.float64([2.0]))
         call = frontend.allreduce_async_ if framework.writes else frontend.allreduce_async
@@ -201,7 +191,7 @@ def test_handles_of_asynchronous_calls(world: MakeWorld, framework: Framework) -
         assert (result is tensor) == framework.writes
         assert framework.array(result).tolist() == [2 * SIZE]
 
-        late = frontend.allreduce_async(framework.float64([3.0]), name="late") if context.rank else None
+        late = frontend.allreduce_async(framework.float64([3.0]), name="late") if frontend.rank() else None
         if late is not None:
             assert not frontend.poll(late)
         everyone_polled.wait(10)
@@ -215,7 +205,7 @@ def test_handles_of_asynchronous_calls(world: MakeWorld, framework: Framework) -
             with pytest.raises(ValueError, match="no pending operation"):
                 frontend.poll(finished)
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
@@ -226,9 +216,8 @@ def test_groups_mix_shapes_and_types(
     members = [((2, 3), DType.FLOAT32), ((), DType.INT64), ((0, 4), DType.FLOAT64), ((7,), DType.FLOAT32)]
     members += [((3,), DType.INT64), ((2, 2), DType.FLOAT64), ((5,), DType.FLOAT16), ((1,), DType.FLOAT16)]
 
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
-        tensors = [framework.tensor(values_of(context.rank, shape), dtype) for shape, dtype in members]
+    def rank_body(frontend: Frontend[Any]) -> None:
+        tensors = [framework.tensor(values_of(frontend.rank(), shape), dtype) for shape, dtype in members]
         tensors = [framework.writable(tensor) for tensor in tensors] if in_place else tensors
         call = getattr(frontend, "grouped_allreduce" + "_async" * asynchronous + "_" * in_place)
         results = call(tensors, op=ReduceOp.MAX, name="group")
@@ -239,7 +228,7 @@ def test_groups_mix_shapes_and_types(
             assert (result is tensor) == in_place
             same(framework, result, stacked(SIZE, shape).max(axis=0), dtype)
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 def test_an_empty_group_sends_nothing(world: MakeWorld, framework: Framework) -> None:
@@ -254,8 +243,7 @@ def test_fp16_compression_sends_half_and_returns_the_type(world: MakeWorld, fram
     third = 1 / 3 if dtype.is_floating else 3
     as_sent = float(np.float16(third)) if dtype.is_floating else third
 
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         for call in (
             lambda t: frontend.allreduce(t, compression=framework.compression.fp16),
             lambda t: frontend.grouped_allreduce([t], compression=framework.compression.fp16)[0],
@@ -264,7 +252,7 @@ def test_fp16_compression_sends_half_and_returns_the_type(world: MakeWorld, fram
             assert framework.adapter.describe(result).dtype is dtype
             assert framework.array(result).astype(float)[0] == pytest.approx(as_sent, rel=1e-6)
 
-    world(2).run(rank_body)
+    world(2).run(rank_body, framework.frontend)
 
 
 @pytest.mark.parametrize("compressor", ["fp16", "bf16"])
@@ -294,14 +282,13 @@ def test_allgather_concatenates_rows(
     framework.tensor(0, dtype)
     parts = [values_of(rank, (count, 2)) % 2 for rank, count in enumerate(rows)]
 
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
-        tensor = framework.tensor(parts[context.rank], dtype)
+    def rank_body(frontend: Frontend[Any]) -> None:
+        tensor = framework.tensor(parts[frontend.rank()], dtype)
         same(framework, frontend.allgather(tensor), np.concatenate(parts), dtype)
         handle = frontend.allgather_async(tensor, name="again")
         same(framework, frontend.synchronize(handle), np.concatenate(parts), dtype)
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 @pytest.mark.parametrize("dtype", list(DType), ids=str)
@@ -310,9 +297,8 @@ def test_broadcast_sends_the_roots_values(world: MakeWorld, framework: Framework
     framework.tensor(0, dtype)
     expected = values_of(root, (3, 2)) % 2
 
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
-        own = values_of(context.rank, (3, 2)) % 2
+    def rank_body(frontend: Frontend[Any]) -> None:
+        own = values_of(frontend.rank(), (3, 2)) % 2
         tensor = framework.tensor(own, dtype)
         same(framework, frontend.broadcast(tensor, root), expected, dtype)
         same(framework, frontend.synchronize(frontend.broadcast_async(tensor, root)), expected, dtype)
@@ -328,7 +314,7 @@ def test_broadcast_sends_the_roots_values(world: MakeWorld, framework: Framework
         assert frontend.synchronize(frontend.broadcast_async_(column, root)) is column
         same(framework, column, expected[:, 1], dtype)
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 def test_no_rank_passes_a_barrier_alone(world: MakeWorld, framework: Framework) -> None:
@@ -351,31 +337,29 @@ def test_no_rank_passes_a_barrier_alone(world: MakeWorld, framework: Framework) 
 
 
 def test_names_match_calls_in_any_order(world: MakeWorld, framework: Framework) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
-        order = [(context.rank + i) % 4 for i in range(4)]
+    def rank_body(frontend: Frontend[Any]) -> None:
+        order = [(frontend.rank() + i) % 4 for i in range(4)]
         handles = {
-            i: frontend.allreduce_async(framework.float64([10.0 * i + context.rank]), name=f"x{i}", op=ReduceOp.MAX)
+            i: frontend.allreduce_async(framework.float64([10.0 * i + frontend.rank()]), name=f"x{i}", op=ReduceOp.MAX)
             for i in order
         }
         for i in reversed(order):
             assert framework.array(frontend.synchronize(handles[i])).tolist() == [10 * i + SIZE - 1]
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 def test_automatic_names_count_per_operation(world: MakeWorld, framework: Framework) -> None:
     """A rank that interleaves operations differently still matches: each kind has a counter of its own."""
 
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         calls = [
             lambda: frontend.allreduce_async(framework.float64([1.0]), op=ReduceOp.SUM),
             lambda: frontend.allgather_async(framework.float64([2.0])),
-            lambda: frontend.broadcast_async(framework.float64([float(context.rank)]), 1),
+            lambda: frontend.broadcast_async(framework.float64([float(frontend.rank())]), 1),
             lambda: frontend.grouped_allreduce_async([framework.float64([4.0])], op=ReduceOp.SUM),
         ]
-        order = [(context.rank + i) % 4 for i in range(4)]
+        order = [(frontend.rank() + i) % 4 for i in range(4)]
         handles = {i: calls[i]() for i in order}
         results = {i: frontend.synchronize(handle) for i, handle in handles.items()}
         assert framework.array(results[0]).tolist() == [SIZE]
@@ -383,7 +367,7 @@ def test_automatic_names_count_per_operation(world: MakeWorld, framework: Framew
         assert framework.array(results[2]).tolist() == [1.0]
         assert framework.array(results[3][0]).tolist() == [4.0 * SIZE]
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 def test_full_names(world: MakeWorld, framework: Framework) -> None:
@@ -440,16 +424,15 @@ def scalar_like(frontend: Frontend[Any], tensor: Any) -> Any:
 def test_a_wrong_call_is_a_value_error_here_alone(
     world: MakeWorld, framework: Framework, call: Callable[[Frontend[Any], Any], Any], text: str
 ) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
-        if context.rank == 0:
+    def rank_body(frontend: Frontend[Any]) -> None:
+        if frontend.rank() == 0:
             with pytest.raises(InvalidArgumentError, match=text) as caught:
                 call(frontend, framework.float64([1.0]))
             assert isinstance(caught.value, ValueError)
         # The other rank does not wait for it, and both go on.
         assert framework.array(frontend.allreduce(framework.float64([1.0]), op=ReduceOp.SUM, name="after")) == [2.0]
 
-    world(2).run(rank_body)
+    world(2).run(rank_body, framework.frontend)
 
 
 def test_average_of_booleans_is_refused(world: MakeWorld, framework: Framework) -> None:
@@ -494,16 +477,15 @@ def test_strings_are_refused_as_strings(world: MakeWorld, framework: Framework) 
 
 
 def test_nothing_is_broadcast_if_a_part_of_it_cannot_be(world: MakeWorld, framework: Framework) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
-        weight = framework.writable(framework.float64([context.rank + 1.0]))
+    def rank_body(frontend: Frontend[Any]) -> None:
+        weight = framework.writable(framework.float64([frontend.rank() + 1.0]))
         with pytest.raises(ValueError, match=r"^phases: expected "):
             frontend.broadcast_all([("weight", weight), ("phases", "not a tensor")], 1, in_place=framework.writes)
-        assert framework.array(weight).tolist() == [context.rank + 1.0]
+        assert framework.array(weight).tolist() == [frontend.rank() + 1.0]
         (result,) = frontend.broadcast_all([("weight", weight)], 1, in_place=framework.writes)
         assert framework.array(result).tolist() == [2.0]
 
-    world(2).run(rank_body)
+    world(2).run(rank_body, framework.frontend)
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -516,21 +498,19 @@ def test_average_alone_is_deprecated(world: MakeWorld, framework: Framework, ave
 
 
 def test_a_disagreement_is_an_error_on_every_rank_and_the_job_goes_on(world: MakeWorld, framework: Framework) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
-        handle = frontend.allreduce_async(framework.float64([0.0] * (1 + context.rank)), name="x")
+    def rank_body(frontend: Frontend[Any]) -> None:
+        handle = frontend.allreduce_async(framework.float64([0.0] * (1 + frontend.rank())), name="x")
         with pytest.raises(HorovodInternalError, match="x") as caught:
             frontend.synchronize(handle)
         assert isinstance(caught.value, MismatchError)
         assert frontend.synchronize(handle) is None
         assert framework.array(frontend.allreduce(framework.float64([4.0]), name="x")).tolist() == [4.0]
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 def test_ranks_that_disagree_about_the_kind_of_collective(world: MakeWorld, framework: Framework) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         tensor = framework.float64([1.0, 2.0])
         kinds: list[Callable[[], Any]] = [
             lambda: frontend.allgather(tensor, name="x"),
@@ -539,9 +519,9 @@ def test_ranks_that_disagree_about_the_kind_of_collective(world: MakeWorld, fram
         ]
         for _ in range(2):  # the second time, the operations are known
             with pytest.raises(MismatchError, match="x: ranks disagree about the kind of collective: allgather on"):
-                kinds[context.rank]()
+                kinds[frontend.rank()]()
             with pytest.raises(MismatchError, match="kind of collective: allgather on rank 0; broadcast on ranks 1, 2"):
-                kinds[min(context.rank, 1)]()
+                kinds[min(frontend.rank(), 1)]()
             for kind in kinds:  # the job goes on, and one name may stand for one operation of each kind
                 kind()
             handles = [frontend.allgather_async(tensor, name="x"), frontend.broadcast_async(tensor, 0, name="x")]
@@ -549,9 +529,9 @@ def test_ranks_that_disagree_about_the_kind_of_collective(world: MakeWorld, fram
                 frontend.synchronize(handle)
             # Different tensors, one kind: another mismatch.
             with pytest.raises(MismatchError, match="dtype"):
-                frontend.allgather(framework.tensor([1], DType.INT32 if context.rank else DType.INT64), name="x")
+                frontend.allgather(framework.tensor([1], DType.INT32 if frontend.rank() else DType.INT64), name="x")
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 def test_without_a_context(framework: Framework) -> None:
@@ -584,9 +564,8 @@ def test_after_shutdown(world: MakeWorld, framework: Framework) -> None:
 
 
 def test_who_and_where(world: MakeWorld, framework: Framework) -> None:
-    def rank_body(context: Context) -> tuple[int, ...]:
-        f = framework.frontend(context)
+    def rank_body(f: Frontend[Any]) -> tuple[int, ...]:
         assert f.is_homogeneous()
         return f.rank(), f.size(), f.local_rank(), f.local_size(), f.cross_rank(), f.cross_size()
 
-    assert world(SIZE).run(rank_body) == [(rank, SIZE, rank, SIZE, 0, 1) for rank in range(SIZE)]
+    assert world(SIZE).run(rank_body, framework.frontend) == [(rank, SIZE, rank, SIZE, 0, 1) for rank in range(SIZE)]

@@ -19,9 +19,8 @@ from hvdgloo.errors import InvalidArgumentError
 from hvdgloo.types import Collective, ReduceOp
 from tests.support.arrays import assert_close
 from tests.support.frameworks import Framework
-from tests.support.world import World
+from tests.support.world import MakeWorld
 
-MakeWorld = Callable[..., World]
 USED_AGAIN = True  # worlds, by the tests that follow
 SIZE = 3
 INPUTS = np.array([[1.0, -2.0, 3.0, 0.0], [1.0, 5.0, -3.0, 2.0], [4.0, 5.0, 0.5, 0.0]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,15 @@ import pytest
 
 from hvdgloo._backends.base import Backend, Work
 from hvdgloo._collectives import objects
+from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.naming import names_of
 from hvdgloo._collectives.process_sets import ProcessSet
 from hvdgloo._job.context import Context
 from hvdgloo.errors import AuthenticationError, HorovodInternalError, InvalidArgumentError
 from hvdgloo.types import Buffer
 from tests.support.frameworks import Framework
-from tests.support.world import World
+from tests.support.world import MakeWorld
 
-MakeWorld = Callable[..., World]
 USED_AGAIN = True  # worlds, by the tests that follow
 SIZE = 3
 OBJECTS: list[Any] = [
@@ -48,51 +47,48 @@ def test_broadcast_object(world: MakeWorld, framework: Framework, obj: Any, root
 
 
 def test_allgather_object_is_in_rank_order(world: MakeWorld, framework: Framework) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
-        result = objects.allgather_object(frontend, [context.rank] * (1000 * context.rank), name="lists")
+    def rank_body(frontend: Frontend[Any]) -> None:
+        result = objects.allgather_object(frontend, [frontend.rank()] * (1000 * frontend.rank()), name="lists")
         assert result == [[rank] * (1000 * rank) for rank in range(SIZE)]
-        assert objects.allgather_object(frontend, None if context.rank else "first") == ["first", None, None]
+        assert objects.allgather_object(frontend, None if frontend.rank() else "first") == ["first", None, None]
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 def test_objects_within_a_process_set(world: MakeWorld, framework: Framework) -> None:
     def generator() -> Any:
         yield 1
 
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         last = frontend.add_process_set(ProcessSet([1, 2]))
-        if context.rank == 0:
+        if frontend.rank() == 0:
             return
-        mine = f"rank {context.rank}"
+        mine = f"rank {frontend.rank()}"
         assert objects.allgather_object(frontend, mine, process_set=last) == ["rank 1", "rank 2"]
         assert objects.broadcast_object(frontend, mine, 2, process_set=last) == "rank 2"
-        with pytest.raises(TypeError if context.rank == 2 else HorovodInternalError, match="pickle") as caught:
-            objects.allgather_object(frontend, generator() if context.rank == 2 else 1, process_set=last)
-        assert context.rank == 2 or "rank 2 could not pickle" in str(caught.value)
+        with pytest.raises(TypeError if frontend.rank() == 2 else HorovodInternalError, match="pickle") as caught:
+            objects.allgather_object(frontend, generator() if frontend.rank() == 2 else 1, process_set=last)
+        assert frontend.rank() == 2 or "rank 2 could not pickle" in str(caught.value)
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 def test_an_object_that_cannot_be_pickled_is_an_error_everywhere(world: MakeWorld, framework: Framework) -> None:
     def generator() -> Any:
         yield 1
 
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
-        mine = generator() if context.rank == 1 else 1
+    def rank_body(frontend: Frontend[Any]) -> None:
+        mine = generator() if frontend.rank() == 1 else 1
         for call in (
             lambda: objects.broadcast_object(frontend, mine, 1),
             lambda: objects.allgather_object(frontend, mine),
         ):
-            expected = TypeError if context.rank == 1 else HorovodInternalError
+            expected = TypeError if frontend.rank() == 1 else HorovodInternalError
             with pytest.raises(expected, match="pickle"):
                 call()
-        assert objects.allgather_object(frontend, context.rank) == list(range(SIZE))
+        assert objects.allgather_object(frontend, frontend.rank()) == list(range(SIZE))
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 def test_a_wrong_root(world: MakeWorld, framework: Framework) -> None:
@@ -135,15 +131,14 @@ def test_a_forged_object_is_not_unpickled(world: MakeWorld, framework: Framework
     forged = pickle.dumps(_Trap())
     tampered = world(2, wrap=lambda rank, inner: _Tampering(inner, forged) if rank == 1 else inner)
 
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
-        if context.rank == 0:
+    def rank_body(frontend: Frontend[Any]) -> None:
+        if frontend.rank() == 0:
             objects.broadcast_object(frontend, b"x" * 1000, 0)
         else:
             with pytest.raises(AuthenticationError, match="not unpickled"):
                 objects.broadcast_object(frontend, None, 0)
 
-    tampered.run(rank_body)
+    tampered.run(rank_body, framework.frontend)
     assert opened == []
 
 

@@ -19,9 +19,9 @@ from hvdgloo.types import DType, ReduceOp
 from tests.support.arrays import assert_close
 from tests.support.frameworks import Framework
 from tests.support.interrupting import Line, at_each_line, interrupted_at
-from tests.support.world import World
+from tests.support.threads import Task
+from tests.support.world import MakeWorld
 
-MakeWorld = Callable[..., World]
 USED_AGAIN = True  # worlds, by the tests that follow
 SIZE = 3
 MEAN = (SIZE - 1) / 2
@@ -133,14 +133,13 @@ def test_other_reductions(world: MakeWorld, framework: Framework, op: ReduceOp) 
 
 
 def test_predivision_keeps_float16_sums_finite(world: MakeWorld, framework: Framework) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = framework.frontend(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         # Three times 40,000 overflows float16; divided by 4 before the sum, it does not.
         reducer = GradientReducer(frontend, predivide_factor=4.0)
         reducer.ready("w", framework.writable(framework.tensor([40_000.0, 8.0], DType.FLOAT16)))
         assert_close(framework.array(reducer.wait()["w"]), [40_000, 8], rtol=1e-3)
 
-    world(SIZE).run(rank_body)
+    world(SIZE).run(rank_body, framework.frontend)
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "new"])
@@ -208,8 +207,7 @@ def test_waiting_again_after_ctrl_c_returns_all_of_it(world: MakeWorld, framewor
         return reducers[rank]
 
     def trial(line: Line) -> None:
-        other = threading.Thread(target=lambda: begin(1).wait(), daemon=True)
-        other.start()
+        other = Task(lambda: begin(1).wait())
         reducer = begin(0)
         results: list[dict[str, Any]] = []
         interrupted_at(line, lambda: results.append(reducer.wait()))
@@ -220,8 +218,7 @@ def test_waiting_again_after_ctrl_c_returns_all_of_it(world: MakeWorld, framewor
         assert reducer.wait() == {}  # nothing is left that a repeated step would send a second time
         if results:  # or they were on the way to the caller
             assert [framework.array(results[0][f"w{i}"]).tolist() for i in range(3)] == [[i + 0.5, i] for i in range(3)]
-        other.join(10)
-        assert not other.is_alive()
+        other.result(10)
 
     at_each_line(trial, 5)
 

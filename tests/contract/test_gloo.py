@@ -11,42 +11,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 from hvdgloo._backends import kernels, pygloo
-from hvdgloo._backends.base import Backend, Work
+from hvdgloo._backends.base import Backend
 from hvdgloo._backends.select import gloo_backend
 from hvdgloo.errors import BackendError, ConnectError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer, DType, ReduceOp
+from tests.support.backends import Ranks, finish
 
-T = TypeVar("T")
 SIZE = 3
 # The limits of both: elements on either side of where torch's begins and ends to send to all at once, and pieces end.
 COUNTS = [7, 8, 1000, (1 << 19) // 8 // SIZE, (1 << 19) // 8 // SIZE + 1, pygloo.PIECE // 8, pygloo.PIECE // 8 * 4 + 1]
 
 
-class Ranks:
-    """Backends of one set, and what they do at once."""
-
-    def __init__(self, provider: str) -> None:
-        self._pool = ThreadPoolExecutor(SIZE)
-        store = MemoryStore()
-
-        def connect(rank: int) -> Backend:
-            return gloo_backend(provider, store, "test/", rank, SIZE, "127.0.0.1", 10)
-
-        self.backends = self.run(connect)
-
-    def run(self, function: Callable[[int], T]) -> list[T]:
-        return list(self._pool.map(function, range(SIZE), timeout=15))
-
-    def close(self) -> None:
-        for backend in self.backends:
-            backend.close()
+def connected(provider: str) -> Ranks[Backend]:
+    store = MemoryStore()
+    return Ranks(SIZE, lambda rank: gloo_backend(provider, store, "test/", rank, SIZE, "127.0.0.1", 10))
 
 
 @pytest.fixture(scope="module", params=["torch", "pygloo"])
@@ -57,16 +42,9 @@ def provider(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def ranks(provider: str) -> Iterator[Ranks]:
-    made = Ranks(provider)
-    yield made
-    made.close()
-
-
-def finish(work: Work) -> None:
-    deadline = time.monotonic() + 10
-    while not work.completes_within(0.2):
-        assert time.monotonic() < deadline
+def ranks(provider: str) -> Iterator[Ranks[Backend]]:
+    with closing(connected(provider)) as made:
+        yield made
 
 
 def values(rank: int, count: int, dtype: DType) -> np.ndarray:
@@ -81,7 +59,7 @@ def values(rank: int, count: int, dtype: DType) -> np.ndarray:
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT], ids=lambda op: op.name)
 @pytest.mark.parametrize("dtype", list(DType), ids=str)
-def test_every_type_and_operation(ranks: Ranks, dtype: DType, op: ReduceOp) -> None:
+def test_every_type_and_operation(ranks: Ranks[Backend], dtype: DType, op: ReduceOp) -> None:
     def rank(place: int) -> None:
         for count in (1, 70, 1000):
             array = values(place, count, dtype)
@@ -95,7 +73,9 @@ def test_every_type_and_operation(ranks: Ranks, dtype: DType, op: ReduceOp) -> N
 @pytest.mark.parametrize("count", [9, 400_000])
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX], ids=lambda op: op.name)
 @pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.is_floating], ids=str)
-def test_nan_wins_on_every_rank_and_in_every_place(ranks: Ranks, dtype: DType, op: ReduceOp, count: int) -> None:
+def test_nan_wins_on_every_rank_and_in_every_place(
+    ranks: Ranks[Backend], dtype: DType, op: ReduceOp, count: int
+) -> None:
     """Gloo compares with < and >, which lose a NaN in one of the operands; which one it is depends on the block."""
 
     def floats(rank: int) -> np.ndarray:
@@ -115,7 +95,7 @@ def test_nan_wins_on_every_rank_and_in_every_place(ranks: Ranks, dtype: DType, o
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_on_both_sides_of_the_limits(ranks: Ranks, count: int) -> None:
+def test_on_both_sides_of_the_limits(ranks: Ranks[Backend], count: int) -> None:
     def rank(place: int) -> None:
         array = values(place, count, DType.FLOAT64)
         finish(ranks.backends[place].allreduce(Buffer.of_array(array), ReduceOp.SUM))
@@ -127,7 +107,7 @@ def test_on_both_sides_of_the_limits(ranks: Ranks, count: int) -> None:
 @pytest.mark.parametrize(
     "counts", [(100, 100, 100), (0, 1, 900), (5, 0, 0), (30_000, 1, 0), (600_000,) * 3, (2, 600_000, 9)], ids=str
 )
-def test_gathered_rows_may_be_of_any_number(ranks: Ranks, counts: tuple[int, ...]) -> None:
+def test_gathered_rows_may_be_of_any_number(ranks: Ranks[Backend], counts: tuple[int, ...]) -> None:
     def rank(place: int) -> None:
         own, whole = values(place, counts[place], DType.FLOAT64), np.zeros(sum(counts))
         nbytes = [8 * count for count in counts]
@@ -142,7 +122,7 @@ BLOCKS = [(0, 0, 0), (1, 5, 700), (0, 600_000, 3)]
 
 
 @pytest.mark.parametrize("counts", BLOCKS, ids=str)
-def test_blocks_of_any_size_are_exchanged(ranks: Ranks, counts: tuple[int, ...]) -> None:
+def test_blocks_of_any_size_are_exchanged(ranks: Ranks[Backend], counts: tuple[int, ...]) -> None:
     sent = [[counts[(source + target) % SIZE] for target in range(SIZE)] for source in range(SIZE)]
 
     def rank(place: int) -> None:
@@ -158,7 +138,7 @@ def test_blocks_of_any_size_are_exchanged(ranks: Ranks, counts: tuple[int, ...])
 
 
 @pytest.mark.parametrize("counts", [(4, 4, 4), (0, 9, 1), (600_000, 0, 5)], ids=str)
-def test_sums_are_scattered_in_order_of_ranks(ranks: Ranks, counts: tuple[int, ...]) -> None:
+def test_sums_are_scattered_in_order_of_ranks(ranks: Ranks[Backend], counts: tuple[int, ...]) -> None:
     arrays = [np.random.default_rng(rank).normal(size=sum(counts)).astype(np.float32) for rank in range(SIZE)]
     expected = (arrays[0] + arrays[1]) + arrays[2]
 
@@ -174,7 +154,7 @@ def test_sums_are_scattered_in_order_of_ranks(ranks: Ranks, counts: tuple[int, .
 
 
 @pytest.mark.parametrize("count", [1, 1000, pygloo.PIECE + 5])
-def test_a_broadcast_leaves_its_root_as_it_was(ranks: Ranks, count: int) -> None:
+def test_a_broadcast_leaves_its_root_as_it_was(ranks: Ranks[Backend], count: int) -> None:
     def rank(place: int) -> None:
         for root in range(SIZE):
             array = np.full(count, place + 1, np.uint8)
@@ -184,7 +164,7 @@ def test_a_broadcast_leaves_its_root_as_it_was(ranks: Ranks, count: int) -> None
     ranks.run(rank)
 
 
-def test_operations_end_in_any_order(ranks: Ranks) -> None:
+def test_operations_end_in_any_order(ranks: Ranks[Backend]) -> None:
     def rank(place: int) -> None:
         backend = ranks.backends[place]
         arrays = [np.full(count, place + 1.0) for count in (1_000_000, 3, 700_000)]
@@ -196,7 +176,7 @@ def test_operations_end_in_any_order(ranks: Ranks) -> None:
     ranks.run(rank)
 
 
-def test_small_sums_are_the_same_bits_on_all_ranks_in_order_of_ranks(ranks: Ranks, provider: str) -> None:
+def test_small_sums_are_the_same_bits_on_all_ranks_in_order_of_ranks(ranks: Ranks[Backend], provider: str) -> None:
     if provider == "pygloo":
         pytest.skip("its sums go round a ring, whatever their size")
     arrays = [np.random.default_rng(rank).normal(size=500).astype(np.float32) for rank in range(SIZE)]
@@ -207,7 +187,7 @@ def test_small_sums_are_the_same_bits_on_all_ranks_in_order_of_ranks(ranks: Rank
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-4])
-def test_a_wait_of_no_time_ends(ranks: Ranks, seconds: float) -> None:
+def test_a_wait_of_no_time_ends(ranks: Ranks[Backend], seconds: float) -> None:
     """To torch no milliseconds mean that there is no deadline, and what is shorter than one counts as none."""
     array = np.ones(1000)
     work = ranks.backends[0].allreduce(Buffer.of_array(array), ReduceOp.SUM)
@@ -224,7 +204,7 @@ def test_a_wait_of_no_time_ends(ranks: Ranks, seconds: float) -> None:
 
 
 def test_a_late_rank_is_waited_for_and_an_abort_ends_the_wait(provider: str) -> None:
-    ranks = Ranks(provider)
+    ranks = connected(provider)
     array = np.ones(100)
     work = ranks.backends[0].allreduce(Buffer.of_array(array), ReduceOp.SUM)
     assert not work.completes_within(0.05)

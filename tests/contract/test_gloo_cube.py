@@ -9,10 +9,8 @@ import math
 import os
 import resource
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -27,9 +25,10 @@ pytest.importorskip("torch", reason="pygloo's groups are always connected in ful
 
 from hvdgloo._backends import cube, gloo
 from hvdgloo._backends.gloo import GlooBackend
+from tests.support.backends import Ranks, check_alltoall, check_broadcast, check_rows, finish
 from tests.support.launching import wait_for
-
-T = TypeVar("T")
+from tests.support.threads import Task
+from tests.support.world import closed_later
 
 
 class CountingStore(MemoryStore):
@@ -49,20 +48,23 @@ class CountingStore(MemoryStore):
         return values
 
 
-class Ranks:
-    """Backends of one set, and what they do at once."""
+class Measured(Ranks[GlooBackend]):
+    """Ranks whose sockets and threads are counted."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self._pool = ThreadPoolExecutor(size)
         self.store = CountingStore()
-        started = threading.Barrier(size)
-        self.run(lambda rank: started.wait(10))  # a pool starts no thread while one is idle
-        # An earlier test's, whose groups may still be on their way to their end.
+        # A pool starts no thread while one is idle. Besides its threads there are an earlier test's, whose groups may
+        # still be on their way to their end.
+        started = threading.Barrier(size, self._count)
+
+        def connect(rank: int) -> GlooBackend:
+            started.wait(10)
+            return GlooBackend(self.store, "test/", rank, size, "127.0.0.1", 20, secret=b"secret")
+
+        super().__init__(size, connect)
+
+    def _count(self) -> None:
         self._sockets_before, self._threads_before = sockets(), threads()
-        self.backends = self.run(
-            lambda rank: GlooBackend(self.store, "test/", rank, size, "127.0.0.1", 20, secret=b"secret")
-        )
 
     @property
     def sockets(self) -> float:
@@ -74,18 +76,9 @@ class Ranks:
         """Of a rank, on average, besides its own."""
         return len(threads() - self._threads_before) / self.size
 
-    def run(self, function: Callable[[int], T]) -> list[T]:
-        """On all ranks at once, on threads of their own."""
-        return list(self._pool.map(function, range(self.size), timeout=45))
-
     def abandon(self, place: int) -> None:
         """One of them is in an operation that does not end."""
         self.backends.pop(place).abandon()
-
-    def close(self) -> None:
-        for backend in self.backends:
-            backend.close()
-        self._pool.shutdown()
 
 
 def sockets() -> set[str]:
@@ -99,12 +92,6 @@ def sockets() -> set[str]:
 
 def threads() -> set[str]:
     return set(os.listdir("/proc/self/task"))
-
-
-def finish(work: Work, timeout: float = 30) -> None:
-    deadline = time.monotonic() + timeout
-    while not work.completes_within(0.2):
-        assert time.monotonic() < deadline
 
 
 def is_stuck(work: Work) -> bool:
@@ -123,26 +110,16 @@ def is_stuck(work: Work) -> bool:
 
 
 @pytest.fixture
-def connected() -> Iterator[Callable[[int], Ranks]]:
+def connected() -> Iterator[Callable[[int], Measured]]:
     """Makes groups, which are closed in the end."""
-    made: list[Ranks] = []
-
-    def make(size: int) -> Ranks:
-        made.append(Ranks(size))
-        return made[-1]
-
-    yield make
-    for ranks in made:
-        ranks.close()
+    with closed_later(Measured) as make:
+        yield make
 
 
-def use_everything(ranks: Ranks) -> None:
+def use_everything(ranks: Measured) -> None:
     """Every collective but alltoall, small and large; results are checked."""
     size = ranks.size
     counts = [(5 * rank) % 7 for rank in range(size)]
-    nbytes = [8 * count for count in counts]
-    whole = np.concatenate([np.arange(count) + 100.0 * rank for rank, count in enumerate(counts)])
-    blocks = np.split(whole, np.cumsum(counts)[:-1])
 
     def rank(place: int) -> None:
         backend = ranks.backends[place]
@@ -152,34 +129,21 @@ def use_everything(ranks: Ranks) -> None:
             np.testing.assert_array_equal(array, np.arange(count) * float(size) + sum(range(size)))
         for root in range(size):
             for count in (3, 9000):
-                told = np.full(count, place + 1.0)
-                finish(backend.broadcast(Buffer.of_array(told), root))
-                assert (told == root + 1).all()
-        gathered, part = np.zeros(whole.size), np.zeros(counts[place])
-        finish(backend.allgather(Buffer.of_array(blocks[place].copy()), Buffer.of_array(gathered), nbytes))
-        np.testing.assert_array_equal(gathered, whole)
-        finish(backend.reducescatter(Buffer.of_array(gathered), Buffer.of_array(part), nbytes, ReduceOp.SUM))
-        np.testing.assert_array_equal(part, size * blocks[place])
+                check_broadcast(backend, place, root, count)
+        check_rows(backend, place, counts)
 
     ranks.run(rank)
 
 
-def exchange(ranks: Ranks) -> None:
+def exchange(ranks: Measured) -> None:
     """An alltoall; its result is checked."""
-    eights = [8] * ranks.size
-
-    def rank(place: int) -> None:
-        sent, received = np.arange(ranks.size) + 100 * place, np.zeros(ranks.size, np.int64)
-        finish(ranks.backends[place].alltoall(Buffer.of_array(sent), Buffer.of_array(received), eights, eights))
-        assert received.tolist() == [100 * source + place for source in range(ranks.size)]
-
-    ranks.run(rank)
+    ranks.run(lambda place: check_alltoall(ranks.backends[place], place, ranks.size))
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("size", range(2, 10))
 def test_all_collectives_among_any_number_of_hosts(
-    connected: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch, size: int
+    connected: Callable[[int], Measured], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(gloo, "FEW_RANKS", 1)
     monkeypatch.setattr(cube, "BYTES_PER_STEP", 1 << 16)  # so that pairs on a corner take part, too
@@ -192,7 +156,7 @@ def test_all_collectives_among_any_number_of_hosts(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("size", [6, 8, 9, 16])
-def test_a_rank_has_few_sockets_until_all_call_alltoall(connected: Callable[[int], Ranks], size: int) -> None:
+def test_a_rank_has_few_sockets_until_all_call_alltoall(connected: Callable[[int], Measured], size: int) -> None:
     ranks = connected(size)
     use_everything(ranks)
     assert ranks.sockets <= math.log2(size) + 3
@@ -214,7 +178,7 @@ def few_descriptors(monkeypatch: pytest.MonkeyPatch, hard: int) -> list[int]:
 
 @pytest.mark.parametrize(("hard", "raised"), [(20, 20), (4096, 10 + 3 + 256)])
 def test_the_first_alltoall_raises_the_limit_on_open_files_or_says_so(
-    connected: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch, hard: int, raised: int
+    connected: Callable[[int], Measured], monkeypatch: pytest.MonkeyPatch, hard: int, raised: int
 ) -> None:
     """Gloo accepts connections in a thread of its own, where an error for want of a descriptor would go unnoticed."""
     ranks = connected(8)
@@ -234,14 +198,14 @@ def test_the_first_alltoall_raises_the_limit_on_open_files_or_says_so(
 
 
 def test_too_few_descriptors_for_neighbours_are_told_at_the_start(
-    connected: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+    connected: Callable[[int], Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few_descriptors(monkeypatch, 20)
     with pytest.raises(ConnectError, match=r"rank 0 of a Gloo group needs \d more open files .*`ulimit -n 270`"):
         connected(6)
 
 
-def test_a_rank_reads_its_neighbours_addresses_and_no_others(connected: Callable[[int], Ranks]) -> None:
+def test_a_rank_reads_its_neighbours_addresses_and_no_others(connected: Callable[[int], Measured]) -> None:
     few, many = connected(8), connected(32)
     one = few.store.nbytes / 8 / len(few.backends[0]._cube.neighbours)  # type: ignore[union-attr]
     assert many.store.nbytes / 32 <= 8 * one  # 5 more corners away than 3, and the results of all for rank 0
@@ -250,7 +214,7 @@ def test_a_rank_reads_its_neighbours_addresses_and_no_others(connected: Callable
 
 
 @pytest.mark.parametrize("count", [20, 3000], ids=["whole", "in slices"])
-def test_sums_are_the_same_bits_on_all_ranks_and_in_every_run(connected: Callable[[int], Ranks], count: int) -> None:
+def test_sums_are_the_same_bits_on_all_ranks_and_in_every_run(connected: Callable[[int], Measured], count: int) -> None:
     arrays = [np.random.default_rng(rank).normal(size=count).astype(np.float32) for rank in range(6)]
     results = set()
     for _ in range(2):
@@ -267,7 +231,7 @@ def test_sums_are_the_same_bits_on_all_ranks_and_in_every_run(connected: Callabl
     np.testing.assert_allclose(given[0], sum(arrays), rtol=1e-5, atol=1e-5)
 
 
-def test_operations_of_all_kinds_end_in_any_order(connected: Callable[[int], Ranks]) -> None:
+def test_operations_of_all_kinds_end_in_any_order(connected: Callable[[int], Measured]) -> None:
     """One after another through the cube, and beside that round the ring."""
     ranks = connected(6)
 
@@ -283,7 +247,7 @@ def test_operations_of_all_kinds_end_in_any_order(connected: Callable[[int], Ran
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 0.05])
-def test_a_wait_that_ends_early_breaks_nothing(connected: Callable[[int], Ranks], seconds: float) -> None:
+def test_a_wait_that_ends_early_breaks_nothing(connected: Callable[[int], Measured], seconds: float) -> None:
     """A wait of Gloo's own for a receive closes all connections when it ends early."""
     ranks = connected(6)
     arrays = [np.ones(100) for _ in range(6)]
@@ -301,7 +265,7 @@ def test_a_wait_that_ends_early_breaks_nothing(connected: Callable[[int], Ranks]
 @pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.UINT8], ids=str)
 @pytest.mark.parametrize("count", [100, 50_000], ids=["whole", "in slices"])
 def test_a_lost_neighbour_ends_an_operation_in_the_middle_and_all_after_it(
-    connected: Callable[[int], Ranks], dtype: DType, count: int
+    connected: Callable[[int], Measured], dtype: DType, count: int
 ) -> None:
     """Failures are known at once, and final when no transport touches the memory any more, which an abort brings."""
     ranks = connected(8)
@@ -328,7 +292,7 @@ def test_a_lost_neighbour_ends_an_operation_in_the_middle_and_all_after_it(
         finish(aborted.allreduce(Buffer.of_array(arrays[0]), ReduceOp.SUM))
 
 
-def test_an_abort_ends_the_first_alltoall_for_which_a_rank_does_not_come(connected: Callable[[int], Ranks]) -> None:
+def test_an_abort_ends_the_first_alltoall_for_which_a_rank_does_not_come(connected: Callable[[int], Measured]) -> None:
     ranks = connected(8)
     before = ranks.sockets
     eights = [8] * 8
@@ -349,7 +313,7 @@ def test_an_abort_ends_the_first_alltoall_for_which_a_rank_does_not_come(connect
 
 
 def test_who_is_no_neighbour_proves_to_know_the_secret_before_the_first_alltoall(
-    connected: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+    connected: Callable[[int], Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = connected(8)
     stranger = ranks.backends[3]
@@ -402,7 +366,7 @@ def test_a_group_that_was_not_connected_leaves_no_thread_behind() -> None:
         assert not thread.is_alive()
 
 
-def test_the_garbage_collector_does_not_wait_for_what_is_under_way(connected: Callable[[int], Ranks]) -> None:
+def test_the_garbage_collector_does_not_wait_for_what_is_under_way(connected: Callable[[int], Measured]) -> None:
     """Gloo's destructor waits for it, and an error's traceback refers to the group long after it has been closed."""
     ranks = connected(2)
     first, second = ranks.backends
@@ -412,10 +376,7 @@ def test_the_garbage_collector_does_not_wait_for_what_is_under_way(connected: Ca
     refers.append(refers)
     first.close()
     del refers
-    collector = threading.Thread(target=gc.collect, daemon=True)
-    collector.start()
-    collector.join(10)
-    assert not collector.is_alive()
+    Task(gc.collect).result()
     second.abort()
     with pytest.raises(BackendError):
         finish(work)

@@ -18,7 +18,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import Tensor  # noqa: E402
 
 from hvdgloo._backends import gpu  # noqa: E402
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
@@ -30,6 +29,7 @@ from hvdgloo._job.observing import _Rank  # noqa: E402
 from hvdgloo.errors import HorovodInternalError, InvalidArgumentError  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
+from tests.support.frameworks import load  # noqa: E402
 from tests.support.gpus import (  # noqa: E402
     AS_THEY_ARE,
     GpuTensor,
@@ -42,6 +42,7 @@ from tests.support.gpus import (  # noqa: E402
 )
 from tests.support.gpus.machine import POISON  # noqa: E402
 from tests.support.gpus.worlds import world  # noqa: E402
+from tests.support.threads import Task  # noqa: E402
 
 SIZE = 2  # ranks, unless a test says otherwise
 SCHEDULES = [("late", 0), ("any", 1)]
@@ -59,8 +60,7 @@ def late() -> Iterator[Simulated]:
         yield made
 
 
-def frontend_of(context: Context) -> Frontend[Tensor]:
-    return Frontend(TorchAdapter(), lambda: context)
+frontend_of = load("torch").frontend
 
 
 def rows(rank: int, count: int = 2, device: int = 0) -> GpuTensor:
@@ -170,12 +170,9 @@ class TestTheSimulation:
         device = torch.device("cuda", 0)
         gpu.use_own_stream(device)
         mine = late.current(device)
-        theirs = []
-        thread = threading.Thread(target=lambda: theirs.append(late.current(device)))
-        thread.start()
-        thread.join(5)
-        assert theirs == [late.machine.default_stream(0)]
-        assert theirs != [mine]
+        theirs = Task(lambda: late.current(device)).result()
+        assert theirs == late.machine.default_stream(0)
+        assert theirs != mine
 
     def test_gradients_are_computed_there(self, gpus: Simulated) -> None:
         weight = torch.nn.Parameter(on_gpu(torch.full((3, 2), 2.0)))
@@ -260,59 +257,55 @@ def test_observers_learn_each_ranks_gpu_and_why_its_tensors_travel_as_they_do(gp
 
 
 def test_a_collective_comes_after_the_stream_that_made_its_tensor(gpus: Simulated) -> None:
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> None:
         side = gpus.machine.new_stream(0)
         with gpus.machine.on_stream(side):
-            tensor = rows(context.rank)
+            tensor = rows(hvd.rank())
             handle = hvd.allreduce_async_(tensor, op=ReduceOp.SUM)
             assert hvd.synchronize(handle).tolist() == total()
 
     with world(gpus) as made:
-        made.run(body)
+        made.run(body, frontend_of)
 
 
 def test_memory_of_what_is_not_waited_for_is_kept(gpus: Simulated) -> None:
     """The program lets go of a tensor right after handing it over; its memory is the next that it gets."""
 
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> None:
         handles = []
         for _ in range(4):
-            handles.append(hvd.allreduce_async(rows(context.rank), op=ReduceOp.SUM))
+            handles.append(hvd.allreduce_async(rows(hvd.rank()), op=ReduceOp.SUM))
             gpu.empty((2, 3), torch.float32, torch.device("cuda", 0)).fill_(7)
         assert [hvd.synchronize(handle).tolist() for handle in handles] == [total()] * 4
 
     with world(gpus) as made:
-        made.run(body)
+        made.run(body, frontend_of)
 
 
 @pytest.mark.parametrize("completion", ["host", "stream"])
 def test_results_that_the_engine_has_allocated_outlive_their_last_use(late: Simulated, completion: str) -> None:
     """Their memory belongs to the engine's stream, which does not know what the program's still reads."""
 
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> None:
         sums = []
         for number in range(3):
-            gathered = hvd.allgather(rows(context.rank))
+            gathered = hvd.allgather(rows(hvd.rank()))
             sums.append(gathered + number)
             del gathered
         whole = torch.cat([torch.tensor(rows(rank).tolist()) for rank in range(SIZE)])
         assert [each.tolist() for each in sums] == [(whole + number).tolist() for number in range(3)]
 
     with world(late, gpu_completion=completion) as made:
-        made.run(body)
+        made.run(body, frontend_of)
 
 
 def test_sets_on_two_gpus_of_one_process_wait_each_on_its_own(gpus: Simulated) -> None:
     """3.8: the current GPU of the data thread is none of these."""
 
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> None:
         sets = [hvd.add_process_set(ProcessSet(ranks)) for ranks in ([0, 1], [0, 2])]
         ours = {number: each for number, each in enumerate(sets) if each.included()}
-        tensors = {number: rows(min(context.rank, 1), device=1 + number) for number in ours}
+        tensors = {number: rows(min(hvd.rank(), 1), device=1 + number) for number in ours}
         handles = {}
         for number, tensor in tensors.items():
             tensor += number
@@ -323,15 +316,14 @@ def test_sets_on_two_gpus_of_one_process_wait_each_on_its_own(gpus: Simulated) -
             assert (result - 2 * number).tolist() == total()
 
     with world(gpus, 3) as made:
-        made.run(body)
+        made.run(body, frontend_of)
 
 
 def test_a_capture_is_refused_in_a_sentence(late: Simulated) -> None:
     """3.9"""
 
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
-        tensor = rows(context.rank)
+    def body(hvd: Frontend[Any]) -> None:
+        tensor = rows(hvd.rank())
         late.capturing.add(late.current(tensor.device))
         with pytest.raises(InvalidArgumentError, match=r"cannot be captured into a CUDA graph"):
             hvd.allreduce(tensor, name="captured")
@@ -339,16 +331,15 @@ def test_a_capture_is_refused_in_a_sentence(late: Simulated) -> None:
         assert hvd.allreduce(tensor, op=ReduceOp.SUM).tolist() == total()
 
     with world(late) as made:
-        made.run(body)
+        made.run(body, frontend_of)
 
 
 def test_a_program_captures_while_a_collective_is_under_way(late: Simulated) -> None:
     """The data thread looks for events all the time, which CUDA forbids while others capture unless it says that it
     knows what it does."""
 
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
-        tensor = rows(context.rank)
+    def body(hvd: Frontend[Any]) -> None:
+        tensor = rows(hvd.rank())
         stream = late.machine.new_stream(tensor.device.index)
         handle = hvd.allreduce_async(tensor, op=ReduceOp.SUM)
         late.capturing.add(stream)
@@ -356,7 +347,7 @@ def test_a_program_captures_while_a_collective_is_under_way(late: Simulated) -> 
         late.capturing.discard(stream)
 
     with world(late) as made:
-        made.run(body)
+        made.run(body, frontend_of)
 
 
 def test_what_the_program_has_queued_delays_no_connection(late: Simulated) -> None:
@@ -403,10 +394,9 @@ class TestCompletion:
     def test_buckets_start_without_waiting_for_earlier_ones(self, late: Simulated, completion: str) -> None:
         started = threading.Barrier(SIZE)
 
-        def body(context: Context) -> None:
-            hvd = frontend_of(context)
+        def body(hvd: Frontend[Any]) -> None:
             hvd.allreduce(rows(0))  # the group is connected
-            tensors = [on_gpu(torch.full((LARGE,), float(n + context.rank))) for n in range(6)]
+            tensors = [on_gpu(torch.full((LARGE,), float(n + hvd.rank()))) for n in range(6)]
             before = late.nccl.submitted
             started.wait(10)
             late.machine.schedule.is_paused = True
@@ -418,20 +408,19 @@ class TestCompletion:
                 assert hvd.synchronize(handle)[:2].tolist() == [2.0 * n + 1] * 2
 
         with world(late, gpu_completion=completion, fusion_threshold=4 * LARGE) as made:
-            made.run(body)
+            made.run(body, frontend_of)
 
     def test_small_ones_wait_and_are_fused(self, late: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(executor, "_FUSING_SECONDS", 60.0)  # however slow this machine is
         meeting = threading.Barrier(SIZE)
 
-        def body(context: Context) -> None:
-            hvd = frontend_of(context)
+        def body(hvd: Frontend[Any]) -> None:
             hvd.allreduce(rows(0))
             meeting.wait(10)
             before = late.nccl.submitted
             late.machine.schedule.is_paused = True
             meeting.wait(10)
-            handles = [hvd.allreduce_async(rows(context.rank), op=ReduceOp.SUM) for _ in range(40)]
+            handles = [hvd.allreduce_async(rows(hvd.rank()), op=ReduceOp.SUM) for _ in range(40)]
             meeting.wait(10)
             late.machine.schedule.is_paused = False
             assert [hvd.synchronize(handle).tolist() for handle in handles] == [total()] * 40
@@ -439,31 +428,29 @@ class TestCompletion:
             assert late.nccl.submitted < before + 10 * SIZE
 
         with world(late) as made:
-            made.run(body)
+            made.run(body, frontend_of)
 
     def test_small_ones_wait_for_a_moment_only(self, late: Simulated) -> None:
         meeting = threading.Barrier(SIZE)
 
-        def body(context: Context) -> None:
-            hvd = frontend_of(context)
+        def body(hvd: Frontend[Any]) -> None:
             hvd.allreduce(rows(0))
             meeting.wait(10)
             before = late.nccl.submitted
             late.machine.schedule.is_paused = True
             meeting.wait(10)
             for number in range(1, 6):
-                hvd.allreduce_async(rows(context.rank), op=ReduceOp.SUM)
+                hvd.allreduce_async(rows(hvd.rank()), op=ReduceOp.SUM)
                 until(lambda number=number: late.nccl.submitted >= before + number * SIZE)  # type: ignore[misc]
             meeting.wait(10)
             late.machine.schedule.is_paused = False
 
         with world(late) as made:
-            made.run(body)
+            made.run(body, frontend_of)
 
     @pytest.mark.parametrize("count", [1, 5])
     def test_a_collective_of_the_host_waits_for_no_gpu(self, late: Simulated, count: int) -> None:
-        def body(context: Context) -> None:
-            hvd = frontend_of(context)
+        def body(hvd: Frontend[Any]) -> None:
             hvd.allreduce(rows(0), name="first")
             together.wait(10)
             late.machine.schedule.is_paused = True
@@ -478,18 +465,17 @@ class TestCompletion:
 
         together = threading.Barrier(SIZE)
         with world(late, operation_timeout=10) as made:
-            made.run(body)
+            made.run(body, frontend_of)
 
     def test_what_follows_is_queued_behind_a_result(self, gpus: Simulated) -> None:
         """Nothing is waited for on the host, in any step; each step's kernels come after its collective."""
 
-        def body(context: Context) -> None:
-            hvd = frontend_of(context)
+        def body(hvd: Frontend[Any]) -> None:
             weight, gradient = on_gpu(torch.zeros(LARGE)), on_gpu(torch.zeros(LARGE))
             hvd.allreduce(gradient)
             waits = gpus.machine.waits
             for step in range(5):
-                gradient.copy_(weight + context.rank + step)
+                gradient.copy_(weight + hvd.rank() + step)
                 hvd.allreduce_(gradient, op=ReduceOp.SUM, name="gradient")
                 weight += gradient
             fresh = [hvd.allreduce(weight, name="fresh") for _ in range(3)]
@@ -501,7 +487,7 @@ class TestCompletion:
             assert [result[:1].tolist() for result in fresh] == [[expected]] * 3
 
         with world(gpus, gpu_completion="stream") as made:
-            made.run(body)
+            made.run(body, frontend_of)
 
     def test_a_lost_peer_is_noticed_by_a_later_operation(self, late: Simulated) -> None:
         def body(context: Context) -> None:
@@ -560,19 +546,18 @@ class TestAborted:
     def test_a_gpu_that_needs_a_second_to_end_what_was_aborted_leaves_nothing_behind(self, late: Simulated) -> None:
         late.nccl.faults.hangs_after_abort.update(range(SIZE))
 
-        def body(context: Context) -> None:
-            hvd = frontend_of(context)
+        def body(hvd: Frontend[Any]) -> None:
             hvd.allreduce(rows(0), name="first")
             late.nccl.faults.lost.add(1)
             handle = hvd.allreduce_async_(on_gpu(torch.ones(LARGE)), name="lost")
             until(lambda: all(group.is_aborted for group in late.nccl.groups))
-            if context.rank == 0:
+            if hvd.rank() == 0:
                 threading.Timer(1.0, late.nccl.faults.hangs_after_abort.clear).start()
             with pytest.raises(HorovodInternalError):
                 hvd.synchronize(handle)
 
         with world(late, operation_timeout=1.0) as made:
-            made.run(body)
+            made.run(body, frontend_of)
         assert not executor._kept
         assert all(group.is_shut_down for group in late.nccl.groups)
 
@@ -580,8 +565,7 @@ class TestAborted:
         """Averaging and unpacking are queued behind it, and still write what the program owns."""
         left: list[str] = []
 
-        def body(context: Context) -> None:
-            hvd = frontend_of(context)
+        def body(hvd: Frontend[Any]) -> None:
             hvd.allreduce(rows(0), name="first")
             tensors = [on_gpu(torch.ones(LARGE)) for _ in range(2)]
 
@@ -597,7 +581,7 @@ class TestAborted:
                 hvd.synchronize(handle)
 
         with world(late, operation_timeout=1.0) as made:
-            made.run(body)
+            made.run(body, frontend_of)
         assert left == []
 
     @pytest.mark.parametrize("completion", ["host", "stream"])

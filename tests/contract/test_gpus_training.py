@@ -225,7 +225,7 @@ def test_at_most_eight_submissions_in_a_step_of_resnet_50(late: Simulated, monke
             submitted.append(late.nccl.submitted - before)
 
     with world(late, gradient_bucket=int((25 << 20) * share), operation_timeout=30.0) as made:
-        made.run(body, 60)
+        made.run(body, deadline=60)
     assert max(submitted[SIZE:]) <= 8 * SIZE
     assert len(set(submitted[SIZE:])) == 1
 

@@ -4,26 +4,23 @@ threads, of which some are told that they are on other hosts."""
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from hvdgloo._backends.base import Backend, Encoding, Work, has_ended
+from hvdgloo._backends.base import Backend, Encoding, has_ended
 from hvdgloo._backends.hierarchical import HierarchicalBackend
 from hvdgloo._backends.select import Planes, gloo_provider, plane_settings
 from hvdgloo.config import Config
 from hvdgloo.errors import BackendError, ConnectError, RendezvousError
 from hvdgloo.rendezvous import MemoryStore
-from hvdgloo.topology import Host, Topology, Worker
 from hvdgloo.types import Buffer, ReduceOp, WireFormat
+from tests.support.backends import Ranks, check_alltoall, check_broadcast, check_rows, finish
 from tests.support.selection import extended
-from tests.support.world import SECRET
+from tests.support.topologies import on_hosts
+from tests.support.world import SECRET, closed_later
 
 pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="hosts need Gloo, and that needs torch or pygloo")
 
@@ -31,7 +28,7 @@ SLICED, WHOLE = 1, 1 << 60
 """Thresholds with which everything is cut into slices for all ranks of a host, and nothing."""
 
 
-class Hosts:
+class Hosts(Ranks[Backend]):
     """A backend for each rank.
 
     Args:
@@ -41,56 +38,27 @@ class Hosts:
     """
 
     def __init__(self, sizes: Sequence[int], threshold: int, identities: Sequence[str] = ()) -> None:
-        self.size = sum(sizes)
-        self._pool = ThreadPoolExecutor(self.size)
-        identities = identities or [f"identity {host}" for host in range(len(sizes))]
-        hosts = tuple(Host(f"h{host}", identity) for host, identity in enumerate(identities))
-        places = [(host, place) for host, count in enumerate(sizes) for place in range(count)]
-        workers = tuple(
-            Worker(rank, host, place, os.getpid(), "127.0.0.1", 0) for rank, (host, place) in enumerate(places)
-        )
+        size = sum(sizes)
         config = Config(
             secret=SECRET,
             connect_timeout=20.0,
             hierarchical_threshold=threshold,
             hierarchical_distribution_threshold=threshold,
         )
-        topology, store = Topology(0, hosts, workers), MemoryStore()
+        topology, store = on_hosts(*sizes, identities=identities), MemoryStore()
 
         def open_planes(rank: int) -> Backend:
             planes = Planes(config, plane_settings(config), topology, rank, store, "test/", "127.0.0.1")
-            return planes.open(0, range(self.size))
+            return planes.open(0, range(size))
 
-        self.backends = self.run(open_planes)
-
-    def run(self, function: Callable[[int], Any]) -> list[Any]:
-        """On all ranks at once."""
-        return list(self._pool.map(function, range(self.size), timeout=45))
-
-    def close(self) -> None:
-        for backend in self.backends:
-            backend.close()
-        self._pool.shutdown()
+        super().__init__(size, open_planes)
 
 
 @pytest.fixture
 def hosts() -> Iterator[Callable[..., Hosts]]:
     """Makes hosts, whose ranks are closed in the end."""
-    made: list[Hosts] = []
-
-    def make(*arguments: Any) -> Hosts:
-        made.append(Hosts(*arguments))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def finish(work: Work) -> None:
-    deadline = time.monotonic() + 30
-    while not work.completes_within(0.2):
-        assert time.monotonic() < deadline
+    with closed_later(Hosts) as make:
+        yield make
 
 
 def use_everything(made: Hosts, count: int) -> None:
@@ -101,9 +69,6 @@ def use_everything(made: Hosts, count: int) -> None:
     """
     size = made.size
     rows = [count * ((rank % 3) + 1) // size for rank in range(size)]
-    nbytes = [8 * number for number in rows]
-    whole = np.concatenate([np.arange(number) + 1000.0 * rank for rank, number in enumerate(rows)])
-    blocks = np.split(whole, np.cumsum(rows)[:-1])
 
     def rank(place: int) -> None:
         backend = made.backends[place]
@@ -112,18 +77,9 @@ def use_everything(made: Hosts, count: int) -> None:
             finish(backend.allreduce(Buffer.of_array(array), op))
             assert (array == expected).all()
         for root in range(size):
-            told = np.full(count, place + 1.0)
-            finish(backend.broadcast(Buffer.of_array(told), root))
-            assert (told == root + 1).all()
-        gathered, part = np.zeros(whole.size), np.zeros(rows[place])
-        finish(backend.allgather(Buffer.of_array(blocks[place].copy()), Buffer.of_array(gathered), nbytes))
-        np.testing.assert_array_equal(gathered, whole)
-        finish(backend.reducescatter(Buffer.of_array(gathered), Buffer.of_array(part), nbytes, ReduceOp.SUM))
-        np.testing.assert_array_equal(part, size * blocks[place])
-        eights = [8] * size
-        sent, received = np.arange(size) + 100 * place, np.zeros(size, np.int64)
-        finish(backend.alltoall(Buffer.of_array(sent), Buffer.of_array(received), eights, eights))
-        assert received.tolist() == [100 * source + place for source in range(size)]
+            check_broadcast(backend, place, root, count)
+        check_rows(backend, place, rows)
+        check_alltoall(backend, place, size)
 
     made.run(rank)
 
@@ -218,12 +174,7 @@ def test_if_one_host_cannot_share_memory_all_ranks_use_gloo(
 
 def test_ranks_are_told_what_has_kept_their_host_s_leader_from_the_other_hosts() -> None:
     """They wait for its word longer than it waits for the other host, whose rank has died."""
-    topology, store = Topology.local(3, pid=7), MemoryStore()
-    topology = Topology(
-        0,
-        (Host("h0", "identity 0"), Host("h1", "identity 1")),
-        tuple(replace(worker, host=worker.rank // 2, local_rank=worker.rank % 2) for worker in topology.workers),
-    )
+    topology, store = on_hosts(2, 1, pid=7), MemoryStore()
     config = Config(secret=SECRET, connect_timeout=1.0)
 
     def failure(rank: int) -> BaseException | None:

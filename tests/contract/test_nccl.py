@@ -28,13 +28,15 @@ from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.config import Config  # noqa: E402
 from hvdgloo.errors import BackendError, HorovodInternalError, RendezvousError  # noqa: E402
 from hvdgloo.rendezvous import MemoryStore  # noqa: E402
-from hvdgloo.topology import Host, Topology, Worker  # noqa: E402
 from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
 from tests.support.environment import entries, seen_by_c  # noqa: E402
+from tests.support.frameworks import load  # noqa: E402
 from tests.support.gpus import Simulated, on_gpu, simulated  # noqa: E402
 from tests.support.gpus.worlds import planes  # noqa: E402
+from tests.support.threads import Task  # noqa: E402
+from tests.support.topologies import on_hosts  # noqa: E402
 from tests.support.world import World  # noqa: E402
 
 SIZE = 3
@@ -46,8 +48,7 @@ def gpus() -> Iterator[Simulated]:
         yield made
 
 
-def frontend_of(context: Context) -> Frontend[Any]:
-    return Frontend(TorchAdapter(), lambda: context)
+frontend_of = load("torch").frontend
 
 
 class Calls:
@@ -73,35 +74,33 @@ class Calls:
 def test_an_even_reducescatter_is_nccl_s_own(gpus: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.uint32, torch.uint64, torch.bool]
 
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> None:
         hvd.allreduce(on_gpu(torch.ones(1)), name="connects")
         hvd.barrier()
-        if context.rank == 0:
+        if hvd.rank() == 0:
             calls.append(Calls(gpus, monkeypatch))
         hvd.barrier()
         for kind in kinds:
-            rows = (torch.arange(6).reshape(6, 1) + 10 * context.rank).to(kind)
-            expected = (3 * torch.arange(6) + 30).to(kind)[2 * context.rank : 2 * context.rank + 2]
+            rows = (torch.arange(6).reshape(6, 1) + 10 * hvd.rank()).to(kind)
+            expected = (3 * torch.arange(6) + 30).to(kind)[2 * hvd.rank() : 2 * hvd.rank() + 2]
             assert hvd.reducescatter(on_gpu(rows), op=ReduceOp.SUM).flatten().tolist() == expected.tolist(), kind
 
     calls: list[Calls] = []
     with World(SIZE, open_device=planes()) as world:
-        world.run(body)
+        world.run(body, frontend_of)
     assert calls[0].made == ["reducescatter"] * SIZE * len(kinds)
 
 
 @pytest.mark.skipif(gloo_provider("auto") != "torch", reason="torch's Gloo encodes")
 def test_gradients_that_nccl_would_have_to_encode_end_the_job_with_the_remedy(gpus: Simulated) -> None:
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> None:
         assert hvd.allreduce(on_gpu(torch.ones(300)), op=ReduceOp.SUM).tolist() == [2.0] * 300
         reason = r"w cannot cross between hosts as int8: CUDA tensors travel over NCCL here.*--gpu-operations gloo"
         with pytest.raises(HorovodInternalError, match=reason):
             hvd.allreduce(on_gpu(torch.ones(300)), name="w", compression=Compression.int8)
 
     with World(2, "gloo", open_device=planes(), wire_threshold=0) as world:
-        world.run(body)
+        world.run(body, frontend_of)
 
 
 @pytest.mark.skipif(gloo_provider("auto") != "torch", reason="torch's Gloo encodes")
@@ -158,11 +157,10 @@ def test_an_uneven_allgather_is_a_group_of_broadcasts_and_one_kernel_unpacks_a_b
 
 
 def test_a_bucket_is_packed_and_unpacked_by_one_kernel_each(gpus: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> None:
         hvd.allreduce(on_gpu(torch.ones(1)), name="connects")
         hvd.barrier()
-        if context.rank == 0:
+        if hvd.rank() == 0:
             calls.append(Calls(gpus, monkeypatch))
         hvd.barrier()
         for index, result in enumerate(
@@ -172,7 +170,7 @@ def test_a_bucket_is_packed_and_unpacked_by_one_kernel_each(gpus: Simulated, mon
 
     calls: list[Calls] = []
     with World(SIZE, open_device=planes()) as world:
-        world.run(body)
+        world.run(body, frontend_of)
     assert sorted(calls[0].made) == sorted(["fuse", "allreduce", "scatter"] * SIZE)
 
 
@@ -234,8 +232,7 @@ def test_a_rank_that_dies_while_nccl_connects_frees_the_others(gpus: Simulated, 
 def test_a_collective_that_needs_other_connections_has_a_deadline(gpus: Simulated) -> None:
     """From version 2.22 on, NCCL connects ranks when it first needs to."""
 
-    def body(context: Context) -> float:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> float:
         assert hvd.allreduce(on_gpu(torch.ones(2)), op=ReduceOp.SUM).tolist() == [3.0, 3.0]
         hvd.barrier()
         gpus.nccl.faults.begins_never["alltoall"] = {0, 1, 2}
@@ -245,7 +242,7 @@ def test_a_collective_that_needs_other_connections_has_a_deadline(gpus: Simulate
         return time.monotonic() - begin
 
     with World(SIZE, open_device=planes(CONNECT_TIMEOUT)) as world:
-        took = world.run(body)
+        took = world.run(body, frontend_of)
     assert max(took) < CONNECT_TIMEOUT + MARGIN
 
 
@@ -422,8 +419,7 @@ def test_handles_resolve_even_if_the_data_thread_is_stuck_in_nccl(
 
 
 def test_nccl_s_own_error_reaches_the_user_within_a_second(gpus: Simulated) -> None:
-    def body(context: Context) -> float:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> float:
         hvd.allreduce(on_gpu(torch.ones(2)), name="x")
         hvd.barrier()
         gpus.nccl.faults.lost.add(0)  # no collective ends any more
@@ -435,7 +431,7 @@ def test_nccl_s_own_error_reaches_the_user_within_a_second(gpus: Simulated) -> N
         return time.monotonic() - begin
 
     with World(SIZE, open_device=planes()) as world:
-        took = world.run(body)
+        took = world.run(body, frontend_of)
     assert max(took) < 1.0
 
 
@@ -465,8 +461,7 @@ def test_an_aborted_operation_uses_its_memory_until_its_gpu_has_ended_it(gpus: S
 def test_the_deadline_counts_from_when_the_data_are_ready(gpus: Simulated) -> None:
     """The program has given its GPU much to do before, which is no failure of the network's."""
 
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
+    def body(hvd: Frontend[Any]) -> None:
         hvd.allreduce(on_gpu(torch.ones(2)), name="x")
         hvd.barrier()
         tensor = on_gpu(torch.ones(2))
@@ -480,7 +475,7 @@ def test_the_deadline_counts_from_when_the_data_are_ready(gpus: Simulated) -> No
         assert hvd.synchronize(handle).tolist() == [1.0, 1.0]
 
     with World(SIZE, open_device=planes(), operation_timeout=0.8) as world:
-        world.run(body)
+        world.run(body, frontend_of)
 
 
 # Joining.
@@ -497,15 +492,14 @@ def test_a_joined_rank_s_control_thread_touches_no_gpu(gpus: Simulated, monkeypa
 
         monkeypatch.setattr(gpu, name, noting)
 
-    def body(context: Context) -> None:
-        hvd = frontend_of(context)
-        if context.rank:
+    def body(hvd: Frontend[Any]) -> None:
+        if hvd.rank():
             for _ in range(3):
                 assert hvd.allreduce(on_gpu(torch.ones(3)), op=ReduceOp.SUM, name="late").tolist() == [2.0] * 3
         hvd.join()
 
     with World(SIZE, "gloo", open_device=planes()) as world:  # whose operations may be begun on any thread
-        world.run(body)
+        world.run(body, frontend_of)
     assert "hvdgloo-data-0" in touched
     assert not [name for name in touched if "control" in name or name == "rank-0"]
 
@@ -629,12 +623,9 @@ def test_connecting_neither_adds_nor_removes_variables_which_other_threads_may_b
     for name in HOSTILE:
         monkeypatch.delenv(name, raising=False)
     config = Config()
-    topology = Topology(0, (Host("h0", "identity 0"),), (Worker(0, 0, 0, 1, "127.0.0.1", 0),))
-    Planes(config, plane_settings(config), topology, 0, MemoryStore(), "", "127.0.0.1")
+    Planes(config, plane_settings(config), on_hosts(1), 0, MemoryStore(), "", "127.0.0.1")
     counts.append(len(entries()))
-    thread = threading.Thread(target=lambda: gpu.nccl_group(None, 0, 1))
-    thread.start()
-    thread.join(10)
+    Task(lambda: gpu.nccl_group(None, 0, 1)).result()
     assert counts[0] == counts[1]
     assert len(counts) == 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,15 @@ from hvdgloo._job.single_rank import open_single_rank
 from hvdgloo._observe.counters import Counters
 from hvdgloo.config import Config
 from hvdgloo.errors import InvalidArgumentError, MismatchError
-from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import Metrics, PlaneMetrics
 from tests.support import world as world_module
-from tests.support.frameworks import Framework
+from tests.support.frameworks import Framework, load
 from tests.support.rendezvous import until
-from tests.support.world import World
+from tests.support.world import MakeWorld, World
 
-MakeWorld = Callable[..., World]
 DEADLINE = 30.0
 
-
-def frontend_of(context: Context) -> Frontend[np.ndarray]:
-    return Frontend(NumpyAdapter(), lambda: context)
+frontend_of = load("numpy").frontend
 
 
 def test_what_is_exchanged_is_counted_by_plane(world: MakeWorld, backend: str) -> None:
@@ -63,7 +59,7 @@ def test_what_is_exchanged_is_counted_by_plane(world: MakeWorld, backend: str) -
         assert metrics.memory > 1 << 20
 
 
-def test_tiny_tensors_and_barriers_go_with_the_agreement(ranks: Callable[..., World]) -> None:
+def test_tiny_tensors_and_barriers_go_with_the_agreement(ranks: MakeWorld) -> None:
     def rank_body(context: Context) -> Metrics:
         hvd = frontend_of(context)
         hvd.allreduce(np.ones(2, np.float32), name="x")
@@ -75,7 +71,7 @@ def test_tiny_tensors_and_barriers_go_with_the_agreement(ranks: Callable[..., Wo
         assert (agreement.operations, agreement.bytes) == (2, 8)
 
 
-def test_process_sets_are_counted_apart_and_shown_with_their_planes(ranks: Callable[..., World]) -> None:
+def test_process_sets_are_counted_apart_and_shown_with_their_planes(ranks: MakeWorld) -> None:
     def rank_body(context: Context) -> tuple[Any, Any]:
         hvd = frontend_of(context)
         pair = ProcessSet([0, 1])
@@ -143,7 +139,7 @@ def test_it_is_known_who_made_the_others_wait_and_how_long(control: str, slots: 
             assert metrics.step_waiting + metrics.step_communicating <= metrics.step_seconds
 
 
-def test_what_others_wait_for_is_known_on_rank_0(ranks: Callable[..., World]) -> None:
+def test_what_others_wait_for_is_known_on_rank_0(ranks: MakeWorld) -> None:
     made = ranks(3)
     contexts = made.contexts
     hvd = [frontend_of(context) for context in contexts]
@@ -168,7 +164,7 @@ def test_what_others_wait_for_is_known_on_rank_0(ranks: Callable[..., World]) ->
     assert subject.oldest_pending() == ("", 0.0)
 
 
-def test_a_stall_is_noted_and_so_is_its_end(ranks: Callable[..., World]) -> None:
+def test_a_stall_is_noted_and_so_is_its_end(ranks: MakeWorld) -> None:
     made = ranks(2, stall_warning_time=0.2)
     hvd = [frontend_of(context) for context in made.contexts]
     counters = made.contexts[0].engine.counters
@@ -193,7 +189,7 @@ def test_a_stall_is_noted_and_so_is_its_end(ranks: Callable[..., World]) -> None
     assert kinds()[0] == "stall"
 
 
-def test_a_trace_ordered_while_another_is_written_is_refused(ranks: Callable[..., World], tmp_path: Path) -> None:
+def test_a_trace_ordered_while_another_is_written_is_refused(ranks: MakeWorld, tmp_path: Path) -> None:
     (context,) = ranks(1).contexts
     subject = _Rank(context.config, context.engine, 0.0)
     assert subject.start_trace(str(tmp_path / "a.json"))
@@ -204,9 +200,7 @@ def test_a_trace_ordered_while_another_is_written_is_refused(ranks: Callable[...
     assert (tmp_path / "a.json").exists()
 
 
-def test_a_trace_that_is_asked_for_and_the_programs_own_are_both_whole(
-    ranks: Callable[..., World], tmp_path: Path
-) -> None:
+def test_a_trace_that_is_asked_for_and_the_programs_own_are_both_whole(ranks: MakeWorld, tmp_path: Path) -> None:
     def names(file: str) -> set[str]:
         events = json.loads((tmp_path / file).read_text())
         tensors = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -264,7 +258,7 @@ def test_the_difference_of_metrics_is_what_was_counted_in_between() -> None:
         later - 1  # type: ignore[operator]
 
 
-def test_settings_are_those_in_use_named_as_in_a_file(ranks: Callable[..., World]) -> None:
+def test_settings_are_those_in_use_named_as_in_a_file(ranks: MakeWorld) -> None:
     made = ranks(2, fusion_threshold=8 << 20, stall_check_disable=True)
     subjects = [_Rank(context.config, context.engine, 0.0) for context in made.contexts]
     assert subjects[1].settings() is None
@@ -315,7 +309,7 @@ def test_totals_go_on_in_the_next_engine() -> None:
         context.close()
 
 
-def test_the_optimizers_steps_are_counted_in_torch(ranks: Callable[..., World]) -> None:
+def test_the_optimizers_steps_are_counted_in_torch(ranks: MakeWorld) -> None:
     torch = pytest.importorskip("torch")
     from hvdgloo.torch._adapter import TorchAdapter
     from hvdgloo.torch._distributed_optimizer import wrap
@@ -353,7 +347,7 @@ def test_numbers_that_a_program_logs_are_each_ranks_own_or_averages(framework: F
         assert averaged == {"loss": 10.0, "val/accuracy": 1.0}
 
 
-def test_ranks_that_average_different_names_get_an_error_and_go_on(ranks: Callable[..., World]) -> None:
+def test_ranks_that_average_different_names_get_an_error_and_go_on(ranks: MakeWorld) -> None:
     def rank_body(context: Context) -> dict[str, float]:
         hvd = frontend_of(context)
         with pytest.raises(MismatchError, match="averages need the same names on all ranks"):
@@ -364,7 +358,7 @@ def test_ranks_that_average_different_names_get_an_error_and_go_on(ranks: Callab
     assert ranks(2).run(rank_body) == [{"loss": 0.5}, {"loss": 0.5}]
 
 
-def test_logging_without_averages_needs_no_other_rank(ranks: Callable[..., World]) -> None:
+def test_logging_without_averages_needs_no_other_rank(ranks: MakeWorld) -> None:
     def rank_body(context: Context) -> int:
         if context.rank == 0:
             frontend_of(context).log(loss=1.0, note="rank 0 alone")
@@ -373,7 +367,7 @@ def test_logging_without_averages_needs_no_other_rank(ranks: Callable[..., World
     assert ranks(2).run(rank_body) == [0, 0]
 
 
-def test_a_wrong_call_of_log_is_an_error_before_anything_is_sent(ranks: Callable[..., World]) -> None:
+def test_a_wrong_call_of_log_is_an_error_before_anything_is_sent(ranks: MakeWorld) -> None:
     def rank_body(context: Context) -> int:
         hvd = frontend_of(context)
         for wrong in ({"loss": "low"}, {"loss": 1.0, "step": -1}, {"loss": 1.0, "note": ""}):

@@ -23,28 +23,21 @@ from hvdgloo._engine.messages import Request
 from hvdgloo._engine.offering import Offers
 from hvdgloo._job.context import Context
 from hvdgloo.errors import HorovodInternalError, MismatchError
-from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp
-from tests.support.world import World
+from tests.support.frameworks import load
+from tests.support.threads import Task
+from tests.support.world import MakeWorld, World, closed_later
 
 SIZE = 3
 
 
 @pytest.fixture
-def world() -> Iterator[Callable[..., World]]:
-    worlds: list[World] = []
-
-    def make(size: int = SIZE, backend: str = "shm", **settings: Any) -> World:
-        worlds.append(World(size, backend, **settings))
-        return worlds[-1]
-
-    yield make
-    for each in worlds:
-        each.close()
+def world() -> Iterator[MakeWorld]:
+    with closed_later(lambda size=SIZE, backend="shm", **settings: World(size, backend, **settings)) as make:
+        yield make
 
 
-def frontend_of(context: Context) -> Frontend[Any]:
-    return Frontend(NumpyAdapter(), lambda: context)
+frontend_of = load("numpy").frontend
 
 
 def member_of(context: Context) -> Member:
@@ -56,7 +49,7 @@ def total(frontend: Frontend[Any], value: float, name: str | None = "x") -> list
     return result
 
 
-def test_what_all_ranks_wait_for_needs_no_order(world: Callable[..., World]) -> None:
+def test_what_all_ranks_wait_for_needs_no_order(world: MakeWorld) -> None:
     def body(context: Context) -> tuple[int, int]:
         frontend = frontend_of(context)
         for step in range(20):
@@ -66,7 +59,7 @@ def test_what_all_ranks_wait_for_needs_no_order(world: Callable[..., World]) -> 
     assert world().run(body) == [(1, 19)] * SIZE  # the first call agrees upon the number
 
 
-def test_calls_without_names_need_no_order(world: Callable[..., World]) -> None:
+def test_calls_without_names_need_no_order(world: MakeWorld) -> None:
     """And are shown under the automatic names that they have everywhere else."""
 
     def body(context: Context) -> tuple[int, int, str]:
@@ -81,7 +74,7 @@ def test_calls_without_names_need_no_order(world: Callable[..., World]) -> None:
     assert world().run(body) == [(2, 39, "allreduce.noname.41")] * SIZE
 
 
-def test_calls_without_names_match_in_order_however_ranks_make_them(world: Callable[..., World]) -> None:
+def test_calls_without_names_match_in_order_however_ranks_make_them(world: MakeWorld) -> None:
     """Some wait and some do not, some calls are made by an offer and some by an order, and ranks join."""
 
     def body(context: Context) -> int:
@@ -106,20 +99,19 @@ def test_calls_without_names_match_in_order_however_ranks_make_them(world: Calla
     assert turns[0] > 10
 
 
-def test_ranks_whose_calls_without_names_disagree_get_the_error_and_go_on(world: Callable[..., World]) -> None:
-    def body(context: Context) -> None:
-        frontend = frontend_of(context)
+def test_ranks_whose_calls_without_names_disagree_get_the_error_and_go_on(world: MakeWorld) -> None:
+    def body(frontend: Frontend[Any]) -> None:
         for _ in range(3):
             for count in (3, 4):
                 assert frontend.allreduce(np.ones(count), op=ReduceOp.SUM).tolist() == [3.0] * count
             with pytest.raises(MismatchError, match=r"allreduce\.noname\.\d+: ranks disagree about its shape"):
-                frontend.allreduce(np.ones(3 + (context.rank == 2)), op=ReduceOp.SUM)
+                frontend.allreduce(np.ones(3 + (frontend.rank() == 2)), op=ReduceOp.SUM)
 
-    world().run(body)
+    world().run(body, frontend_of)
 
 
 @pytest.mark.parametrize("pipes", [False, True])
-def test_where_numbers_travel_through_pipes_everything_is_ordered(world: Callable[..., World], pipes: bool) -> None:
+def test_where_numbers_travel_through_pipes_everything_is_ordered(world: MakeWorld, pipes: bool) -> None:
     def body(context: Context) -> int:
         frontend = frontend_of(context)
         for _ in range(4):
@@ -129,7 +121,7 @@ def test_where_numbers_travel_through_pipes_everything_is_ordered(world: Callabl
     assert world(backend="shm-pipes" if pipes else "shm").run(body) == [0 if pipes else 3] * SIZE
 
 
-def test_a_rank_that_does_not_wait_has_it_ordered_for_all(world: Callable[..., World]) -> None:
+def test_a_rank_that_does_not_wait_has_it_ordered_for_all(world: MakeWorld) -> None:
     """The ranks that do not wait change from step to step, so that offers are made and declined in turn."""
 
     def body(context: Context) -> int:
@@ -149,7 +141,7 @@ def test_a_rank_that_does_not_wait_has_it_ordered_for_all(world: Callable[..., W
     assert turns[0] >= 60, "once all ranks wait again, they offer again"
 
 
-def test_a_rank_that_joins_is_not_waited_for(world: Callable[..., World]) -> None:
+def test_a_rank_that_joins_is_not_waited_for(world: MakeWorld) -> None:
     joined = threading.Event()
 
     def body(context: Context) -> int:
@@ -172,7 +164,7 @@ def test_a_rank_that_joins_is_not_waited_for(world: Callable[..., World]) -> Non
     assert turns[0] > 0
 
 
-def test_offers_that_were_made_before_a_rank_joined_are_ordered(world: Callable[..., World]) -> None:
+def test_offers_that_were_made_before_a_rank_joined_are_ordered(world: MakeWorld) -> None:
     made = threading.Semaphore(0)
     original = Offers.attend
 
@@ -180,11 +172,10 @@ def test_offers_that_were_made_before_a_rank_joined_are_ordered(world: Callable[
         made.release()
         original(self, handle)
 
-    def body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def body(frontend: Frontend[Any]) -> None:
         for _ in range(2):
             total(frontend, 1.0)
-        if context.rank == 0:
+        if frontend.rank() == 0:
             for _ in range(SIZE - 1):
                 assert made.acquire(timeout=10)
             frontend.join()
@@ -194,34 +185,32 @@ def test_offers_that_were_made_before_a_rank_joined_are_ordered(world: Callable[
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Offers, "attend", attend)
-        world().run(body)
+        world().run(body, frontend_of)
 
 
-def test_ranks_that_disagree_about_the_kind_get_the_error_and_go_on(world: Callable[..., World]) -> None:
-    def body(context: Context) -> None:
-        frontend = frontend_of(context)
+def test_ranks_that_disagree_about_the_kind_get_the_error_and_go_on(world: MakeWorld) -> None:
+    def body(frontend: Frontend[Any]) -> None:
         for _ in range(3):
             assert total(frontend, 1.0) == [3.0] * 3
-            call = partial(frontend.broadcast, np.ones(3), 0) if context.rank == 1 else partial(total, frontend, 1.0)
+            call = partial(frontend.broadcast, np.ones(3), 0) if frontend.rank() == 1 else partial(total, frontend, 1.0)
             with pytest.raises(MismatchError, match="ranks disagree about the kind of collective"):
                 call(name="x")
 
-    world().run(body)
+    world().run(body, frontend_of)
 
 
-def test_ranks_that_disagree_about_the_shape_get_the_error_and_go_on(world: Callable[..., World]) -> None:
-    def body(context: Context) -> None:
-        frontend = frontend_of(context)
+def test_ranks_that_disagree_about_the_shape_get_the_error_and_go_on(world: MakeWorld) -> None:
+    def body(frontend: Frontend[Any]) -> None:
         for _ in range(3):
             assert total(frontend, 1.0) == [3.0] * 3
             with pytest.raises(MismatchError, match="ranks disagree about its shape"):
-                frontend.allreduce(np.ones(3 + (context.rank == 2)), op=ReduceOp.SUM, name="x")
+                frontend.allreduce(np.ones(3 + (frontend.rank() == 2)), op=ReduceOp.SUM, name="x")
 
-    world().run(body)
+    world().run(body, frontend_of)
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
-def test_results_are_those_that_an_order_gives(world: Callable[..., World], op: ReduceOp) -> None:
+def test_results_are_those_that_an_order_gives(world: MakeWorld, op: ReduceOp) -> None:
     dtypes = [dtype for dtype in DType if not (dtype is DType.BOOL and op is ReduceOp.AVERAGE)]
 
     def body(context: Context) -> None:
@@ -245,9 +234,7 @@ def test_results_are_those_that_an_order_gives(world: Callable[..., World], op: 
 
 
 @pytest.mark.parametrize("name", ["x", None])
-def test_a_barrier_and_small_broadcasts_and_allgathers_need_no_order(
-    world: Callable[..., World], name: str | None
-) -> None:
+def test_a_barrier_and_small_broadcasts_and_allgathers_need_no_order(world: MakeWorld, name: str | None) -> None:
     def body(context: Context) -> tuple[int, int]:
         frontend, rank = frontend_of(context), context.rank
         member = member_of(context)
@@ -277,7 +264,7 @@ def test_a_barrier_and_small_broadcasts_and_allgathers_need_no_order(
 
 
 @pytest.mark.parametrize("name", ["x", None])
-def test_parts_whose_sizes_change_are_gathered_as_ever(world: Callable[..., World], name: str | None) -> None:
+def test_parts_whose_sizes_change_are_gathered_as_ever(world: MakeWorld, name: str | None) -> None:
     def body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         for rows in ((2, 2, 2), (2, 2, 2), (2, 3, 2), (2, 3, 2), (2, 2, 2), (3, 3, 3), (2, 3, 2), (2, 2, 2), (0, 1, 1)):
@@ -288,37 +275,35 @@ def test_parts_whose_sizes_change_are_gathered_as_ever(world: Callable[..., Worl
     world().run(body)
 
 
-def test_roots_that_differ_are_an_error_and_the_ranks_go_on(world: Callable[..., World]) -> None:
-    def body(context: Context) -> None:
-        frontend = frontend_of(context)
+def test_roots_that_differ_are_an_error_and_the_ranks_go_on(world: MakeWorld) -> None:
+    def body(frontend: Frontend[Any]) -> None:
         for name in ("x", None):
             for _ in range(2):
                 for root in (0, 1):
                     for _ in range(2):
-                        assert frontend.broadcast(np.full(3, context.rank), root, name=name).tolist() == [root] * 3
+                        assert frontend.broadcast(np.full(3, frontend.rank()), root, name=name).tolist() == [root] * 3
                 with pytest.raises(MismatchError, match="ranks disagree about its root rank"):
-                    frontend.broadcast(np.ones(3, int), int(context.rank == 2), name=name)
+                    frontend.broadcast(np.ones(3, int), int(frontend.rank() == 2), name=name)
 
-    world().run(body)
+    world().run(body, frontend_of)
 
 
-def test_a_broadcast_while_a_rank_has_joined_is_an_error(world: Callable[..., World]) -> None:
-    def body(context: Context) -> None:
-        frontend = frontend_of(context)
+def test_a_broadcast_while_a_rank_has_joined_is_an_error(world: MakeWorld) -> None:
+    def body(frontend: Frontend[Any]) -> None:
         for _ in range(3):
-            assert frontend.broadcast(np.full(3, context.rank), 1, name="x").tolist() == [1] * 3
-        if context.rank != 2:
+            assert frontend.broadcast(np.full(3, frontend.rank()), 1, name="x").tolist() == [1] * 3
+        if frontend.rank() != 2:
             with pytest.raises(MismatchError, match=r"rank 2 called join\(\)"):
-                frontend.broadcast(np.full(3, context.rank), 1, name="x")
+                frontend.broadcast(np.full(3, frontend.rank()), 1, name="x")
             frontend.barrier()
         frontend.join()
         for _ in range(3):
             frontend.barrier()
 
-    world().run(body)
+    world().run(body, frontend_of)
 
 
-def test_a_barrier_ends_after_what_was_ordered_before_it(world: Callable[..., World]) -> None:
+def test_a_barrier_ends_after_what_was_ordered_before_it(world: MakeWorld) -> None:
     begun, goes_on = threading.Semaphore(0), threading.Event()
 
     def ready() -> None:
@@ -345,7 +330,7 @@ def test_a_barrier_ends_after_what_was_ordered_before_it(world: Callable[..., Wo
     world().run(body)
 
 
-def test_tensors_that_are_too_large_are_ordered(world: Callable[..., World]) -> None:
+def test_tensors_that_are_too_large_are_ordered(world: MakeWorld) -> None:
     def body(context: Context) -> list[int]:
         frontend, turns = frontend_of(context), []
         for nbytes in (Lane.most_bytes, Lane.most_bytes + 8):
@@ -358,7 +343,7 @@ def test_tensors_that_are_too_large_are_ordered(world: Callable[..., World]) -> 
     assert world().run(body) == [[1, 1]] * SIZE
 
 
-def test_they_are_counted_like_others(world: Callable[..., World]) -> None:
+def test_they_are_counted_like_others(world: MakeWorld) -> None:
     def body(context: Context) -> tuple[int, int]:
         counters = context.engine.counters
         assert counters is not None
@@ -382,17 +367,16 @@ def test_they_are_counted_like_others(world: Callable[..., World]) -> None:
 
 
 @pytest.mark.parametrize("name", ["x", None])
-def test_a_rank_that_does_not_come_is_reported(world: Callable[..., World], name: str | None) -> None:
+def test_a_rank_that_does_not_come_is_reported(world: MakeWorld, name: str | None) -> None:
     shown = "allreduce.x" if name else "allreduce.noname.3"
     reported = threading.Event()
 
-    def body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def body(frontend: Frontend[Any]) -> None:
         for _ in range(2):
             total(frontend, 1.0, name)
-        if context.rank == 1:
+        if frontend.rank() == 1:
             assert reported.wait(10)
-        if context.rank == 2:
+        if frontend.rank() == 2:
             while not (waiting := made.contexts[0].engine.overdue(0.0)[0]):
                 time.sleep(0.001)
             reported.set()
@@ -400,13 +384,13 @@ def test_a_rank_that_does_not_come_is_reported(world: Callable[..., World], name
         total(frontend, 1.0, name)
 
     made = world()
-    made.run(body)
+    made.run(body, frontend_of)
     deadline = time.monotonic() + 10
     while made.contexts[0].engine._coordinator._has_pending:  # type: ignore[union-attr]
         assert time.monotonic() < deadline, "rank 0 goes on waiting for an operation that all ranks have completed"
 
 
-def test_during_a_timeline_everything_is_ordered(world: Callable[..., World], tmp_path: Any) -> None:
+def test_during_a_timeline_everything_is_ordered(world: MakeWorld, tmp_path: Any) -> None:
     def body(context: Context) -> list[int]:
         frontend, turns = frontend_of(context), []
         total(frontend, 1.0)
@@ -428,7 +412,7 @@ def test_during_a_timeline_everything_is_ordered(world: Callable[..., World], tm
     assert "allreduce.y" in (tmp_path / "timeline.json").read_text()
 
 
-def test_a_rank_that_leaves_after_the_last_operation_does_not_fail_it_for_others(world: Callable[..., World]) -> None:
+def test_a_rank_that_leaves_after_the_last_operation_does_not_fail_it_for_others(world: MakeWorld) -> None:
     """The last rank completes it and shuts down before the others have looked again."""
     armed, asleep, ended = threading.Event(), threading.Semaphore(0), threading.Event()
     original = Lane.sleep
@@ -454,13 +438,12 @@ def test_a_rank_that_leaves_after_the_last_operation_does_not_fail_it_for_others
         if context.rank == 1:
             for _ in range(SIZE - 1):
                 assert asleep.acquire(timeout=10)
-            closing = threading.Thread(target=context.close)
-            closing.start()
+            closing = Task(context.close)
             for each in made.contexts:
                 while each.engine.error is None:
                     time.sleep(0.001)
             ended.set()
-            closing.join()
+            closing.result()
         assert result == [3.0] * 3
 
     with pytest.MonkeyPatch.context() as patch:
@@ -469,7 +452,7 @@ def test_a_rank_that_leaves_after_the_last_operation_does_not_fail_it_for_others
         made.run(body)
 
 
-def test_an_offer_whose_thread_was_interrupted_is_completed_by_the_next_operation(world: Callable[..., World]) -> None:
+def test_an_offer_whose_thread_was_interrupted_is_completed_by_the_next_operation(world: MakeWorld) -> None:
     original = Offers._attend
 
     def attend(self: Offers, handle: Handle, *, may_be_interrupted: bool) -> bool:
@@ -481,12 +464,11 @@ def test_an_offer_whose_thread_was_interrupted_is_completed_by_the_next_operatio
     interrupted: list[Handle] = []
     armed = threading.Event()
 
-    def body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def body(frontend: Frontend[Any]) -> None:
         for _ in range(2):
             for name in "xy":
                 total(frontend, 1.0, name)
-        if context.rank == 0:
+        if frontend.rank() == 0:
             armed.set()
             with pytest.raises(ZeroDivisionError):
                 total(frontend, 1.0, "y")
@@ -496,16 +478,16 @@ def test_an_offer_whose_thread_was_interrupted_is_completed_by_the_next_operatio
             assert total(frontend, 1.0, "y") == [3.0] * 3
         for _ in range(3):
             assert total(frontend, 1.0) == [3.0] * 3
-        if context.rank == 0:
+        if frontend.rank() == 0:
             assert interrupted[0].done()
             assert interrupted[0].outputs[0].array().tolist() == [3.0] * 3
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Offers, "_attend", attend)
-        world().run(body)
+        world().run(body, frontend_of)
 
 
-def test_a_rank_that_sleeps_is_woken_by_the_last_offer(world: Callable[..., World]) -> None:
+def test_a_rank_that_sleeps_is_woken_by_the_last_offer(world: MakeWorld) -> None:
     """And not by its next look at the others, half a second later."""
     made = world(2)
 
@@ -528,7 +510,7 @@ def test_a_rank_that_sleeps_is_woken_by_the_last_offer(world: Callable[..., Worl
     assert min(woken - begun for woken, begun in zip(first[1::2], last[::2], strict=True)) < 0.2
 
 
-def test_closing_ends_a_thread_that_waits_for_offers(world: Callable[..., World]) -> None:
+def test_closing_ends_a_thread_that_waits_for_offers(world: MakeWorld) -> None:
     made = world()
 
     def body(context: Context) -> None:

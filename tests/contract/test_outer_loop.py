@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,7 @@ from hvdgloo.errors import InvalidArgumentError, MismatchError
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.numpy._outer import OuterOptimizer
 from hvdgloo.types import Buffer
-from tests.support.world import World
-
-MakeWorld = Callable[..., World]
+from tests.support.world import MakeWorld
 
 USED_AGAIN = True
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +17,14 @@ from hvdgloo._job.context import Context
 from hvdgloo.errors import DuplicateNameError, InvalidArgumentError, MismatchError
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import Collective, ReduceOp
-from tests.support.world import World
+from tests.support.frameworks import load
+from tests.support.threads import at_once
+from tests.support.world import MakeWorld
 
-MakeWorld = Callable[..., World]
 BACKENDS = ("inline", "shm")
 SUM = CollectiveSpec(Collective.ALLREDUCE, ReduceOp.SUM)
 
-
-def frontend_of(context: Context) -> Frontend[np.ndarray]:
-    return Frontend(NumpyAdapter(), lambda: context)
+frontend_of = load("numpy").frontend
 
 
 def test_shape_and_type_may_change_from_start_to_start(world: MakeWorld) -> None:
@@ -60,20 +59,18 @@ def test_ranks_that_disagree_about_one_start_agree_about_the_next(world: MakeWor
 
 @pytest.mark.parametrize("capacity", [0, 1, 2])
 def test_agreements_that_are_forgotten_are_made_again(world: MakeWorld, capacity: int) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         operations = [frontend.persistent(SUM, f"x{index}", in_place=True) for index in range(3)]
         for _ in range(6):
             given = [np.full(4, float(index)) for index in range(3)]
             pending = [operation.start([one]) for operation, one in zip(operations, given, strict=True)]
             assert [each.result(10)[0].tolist() for each in pending] == [[0] * 4, [2] * 4, [4] * 4]
 
-    world(2, cache_capacity=capacity).run(rank_body)
+    world(2, cache_capacity=capacity).run(rank_body, frontend_of)
 
 
 def test_it_holds_no_tensor_between_two_starts(world: MakeWorld) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         operation = frontend.persistent(SUM, "x", in_place=True)
         for _ in range(3):
             given = np.ones(5)
@@ -86,7 +83,7 @@ def test_it_holds_no_tensor_between_two_starts(world: MakeWorld) -> None:
                 gc.collect()
             assert alive() is None
 
-    world(2).run(rank_body)
+    world(2).run(rank_body, frontend_of)
 
 
 def test_it_goes_on_in_a_job_that_comes_after(world: MakeWorld) -> None:
@@ -116,30 +113,28 @@ def test_it_goes_on_in_a_job_that_comes_after(world: MakeWorld) -> None:
 def test_a_set_that_takes_the_number_of_a_removed_one(world: MakeWorld) -> None:
     """An agreement for the old set's members does not apply to the new set."""
 
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         pair = frontend.add_process_set([0, 1])
         operation = frontend.persistent(SUM._replace(process_set=pair.process_set_id), "x")
-        if context.rank < 2:
+        if frontend.rank() < 2:
             for _ in range(3):
                 assert operation.start([np.ones(2)]).result(10)[0].tolist() == [2, 2]
         frontend.remove_process_set(pair)
         again = frontend.add_process_set([1, 2])
         assert again.process_set_id == operation.spec.process_set
-        if context.rank == 0:
+        if frontend.rank() == 0:
             with pytest.raises(InvalidArgumentError, match="rank 0 is not in process set 1"):
                 operation.start([np.ones(2)])
         else:
-            assert operation.start([np.full(2, context.rank)]).result(10)[0].tolist() == [3, 3]
+            assert operation.start([np.full(2, frontend.rank())]).result(10)[0].tolist() == [3, 3]
 
-    world(3).run(rank_body)
+    world(3).run(rank_body, frontend_of)
 
 
 def test_it_is_not_started_again_before_it_has_ended(world: MakeWorld) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         operation = frontend.persistent(SUM, "x")
-        if context.rank == 0:
+        if frontend.rank() == 0:
             pending = operation.start([np.ones(2)])
             with pytest.raises(DuplicateNameError, match=r"allreduce\.x is already in flight"):
                 operation.start([np.ones(2)])
@@ -149,26 +144,19 @@ def test_it_is_not_started_again_before_it_has_ended(world: MakeWorld) -> None:
             pending = operation.start([np.ones(2)])
         assert pending.result(10)[0].tolist() == [2, 2]
 
-    world(2).run(rank_body)
+    world(2).run(rank_body, frontend_of)
 
 
 def test_threads_start_their_own_at_the_same_time(world: MakeWorld) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
-        sums: dict[int, list[float]] = {}
-
-        def start_all(which: int) -> None:
+    def rank_body(frontend: Frontend[Any]) -> None:
+        def start_all(which: int) -> list[float]:
             operation = frontend.persistent(SUM, f"x{which}", in_place=True)
-            sums[which] = [float(operation.start([np.full(3, 1.0 * n)]).result(10)[0][0]) for n in range(20)]
+            return [float(operation.start([np.full(3, 1.0 * n)]).result(10)[0][0]) for n in range(20)]
 
-        threads = [threading.Thread(target=start_all, args=(which,)) for which in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert sums == {which: [2.0 * n for n in range(20)] for which in range(4)}
+        sums = at_once(*(partial(start_all, which) for which in range(4)))
+        assert sums == [[2.0 * n for n in range(20)]] * 4
 
-    world(2).run(rank_body)
+    world(2).run(rank_body, frontend_of)
 
 
 def test_rows_of_a_gather_may_change(world: MakeWorld) -> None:

@@ -26,8 +26,9 @@ from hvdgloo._backends.pygloo import PIECE, PyglooBackend
 from hvdgloo.errors import BackendError, ConnectError, RendezvousTimeoutError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer, ReduceOp
-from tests.support.job import Job
-from tests.support.launching import wait_for
+from tests.support.backends import finish
+from tests.support.job import MARKING, Job
+from tests.support.launching import is_running, wait_for
 
 pygloo = pytest.importorskip("pygloo", reason="pygloo is not installed; it has wheels for Python 3.8 to 3.10 only")
 
@@ -50,19 +51,9 @@ def connect() -> Iterator[Connect]:
         yield make
 
 
-def finish(work: Work, timeout: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not work.completes_within(0.2):
-        assert time.monotonic() < deadline
-
-
 def begin(backend: PyglooBackend, count: int = 100) -> tuple[np.ndarray, Work]:
     array = np.ones(count)
     return array, backend.allreduce(Buffer.of_array(array), ReduceOp.SUM)
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def helpers() -> list[psutil.Process]:
@@ -122,7 +113,7 @@ def test_an_abort_ends_what_waits_in_the_midst_of_a_tensor(connect: Connect) -> 
         finish(work, 2)
     before = array.copy()
     ours.abandon()
-    assert is_gone(ours.helper_pid)
+    assert not is_running(ours.helper_pid)
     np.testing.assert_array_equal(array, before)
 
 
@@ -141,10 +132,10 @@ def test_closing_ends_the_helper(connect: Connect) -> None:
     backends = connect(2)
     descriptors = len(os.listdir("/proc/self/fd"))
     for backend in backends:
-        assert not is_gone(backend.helper_pid)
+        assert is_running(backend.helper_pid)
         backend.close()
         backend.close()
-        assert is_gone(backend.helper_pid)
+        assert not is_running(backend.helper_pid)
     assert len(os.listdir("/proc/self/fd")) == descriptors - 3 * 2
 
 
@@ -210,17 +201,10 @@ def test_gloo_waits_longer_than_its_own_half_minute() -> None:
         pygloo_helper._lift_timeout(pygloo, context)
 
 
-WORKER = """
-import json, os, signal, sys, time
-import numpy as np
-import hvdgloo.numpy as hvd
+WORKER = (
+    MARKING
+    + """
 from hvdgloo._job.process import current
-
-def mark(name, text):
-    path = os.path.join(os.environ["JOB_FOLDER"], name)
-    with open(path + ".part", "w") as file:
-        file.write(str(text))
-    os.rename(path + ".part", path)
 
 hvd.init()
 rank = hvd.rank()
@@ -237,6 +221,7 @@ try:
 except hvd.HorovodInternalError as error:
     mark(f"failed.{rank}", json.dumps([time.time(), type(error).__name__, error.rank]))
 """
+)
 
 
 def test_a_killed_worker_takes_its_helper_along_and_is_noticed_at_once(tmp_path: Path) -> None:
@@ -247,7 +232,7 @@ def test_a_killed_worker_takes_its_helper_along_and_is_noticed_at_once(tmp_path:
         killed = time.time()
         job.workers[1].kill()
         try:
-            wait_for(lambda: is_gone(helper), 5, "the helper's end")
+            wait_for(lambda: not is_running(helper), 5, "the helper's end")
             for rank in (0, 2):
                 when, what, culprit = json.loads(job.wait_for_file(f"failed.{rank}", 10))
                 assert (what, culprit) == ("PeerLostError", 1)
@@ -256,4 +241,4 @@ def test_a_killed_worker_takes_its_helper_along_and_is_noticed_at_once(tmp_path:
             os.kill(child, signal.SIGKILL)
         ended = job.wait()
         assert [ended[rank].returncode for rank in (0, 2)] == [0, 0], [worker.stderr for worker in ended]
-        wait_for(lambda: is_gone(pids[0][0]) and is_gone(pids[2][0]), 5, "the other helpers' end")
+        wait_for(lambda: not is_running(pids[0][0]) and not is_running(pids[2][0]), 5, "the other helpers' end")

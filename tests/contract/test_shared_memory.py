@@ -14,13 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdgloo._backends import kernels
-from hvdgloo._backends.base import Work
 from hvdgloo._backends.shm import limits, segment_collectives, system
 from hvdgloo._backends.shm.backend import ShmBackend, Unsupported
 from hvdgloo._backends.shm.tensors import Tensors
@@ -29,68 +28,47 @@ from hvdgloo._net import abstract
 from hvdgloo.errors import BackendError, ConnectError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.types import Buffer, DType, ReduceOp
-from tests.support.world import SECRET
+from tests.support.backends import Ranks, finish
+from tests.support.threads import Task
+from tests.support.world import SECRET, closed_later
 
-T = TypeVar("T")
 BACKENDS = ("shm", "shm-pipes")
 KIB = 1 << 10
 
 
-class Ranks:
-    """Backends of one set, and what they do at once."""
+MakeRanks = Callable[..., Ranks[ShmBackend]]
 
-    def __init__(self, size: int, kind: str, limit: int = 64 * KIB) -> None:
-        self.size = size
-        self._pool = ThreadPoolExecutor(size)
-        store = MemoryStore()
 
-        def connect(rank: int) -> ShmBackend:
-            return ShmBackend(
-                store,
-                "test/",
-                rank,
-                size,
-                SECRET,
-                lambda member: f"rank {member}",
-                connect_timeout=5,
-                limit=limit,
-                pipes=kind == "shm-pipes",
-            )
+def connected(size: int, kind: str, limit: int = 64 * KIB) -> Ranks[ShmBackend]:
+    store = MemoryStore()
 
-        self.backends = self.run(connect)
+    def connect(rank: int) -> ShmBackend:
+        return ShmBackend(
+            store,
+            "test/",
+            rank,
+            size,
+            SECRET,
+            lambda member: f"rank {member}",
+            connect_timeout=5,
+            limit=limit,
+            pipes=kind == "shm-pipes",
+        )
 
-    def run(self, function: Callable[[int], T]) -> list[T]:
-        return list(self._pool.map(function, range(self.size), timeout=15))
-
-    def close(self) -> None:
-        for backend in self.backends:
-            backend.close()
+    return Ranks(size, connect)
 
 
 @pytest.fixture
-def make_ranks() -> Iterator[Callable[..., Ranks]]:
+def make_ranks() -> Iterator[MakeRanks]:
     """``make_ranks(size, kind=...)``."""
-    made: list[Ranks] = []
-
-    def make(size: int, **options: Any) -> Ranks:
-        made.append(Ranks(size, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with closed_later(connected) as make:
+        yield make
 
 
 @pytest.fixture
-def ranks(backend: str, make_ranks: Callable[..., Ranks]) -> Callable[..., Ranks]:
+def ranks(backend: str, make_ranks: MakeRanks) -> MakeRanks:
     """``ranks(size)``: each kind of shared memory in turn."""
     return functools.partial(make_ranks, kind=backend)
-
-
-def finish(work: Work) -> None:
-    deadline = time.monotonic() + 10
-    while not work.completes_within(0.2):
-        assert time.monotonic() < deadline
 
 
 def data(rank: int, count: int, dtype: str = "float32") -> np.ndarray:
@@ -107,7 +85,7 @@ COUNTS = [1, 7, 5000, 300_001]  # one element, fewer than ranks' slices need, on
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("size", SIZES)
-def test_every_element_is_summed_in_order_of_ranks(ranks: Callable[..., Ranks], size: int, count: int) -> None:
+def test_every_element_is_summed_in_order_of_ranks(ranks: MakeRanks, size: int, count: int) -> None:
     """Bit for bit what adding rank after rank gives; floating-point sums depend on their order."""
     group = ranks(size)
     expected = in_order([data(rank, count) for rank in range(size)])
@@ -121,7 +99,7 @@ def test_every_element_is_summed_in_order_of_ranks(ranks: Callable[..., Ranks], 
         np.testing.assert_array_equal(result, expected)
 
 
-def test_half_types_are_summed_in_order_of_ranks_too(ranks: Callable[..., Ranks]) -> None:
+def test_half_types_are_summed_in_order_of_ranks_too(ranks: MakeRanks) -> None:
     group = ranks(3)
     values = [32768.0, 2.0**-11, -32768.0]  # in another order the small one is not lost, even in float32
 
@@ -134,7 +112,7 @@ def test_half_types_are_summed_in_order_of_ranks_too(ranks: Callable[..., Ranks]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_payloads_beyond_the_segment_pass_piece_by_piece(ranks: Callable[..., Ranks], size: int) -> None:
+def test_payloads_beyond_the_segment_pass_piece_by_piece(ranks: MakeRanks, size: int) -> None:
     group = ranks(size)
     count = 200_003
     blocks = [count // size + 11 * rank for rank in range(size)]
@@ -168,7 +146,7 @@ def test_payloads_beyond_the_segment_pass_piece_by_piece(ranks: Callable[..., Ra
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_blocks_may_be_reduced_and_gathered_where_they_lie(ranks: Callable[..., Ranks], count: int) -> None:
+def test_blocks_may_be_reduced_and_gathered_where_they_lie(ranks: MakeRanks, count: int) -> None:
     """A rank's result is its block of the source, and its contribution its block of the target: an allreduce in place,
     step by step. The others' blocks of the source stay as they are."""
     group = ranks(3)
@@ -196,7 +174,7 @@ def test_blocks_may_be_reduced_and_gathered_where_they_lie(ranks: Callable[..., 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
 @pytest.mark.parametrize("torch", [False, True])
 def test_every_type_and_operation(
-    ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch, dtype: DType, op: ReduceOp, torch: bool
+    ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, dtype: DType, op: ReduceOp, torch: bool
 ) -> None:
     """Several tensors at once, scaled before and after, into other memory: as if done one after the other."""
     if torch:
@@ -244,7 +222,7 @@ def test_every_type_and_operation(
             np.testing.assert_array_equal(result[index], expected)
 
 
-def test_thousands_of_tensors_at_once(ranks: Callable[..., Ranks]) -> None:
+def test_thousands_of_tensors_at_once(ranks: MakeRanks) -> None:
     group = ranks(2)
 
     def rank(place: int) -> None:
@@ -258,7 +236,7 @@ def test_thousands_of_tensors_at_once(ranks: Callable[..., Ranks]) -> None:
 
 
 def test_no_more_rounds_are_kept_prepared_than_the_limit(
-    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+    make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many small tensors came first, and then a large one takes their places."""
     monkeypatch.setattr(segment_collectives, "_MOST_ROUNDS", 8)
@@ -280,7 +258,7 @@ def test_no_more_rounds_are_kept_prepared_than_the_limit(
         assert found[-1] == 0  # it has too many by itself
 
 
-def test_operations_complete_in_the_order_in_which_they_began(ranks: Callable[..., Ranks]) -> None:
+def test_operations_complete_in_the_order_in_which_they_began(ranks: MakeRanks) -> None:
     """Several are under way at once, and waiting for a later one completes the earlier ones."""
     group = ranks(3)
 
@@ -297,7 +275,7 @@ def test_operations_complete_in_the_order_in_which_they_began(ranks: Callable[..
     group.run(rank)
 
 
-def test_the_segment_grows_on_demand_up_to_its_limit(make_ranks: Callable[..., Ranks]) -> None:
+def test_the_segment_grows_on_demand_up_to_its_limit(make_ranks: MakeRanks) -> None:
     group = make_ranks(2, kind="shm", limit=1 << 20)
 
     def reduce(nbytes: int) -> None:
@@ -317,7 +295,7 @@ def test_the_segment_grows_on_demand_up_to_its_limit(make_ranks: Callable[..., R
 
 
 def test_a_rank_that_gets_no_more_memory_keeps_all_where_they_are(
-    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+    make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = make_ranks(3, kind="shm", limit=1 << 20)
     poor = threading.local()
@@ -339,7 +317,7 @@ def test_a_rank_that_gets_no_more_memory_keeps_all_where_they_are(
     assert [backend.segment_bytes for backend in group.backends] == [64 * KIB] * 3
 
 
-def test_a_late_rank_keeps_no_other_longer_than_the_timeout(ranks: Callable[..., Ranks]) -> None:
+def test_a_late_rank_keeps_no_other_longer_than_the_timeout(ranks: MakeRanks) -> None:
     group = ranks(2)
     array = data(0, 100_000)
     began = time.monotonic()
@@ -354,7 +332,7 @@ def test_a_late_rank_keeps_no_other_longer_than_the_timeout(ranks: Callable[...,
     np.testing.assert_array_equal(array, in_order([data(0, 100_000), data(1, 100_000)]))
 
 
-def test_only_a_rank_that_sleeps_is_woken(make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_rank_that_sleeps_is_woken(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A post of a value that no rank sleeps for is no system call; one that a rank sleeps for ends the sleep."""
     if not system.has_strong_order():
         pytest.skip("there is no waking by futex on this processor")
@@ -389,7 +367,7 @@ def test_only_a_rank_that_sleeps_is_woken(make_ranks: Callable[..., Ranks], monk
 
 
 @pytest.mark.parametrize("who", ["itself", "a peer"])
-def test_an_abort_ends_a_wait_at_once(ranks: Callable[..., Ranks], who: str) -> None:
+def test_an_abort_ends_a_wait_at_once(ranks: MakeRanks, who: str) -> None:
     group = ranks(2)
     work = group.backends[0].allreduce(Buffer.of_array(data(0, 100_000)), ReduceOp.SUM)
     entered = threading.Event()
@@ -401,13 +379,12 @@ def test_an_abort_ends_a_wait_at_once(ranks: Callable[..., Ranks], who: str) -> 
             work.completes_within(10)
         ended.append(time.monotonic())
 
-    thread = threading.Thread(target=wait)
-    thread.start()
+    thread = Task(wait)
     entered.wait()
     aborted = time.monotonic()
     group.backends[who == "a peer"].abort()
     group.backends[who == "a peer"].abort()
-    thread.join(10)
+    thread.result(10)
     assert ended[0] - aborted < 0.5
     with pytest.raises(BackendError):
         work.completes_within(0)
@@ -416,7 +393,7 @@ def test_an_abort_ends_a_wait_at_once(ranks: Callable[..., Ranks], who: str) -> 
 
 
 def test_results_of_a_rank_that_gave_up_are_not_believed(
-    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+    make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes its tensor back while a slow peer still reads there: the peer's operation fails."""
     group = make_ranks(2, kind="shm")

@@ -11,7 +11,8 @@ import pytest
 
 from hvdgloo.errors import RendezvousTimeoutError
 from hvdgloo.rendezvous import MemoryStore, RendezvousClient, RendezvousServer, Store
-from tests.support.rendezvous import SECRET, Task, until
+from tests.support.rendezvous import SECRET, until
+from tests.support.threads import Task
 
 AWKWARD_KEYS = [
     "0/3",

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,24 +15,20 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet
 from hvdgloo._engine.timeline import Timeline
 from hvdgloo._job.context import Context
 from hvdgloo._observe.merging import incomplete
 from hvdgloo.errors import ConfigError, MismatchError
-from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.runner.cli import trace_merge as merging
 from hvdgloo.runner.cli.main import main
 from hvdgloo.types import ReduceOp
-from tests.support.world import World
+from tests.support.frameworks import load
+from tests.support.world import MakeWorld, World
 
-MakeWorld = Callable[..., World]
 Events = list[dict[str, Any]]
 
-
-def frontend_of(context: Context) -> Frontend[np.ndarray]:
-    return Frontend(NumpyAdapter(), lambda: context)
+frontend_of = load("numpy").frontend
 
 
 def rows_of(path: Path) -> dict[str, Events]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,16 +11,12 @@ torch = pytest.importorskip("torch")
 from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import InvalidArgumentError  # noqa: E402
-from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
-from tests.support.world import World  # noqa: E402
+from tests.support.frameworks import load  # noqa: E402
+from tests.support.world import MakeWorld  # noqa: E402
 
-MakeWorld = Callable[..., World]
-
-
-def frontend_of(context: Context) -> Frontend[torch.Tensor]:
-    return Frontend(TorchAdapter(), lambda: context)
+frontend_of = load("torch").frontend
 
 
 def test_gradients_flow_through_a_chain_of_collectives(world: MakeWorld) -> None:
@@ -64,9 +60,8 @@ def test_second_derivatives_that_would_be_wrong_are_refused(world: MakeWorld, op
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX], ids=lambda op: op.name.lower())
 def test_outputs_of_a_group_are_differentiated_one_by_one(world: MakeWorld, op: ReduceOp) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
-        xs = [torch.tensor([1.0 + context.rank, 5.0 - context.rank], requires_grad=True) for _ in range(3)]
+    def rank_body(frontend: Frontend[Any]) -> None:
+        xs = [torch.tensor([1.0 + frontend.rank(), 5.0 - frontend.rank()], requires_grad=True) for _ in range(3)]
         for call in (
             lambda: frontend.grouped_allreduce(xs, op=op),
             lambda: frontend.grouped_allgather(xs),
@@ -82,7 +77,7 @@ def test_outputs_of_a_group_are_differentiated_one_by_one(world: MakeWorld, op: 
                 assert x.grad is not None
                 assert x.grad.tolist() == (gradient * (number + 1)).tolist()
 
-    world(2).run(rank_body)
+    world(2).run(rank_body, frontend_of)
 
 
 def test_a_change_in_place_of_what_a_groups_gradient_needs_is_noticed(world: MakeWorld) -> None:
@@ -126,8 +121,7 @@ def test_groups_with_integers_and_unused_members(world: MakeWorld) -> None:
 
 
 def test_nothing_is_recorded_where_it_is_not_asked_for(world: MakeWorld) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         x = torch.ones(2, requires_grad=True)
         with torch.no_grad():
             assert not frontend.allreduce(x).requires_grad
@@ -138,7 +132,7 @@ def test_nothing_is_recorded_where_it_is_not_asked_for(world: MakeWorld) -> None
         assert not frontend.synchronize(frontend.allreduce_async(x)).requires_grad
         assert frontend.allreduce(x).requires_grad
 
-    world(2).run(rank_body)
+    world(2).run(rank_body, frontend_of)
 
 
 def test_leaves_can_be_written_in_place(world: MakeWorld) -> None:

@@ -24,11 +24,10 @@ from hvdgloo.torch._distributed_optimizer import DistributedTorchOptimizer, wrap
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
 from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
-from tests.support.world import World  # noqa: E402
+from tests.support.world import MakeWorld, World  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MakeWorld = Callable[..., World]
 STEPS = 4
 LAYERS = 3
 WIDTH = 16

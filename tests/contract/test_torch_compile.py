@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +25,7 @@ from hvdgloo.torch._frontend import TorchFrontend  # noqa: E402
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch.elastic import ElasticSampler, TorchState  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
+from tests.support.launching import run_command  # noqa: E402
 from tests.support.selection import extended  # noqa: E402
 from tests.support.small_model import INPUTS, TARGETS, alike, make_model, part_of, values  # noqa: E402
 from tests.support.world import World  # noqa: E402
@@ -321,7 +321,7 @@ def test_importing_hvdgloo_imports_no_compiler_and_puts_no_graph_break_into_plai
         "import sys, hvdgloo.torch, torch.optim.optimizer as optimizers\n"
         "print('torch._dynamo' in sys.modules, len(optimizers._global_optimizer_pre_hooks))"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=50)
+    found = run_command([sys.executable, "-c", program], check=True, timeout=50)
     assert found.stdout == "False 0\n"
 
 

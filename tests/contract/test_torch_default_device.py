@@ -61,14 +61,13 @@ CALLS: dict[str, Callable[[TorchFrontend], Any]] = {
 
 @pytest.mark.parametrize("name", list(CALLS))
 def test_a_collective_gives_what_it_gives_without_a_default_device(name: str) -> None:
-    def rank_body(context: Context) -> list[Any]:
-        f = frontend_of(context)
+    def rank_body(f: TorchFrontend) -> list[Any]:
         plain = CALLS[name](f)
         with torch.device("meta"):
             return [plain, CALLS[name](f)]
 
     with World(2, "local") as world:
-        for plain, with_default in world.run(rank_body):
+        for plain, with_default in world.run(rank_body, frontend_of):
             torch.testing.assert_close(with_default, plain)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +20,12 @@ from tests.contract.test_torch_optimizer import distribute  # noqa: E402
 from tests.support.interrupting import Line, at_each_line, interrupted_at  # noqa: E402
 from tests.support.selection import extended  # noqa: E402
 from tests.support.small_model import loss_of, make_model, part_of  # noqa: E402
-from tests.support.world import World  # noqa: E402
+from tests.support.threads import Task  # noqa: E402
+from tests.support.world import MakeWorld, World  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BACKENDS = ("local",)
-MakeWorld = Callable[..., World]
 
 
 class Embedded(nn.Module):
@@ -90,12 +89,10 @@ class Training:
             for _ in finishes:
                 self.step(1, lambda optimizer: optimizer.step())
 
-        thread = threading.Thread(target=other, daemon=True)
-        thread.start()
+        thread = Task(other)
         for finish in finishes:
             self.step(0, finish)
-        thread.join(20)
-        assert not thread.is_alive()
+        thread.result(20)
         ours, theirs = [[parameter.detach() for parameter in model.parameters()] for model in self.models]
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         return ours

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,18 +18,14 @@ from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.data import AsyncDataLoaderMixin, BaseDataLoader  # noqa: E402
 from hvdgloo.errors import InvalidArgumentError, MismatchError  # noqa: E402
 from hvdgloo.torch import SyncBatchNorm, mpi_ops  # noqa: E402
-from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._sparse import start_sparse_allreduce  # noqa: E402
 from hvdgloo.torch.elastic import ElasticSampler  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
+from tests.support.frameworks import load  # noqa: E402
 from tests.support.launching import wait_for  # noqa: E402
-from tests.support.world import World  # noqa: E402
+from tests.support.world import MakeWorld  # noqa: E402
 
-MakeWorld = Callable[..., World]
-
-
-def frontend_of(context: Context) -> Frontend[torch.Tensor]:
-    return Frontend(TorchAdapter(), lambda: context)
+frontend_of = load("torch").frontend
 
 
 class Watching(TorchDispatchMode):
@@ -218,18 +214,17 @@ class TestSparse:
         world(3).run(rank_body)
 
     def test_wrong_calls(self, world: MakeWorld) -> None:
-        def rank_body(context: Context) -> None:
-            frontend = frontend_of(context)
+        def rank_body(frontend: Frontend[Any]) -> None:
             sparse = torch.eye(2).to_sparse()
             with pytest.raises(InvalidArgumentError, match="sparse_coo"):
                 start_sparse_allreduce(frontend, torch.eye(2), None, ReduceOp.SUM, global_process_set)
             with pytest.raises(InvalidArgumentError, match="must be Average or Sum"):
                 start_sparse_allreduce(frontend, sparse, None, ReduceOp.MAX, global_process_set)
-            wrong = torch.ones(2, 1, 1).to_sparse() if context.rank else sparse
+            wrong = torch.ones(2, 1, 1).to_sparse() if frontend.rank() else sparse
             with pytest.raises(MismatchError, match="shape"):
                 start_sparse_allreduce(frontend, wrong, None, ReduceOp.SUM, global_process_set)()
 
-        world(2).run(rank_body)
+        world(2).run(rank_body, frontend_of)
 
 
 class TestSampler:

@@ -27,11 +27,22 @@ from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._distributed_optimizer import DistributedTorchOptimizer, wrap  # noqa: E402
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch.compression import Compression  # noqa: E402
-from hvdgloo.types import Buffer, ReduceOp  # noqa: E402
-from tests.support.small_model import BATCH, INPUTS, TARGETS, WEIGHTS, alike, loss_of, make_model, part_of, values  # noqa: E402
-from tests.support.world import World  # noqa: E402
+from hvdgloo.types import ReduceOp  # noqa: E402
+from tests.support.arrays import adasum  # noqa: E402
+from tests.support.small_model import (  # noqa: E402
+    BATCH,
+    INPUTS,
+    TARGETS,
+    WEIGHTS,
+    Noting,
+    alike,
+    loss_of,
+    make_model,
+    part_of,
+    values,
+)
+from tests.support.world import MakeWorld  # noqa: E402
 
-MakeWorld = Callable[..., World]
 STEPS = 5
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -52,17 +63,6 @@ def distribute(
     **options: Any,
 ) -> DistributedTorchOptimizer:
     return wrap(Frontend(TorchAdapter(), lambda: context), optimizer, named, groups, ReductionOptions(**options))
-
-
-class Noting(TorchAdapter):
-    """Notes what is sent."""
-
-    def __init__(self) -> None:
-        self.exported: list[Tensor] = []
-
-    def export(self, tensor: Tensor, **how: Any) -> Buffer:
-        self.exported.append(tensor)
-        return super().export(tensor, **how)
 
 
 def in_flight(optimizer: DistributedTorchOptimizer) -> set[str]:
@@ -609,11 +609,11 @@ def test_a_parameter_frozen_later_is_left_alone(world: MakeWorld, groups: int | 
         optimizer.zero_grad()
         model[0].weight.requires_grad_(False)
         frozen = model[0].weight.detach().clone()
-        adapter.exported.clear()
+        adapter.sent.clear()
         loss_of(model, part_of(context)).backward()
         optimizer.step()
         assert torch.equal(model[0].weight, frozen)  # no zero gradient, so no weight decay either
-        assert len(adapter.exported) == count  # sent only if the rest of its group, or bucket, waits for it
+        assert len(adapter.sent) == count  # sent only if the rest of its group, or bucket, waits for it
 
     world(2, gradient_bucket=bucket).run(rank_body)
 
@@ -1102,17 +1102,6 @@ def test_a_sparse_gradient_has_no_place_in_a_group(world: MakeWorld) -> None:
             optimizer.step()
 
     world(2).run(rank_body)
-
-
-def adasum(vectors: list[Tensor]) -> Tensor:
-    """By the definition, pair by pair."""
-    while len(vectors) > 1:
-        combined = []
-        for a, b in zip(vectors[::2], vectors[1::2], strict=False):
-            dot = (a * b).sum()
-            combined.append((1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b)
-        vectors = combined + (vectors[-1:] if len(vectors) % 2 else [])
-    return vectors[0]
 
 
 @pytest.mark.parametrize("size", [2, 3])

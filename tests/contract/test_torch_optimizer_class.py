@@ -8,7 +8,6 @@ import pickle
 import sys
 import types
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,9 +23,7 @@ from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._distributed_optimizer import DistributedTorchOptimizer, wrap  # noqa: E402
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.types import ReduceOp  # noqa: E402
-from tests.support.world import World  # noqa: E402
-
-MakeWorld = Callable[..., World]
+from tests.support.world import MakeWorld  # noqa: E402
 
 
 @runtime_checkable

@@ -12,22 +12,18 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from hvdgloo._collectives.frontend import Frontend  # noqa: E402
 from hvdgloo._job.context import Context  # noqa: E402
 from hvdgloo.errors import InvalidArgumentError  # noqa: E402
-from hvdgloo.torch._adapter import TorchAdapter  # noqa: E402
 from hvdgloo.torch._distributed_optimizer import wrap  # noqa: E402
 from hvdgloo.torch._parameters import ReductionOptions  # noqa: E402
 from hvdgloo.torch._state import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
-from tests.support.world import World  # noqa: E402
+from tests.support.frameworks import load  # noqa: E402
+from tests.support.world import MakeWorld  # noqa: E402
 
-MakeWorld = Callable[..., World]
 USED_AGAIN = True  # worlds, by the tests that follow
 SIZE = 3
 
-
-def frontend_of(context: Context) -> Frontend[torch.Tensor]:
-    return Frontend(TorchAdapter(), lambda: context)
+frontend_of = load("torch").frontend
 
 
 def filled_model(value: float) -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,15 @@ from hvdgloo._backends.local import LocalGroup
 from hvdgloo._backends.memory import HostMemory
 from hvdgloo._backends.select import gloo_provider
 from hvdgloo._collectives.compression import NoneCompressor
-from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._engine.messages import Request
 from hvdgloo._engine.transfer import _reduce
 from hvdgloo._job.context import Context
 from hvdgloo._training.reducer import GradientReducer
 from hvdgloo.errors import BackendError, MismatchError
-from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.numpy._compression import Compression
 from hvdgloo.types import Buffer, Collective, DType, ReduceOp, TensorSpec, WireFormat
-from tests.support.frameworks import Framework
-from tests.support.world import World
+from tests.support.frameworks import Framework, load
+from tests.support.world import MakeWorld
 
 pytestmark = pytest.mark.skipif(gloo_provider("auto") != "torch", reason="torch's Gloo encodes")
 
@@ -34,7 +31,7 @@ BACKENDS = tuple(RANKS)
 
 
 @pytest.fixture
-def make(backend: str, world: Callable[..., World]) -> Callable[..., World]:
+def make(backend: str, world: MakeWorld) -> MakeWorld:
     """Makes a world of ranks on two hosts."""
     return lambda **settings: world(RANKS[backend], **{"wire_threshold": 0, **settings})
 
@@ -59,8 +56,7 @@ def total(size: int, dtype: Any = np.float32) -> Any:
     return np.sum([vector(rank, dtype).astype(np.float64) for rank in range(size)], 0)
 
 
-def frontend_of(context: Context) -> Frontend[Any]:
-    return Frontend(NumpyAdapter(), lambda: context)
+frontend_of = load("numpy").frontend
 
 
 def error(result: Any, exact: Any) -> float:
@@ -80,7 +76,7 @@ def reduced(context: Context, gradient: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize(("form", "least", "most"), [("bf16", 1e-4, 6e-3), ("int8", 1e-3, 2e-2), ("int4", 2e-2, 0.3)])
 def test_the_setting_is_for_gradients_and_for_nothing_else(
-    make: Callable[..., World], form: str, least: float, most: float
+    make: MakeWorld, form: str, least: float, most: float
 ) -> None:
     def rank_body(context: Context) -> bytes:
         frontend, exact = frontend_of(context), total(context.size)
@@ -95,7 +91,7 @@ def test_the_setting_is_for_gradients_and_for_nothing_else(
     assert len(set(make(wire=form).run(rank_body))) == 1
 
 
-def test_what_must_be_exact_is(make: Callable[..., World]) -> None:
+def test_what_must_be_exact_is(make: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         for dtype in (np.float64, np.int32, np.int64):
             assert is_exact(reduced(context, vector(context.rank, dtype)), total(context.size, dtype)), dtype
@@ -108,7 +104,7 @@ def test_what_must_be_exact_is(make: Callable[..., World]) -> None:
     make(wire="int8").run(rank_body)
 
 
-def test_adasum_is_as_exact_as_without_it(make: Callable[..., World]) -> None:
+def test_adasum_is_as_exact_as_without_it(make: MakeWorld) -> None:
     def rank_body(context: Context) -> bytes:
         reducer = GradientReducer(frontend_of(context), op=ReduceOp.ADASUM)
         reducer.ready("w", vector(context.rank))
@@ -117,7 +113,7 @@ def test_adasum_is_as_exact_as_without_it(make: Callable[..., World]) -> None:
     assert make(wire="int8").run(rank_body) == make().run(rank_body)
 
 
-def test_small_gradients_are_exact(make: Callable[..., World]) -> None:
+def test_small_gradients_are_exact(make: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         assert is_exact(reduced(context, vector(context.rank)), total(context.size))
         large = reduced(context, np.tile(vector(context.rank), 2))
@@ -127,7 +123,7 @@ def test_small_gradients_are_exact(make: Callable[..., World]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm"])
-def test_on_one_host_nothing_crosses_and_everything_is_exact(world: Callable[..., World]) -> None:
+def test_on_one_host_nothing_crosses_and_everything_is_exact(world: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         assert is_exact(reduced(context, vector(context.rank)), total(context.size))
         mine = frontend_of(context).allreduce(vector(context.rank), op=ReduceOp.SUM, compression=Compression.int8)
@@ -136,9 +132,7 @@ def test_on_one_host_nothing_crosses_and_everything_is_exact(world: Callable[...
     world(2, wire="int8", wire_threshold=0).run(rank_body)
 
 
-def test_a_compressor_asks_for_it_in_any_allreduce_of_any_framework(
-    make: Callable[..., World], framework: Framework
-) -> None:
+def test_a_compressor_asks_for_it_in_any_allreduce_of_any_framework(make: MakeWorld, framework: Framework) -> None:
     def rank_body(context: Context) -> None:
         frontend, compression, exact = framework.frontend(context), framework.compression, total(context.size)
         for compressor, least, most in ((compression.int8, 1e-3, 2e-2), (compression.int4, 2e-2, 0.3)):
@@ -155,14 +149,14 @@ def test_a_compressor_asks_for_it_in_any_allreduce_of_any_framework(
     make().run(rank_body)
 
 
-def test_a_compressor_overrides_the_setting(make: Callable[..., World]) -> None:
+def test_a_compressor_overrides_the_setting(make: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         assert error(reduced(context, vector(context.rank), compression=Compression.int8), total(context.size)) < 2e-2
 
     make(wire="int4").run(rank_body)
 
 
-def test_half_types_are_encoded_too(make: Callable[..., World]) -> None:
+def test_half_types_are_encoded_too(make: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         gradient = reduced(context, (vector(context.rank) / 100).astype(np.float16))
         assert gradient.dtype == np.float16
@@ -171,7 +165,7 @@ def test_half_types_are_encoded_too(make: Callable[..., World]) -> None:
     make(wire="int8").run(rank_body)
 
 
-def test_tensors_of_different_forms_do_not_share_a_buffer(make: Callable[..., World]) -> None:
+def test_tensors_of_different_forms_do_not_share_a_buffer(make: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         frontend, exact = frontend_of(context), total(context.size)
         compressors = {WireFormat.BF16: NoneCompressor, WireFormat.FULL: Own}
@@ -190,7 +184,7 @@ def test_tensors_of_different_forms_do_not_share_a_buffer(make: Callable[..., Wo
     make(wire="bf16").run(rank_body)
 
 
-def test_what_a_program_s_own_compressor_yields_is_exact(make: Callable[..., World]) -> None:
+def test_what_a_program_s_own_compressor_yields_is_exact(make: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         assert is_exact(reduced(context, vector(context.rank), compression=Own), total(context.size))
         assert is_exact(reduced(context, vector(context.rank), crossing=Own), total(context.size))
@@ -201,7 +195,7 @@ def test_what_a_program_s_own_compressor_yields_is_exact(make: Callable[..., Wor
 
 @pytest.mark.parametrize(("form", "share", "most"), [("int8", 0.2539, 0.02), ("int4", 0.1406, 0.3), ("full", 1.0, 0.0)])
 def test_what_crossed_is_counted_beside_what_was_reduced(
-    make: Callable[..., World], backend: str, form: str, share: float, most: float
+    make: MakeWorld, backend: str, form: str, share: float, most: float
 ) -> None:
     count = 1 << 14
 
@@ -217,7 +211,7 @@ def test_what_crossed_is_counted_beside_what_was_reduced(
     make(wire=form).run(rank_body)
 
 
-def test_ranks_that_disagree_get_an_error_that_names_both(make: Callable[..., World]) -> None:
+def test_ranks_that_disagree_get_an_error_that_names_both(make: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         compressor = Compression.none if context.rank == 0 else Compression.int8
         with pytest.raises(MismatchError, match=r"wire format: full on rank 0; int8 on rank"):

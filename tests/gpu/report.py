@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from hvdgloo.version import __version__
+from tests.support.launching import run_command
 
 NAME = "gpu-report.md"
 _TIME = 20.0
@@ -69,7 +69,7 @@ def topology() -> str:
     """Return how the GPUs are connected, in their driver's words."""
     for command in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo"]):
         if shutil.which(command[0]):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME, check=False)
+            done = run_command(command, timeout=_TIME)
             return done.stdout.rstrip() or done.stderr.rstrip()
     return "neither nvidia-smi nor rocm-smi is installed"
 

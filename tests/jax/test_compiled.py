@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.types import DType, ReduceOp
 from tests.jax.support import on_ranks
 from tests.support.selection import extended
+from tests.support.threads import at_once
 
 LOWERINGS = pytest.mark.parametrize("callbacks", [False, True], ids=["calls", "callbacks"], indirect=True)
 SIZE = 3
@@ -228,18 +229,11 @@ def test_two_threads_of_a_rank_run_a_compiled_function_each() -> None:
     """Ranks start them in different orders; calls with names need none among threads."""
 
     def body(frontend: JaxFrontend) -> None:
-        found: dict[str, list[float]] = {}
-
-        def run(name: str) -> None:
+        def run(name: str) -> list[float]:
             function = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, x: frontend.allreduce(x, name=name) + 1, x))
-            found[name] = function(jnp.full(3, float(frontend.rank()))).tolist()
+            return function(jnp.full(3, float(frontend.rank()))).tolist()
 
-        threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b")]
-        for thread in threads if frontend.rank() else reversed(threads):
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert found == {"a": [20.5] * 3, "b": [20.5] * 3}
+        assert at_once(*(partial(run, name) for name in ("ab" if frontend.rank() else "ba"))) == [[20.5] * 3] * 2
 
     on_ranks(body)
 

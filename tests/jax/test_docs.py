@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,15 @@ from tests.support import api_examples, warm
 from tests.support.elastic_examples import follow_three_sizes
 from tests.support.elastic_launch import Job
 from tests.support.frameworks import need_installed
-from tests.support.launching import launcher_in
+from tests.support.launching import Launcher
 from tests.support.pages import ROOT, outdated, program, run_program
 
 ENVIRON = {"JAX_PLATFORMS": "cpu"}
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    with launcher_in(tmp_path) as launcher:
-        yield Job(launcher)
+def job(launcher: Launcher) -> Job:
+    return Job(launcher)
 
 
 def test_the_api_page_is_what_the_docstrings_say() -> None:

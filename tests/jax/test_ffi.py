@@ -20,6 +20,7 @@ import pytest
 
 from hvdgloo.jax import _ffi as ffi
 from hvdgloo.jax import _primitive as primitive
+from tests.support.threads import Task, at_once
 
 
 def compiled(name: str, execute: Callable[[ffi.Call], Any], arrays: int = 1) -> Callable[..., Any]:
@@ -79,21 +80,16 @@ def test_a_call_may_end_later_in_another_thread(error: str | None) -> None:
         return futures[0]
 
     function = compiled(f"test_later_{error is None}", execute)
-    ended: list[Any] = []
-
-    def run() -> None:
-        try:
-            ended.append(jax.block_until_ready(function(jnp.full(1, 7.0)))[0].tolist())
-        except jax.errors.JaxRuntimeError as raised:
-            ended.append(str(raised))
-
-    thread = threading.Thread(target=run)
-    thread.start()
+    later = Task(lambda: jax.block_until_ready(function(jnp.full(1, 7.0)))[0].tolist())
     assert begun.wait(20)
-    assert not ended
+    assert later.thread.is_alive()
     futures[0].set(error)
-    thread.join(20)
-    assert ended == [[7.0]] if error is None else error in ended[0]
+    if error is None:
+        assert later.result() == [7.0]
+    else:
+        failure = later.failure()
+        assert isinstance(failure, jax.errors.JaxRuntimeError)
+        assert error in str(failure)
 
 
 def test_a_thousand_futures_leave_nothing_behind() -> None:
@@ -178,10 +174,5 @@ def test_two_threads_that_compile_their_first_collective_at_once_register_one_ha
     monkeypatch.setattr(primitive, "_chosen", functools.cache(primitive._chosen.__wrapped__))
     monkeypatch.setattr(ffi, "problem", problem)
     monkeypatch.setattr(ffi, "register", lambda name, execute: registered.append(name))
-    found: list[bool] = []
-    threads = [threading.Thread(target=lambda: found.append(primitive._uses_callbacks())) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    found = at_once(*[primitive._uses_callbacks] * 2, timeout=30)
     assert (found, registered) == ([False, False], [primitive.TARGET])

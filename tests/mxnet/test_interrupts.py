@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,20 +12,17 @@ import pytest
 from hvdgloo._job.context import Context
 from hvdgloo._training.options import GradientOptions
 from hvdgloo.mxnet import _optimizer
-from hvdgloo.mxnet._adapter import MXNetAdapter
-from hvdgloo.mxnet._frontend import MXNetFrontend
 from hvdgloo.mxnet._optimizer import DistributedTrainer, wrap
+from tests.support.frameworks import load
 from tests.support.interrupting import Line, at_each_line, interrupted_at
 from tests.support.selection import extended
-from tests.support.world import World
+from tests.support.threads import Task
+from tests.support.world import MakeWorld
 
-Ranks = Callable[..., World]
 SHAPES = [(3,), (2, 2), (1,)]
 STEPS = 4
 
-
-def frontend_of(context: Context) -> MXNetFrontend:
-    return MXNetFrontend(MXNetAdapter(), lambda: context)
+frontend_of = load("mxnet").frontend
 
 
 class WithOptimizer:
@@ -77,7 +72,7 @@ class WithTrainer:
 @pytest.mark.parametrize("groups", [0, 1])
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["the first step", "the second step", "a later step"])
 def test_a_step_that_is_repeated_after_ctrl_c_reduces_once(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, which: int, groups: int, kind: type[Any], stride: int
+    ranks: MakeWorld, monkeypatch: pytest.MonkeyPatch, which: int, groups: int, kind: type[Any], stride: int
 ) -> None:
     two = ranks(2, stall_warning_time=1.0, stall_shutdown_time=2.0)
     expected = 1.0 - 0.1 * sum(step + 1.5 for step in range(STEPS))
@@ -114,7 +109,7 @@ def test_a_step_that_is_repeated_after_ctrl_c_reduces_once(
 
 
 @pytest.mark.parametrize("stride", [31, *extended(5)])
-def test_gradients_of_other_weights_may_follow_an_interrupted_step(ranks: Ranks, stride: int) -> None:
+def test_gradients_of_other_weights_may_follow_an_interrupted_step(ranks: MakeWorld, stride: int) -> None:
     """They are not taken for the ones that are under way."""
     two = ranks(2, stall_warning_time=1.0, stall_shutdown_time=2.0)
 
@@ -132,16 +127,14 @@ def test_gradients_of_other_weights_may_follow_an_interrupted_step(ranks: Ranks,
 
         theirs: list[list[float]] = []
         calls = (("ab", 1.0), ("b", 2.0), ("ab", 3.0))
-        other = threading.Thread(target=lambda: theirs.extend(reduced(1, *call) for call in calls), daemon=True)
-        other.start()
+        other = Task(lambda: theirs.extend(reduced(1, *call) for call in calls))
         made: list[list[float]] = []
         interrupted_at(line, lambda: made.append(reduced(0, "ab", 3.0)))
         if not made:
             reduced(0, "ab", 3.0)
         assert reduced(0, "b", 4.0) == [3.0]
         assert reduced(0, "ab", 5.0) == [4.0, 4.0]
-        other.join(20)
-        assert not other.is_alive()
+        other.result(20)
         assert theirs == [[2.0, 2.0], [3.0], [4.0, 4.0]], f"interrupted at {line}"
 
     at_each_line(trial, stride)

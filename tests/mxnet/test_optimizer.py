@@ -13,18 +13,16 @@ import numpy as np
 import pytest
 
 import hvdgloo.mxnet as hvd
+from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.process_sets import ProcessSet
 from hvdgloo._job.context import Context
 from hvdgloo._training.options import GradientOptions
 from hvdgloo.errors import DuplicateNameError, InvalidArgumentError, NotInitializedError
-from hvdgloo.mxnet._adapter import MXNetAdapter
-from hvdgloo.mxnet._frontend import MXNetFrontend
 from hvdgloo.mxnet._optimizer import wrap
 from hvdgloo.mxnet.compression import Compression
 from hvdgloo.mxnet.functions import _broadcast_parameters
-from tests.support.world import World
-
-Ranks = Callable[..., World]
+from tests.support.frameworks import load
+from tests.support.world import MakeWorld
 
 SHAPES = [(5, 3), (5,), (2, 5), (2,), (4, 2), (1,)]
 SIZE = 3
@@ -38,9 +36,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "lars": lambda: mx.optimizer.LARS(learning_rate=0.05),
 }
 
-
-def frontend_of(context: Context) -> MXNetFrontend:
-    return MXNetFrontend(MXNetAdapter(), lambda: context)
+frontend_of = load("mxnet").frontend
 
 
 def gradients(rank: int, step: int, dtype: str) -> list[np.ndarray]:
@@ -63,7 +59,7 @@ def train(optimizer: Any, of_step: Callable[[int], list[np.ndarray]], dtype: str
 @pytest.mark.parametrize(
     "options", [GradientOptions(), GradientOptions(groups=2, gradient_predivide_factor=2.0)], ids=["", "groups"]
 )
-def test_weights_equal_one_process_s_with_all_the_data(ranks: Ranks, name: str, options: GradientOptions) -> None:
+def test_weights_equal_one_process_s_with_all_the_data(ranks: MakeWorld, name: str, options: GradientOptions) -> None:
     def average(step: int) -> list[np.ndarray]:
         return [
             np.mean(each, axis=0) for each in zip(*(gradients(r, step, "float32") for r in range(SIZE)), strict=True)
@@ -82,7 +78,7 @@ def test_weights_equal_one_process_s_with_all_the_data(ranks: Ranks, name: str, 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_each_step_is_counted_once_however_weights_are_updated(ranks: Ranks, at_once: bool, size: int) -> None:
+def test_each_step_is_counted_once_however_weights_are_updated(ranks: MakeWorld, at_once: bool, size: int) -> None:
     """A step ends where the next one begins, with the same weight."""
 
     def rank_body(context: Context) -> int:
@@ -103,7 +99,7 @@ def test_each_step_is_counted_once_however_weights_are_updated(ranks: Ranks, at_
 
 @pytest.mark.parametrize("make", [lambda: mx.optimizer.SGD(0.1, multi_precision=True), lambda: mx.optimizer.Adam()])
 @pytest.mark.filterwarnings("ignore:Accumulating with float16")
-def test_weights_of_float16(ranks: Ranks, make: Callable[[], Any]) -> None:
+def test_weights_of_float16(ranks: MakeWorld, make: Callable[[], Any]) -> None:
     """Also where a plain ``update_multi_precision`` calls ``update``, which must not reduce a second time."""
     plain = make()
     plain.multi_precision = True
@@ -124,7 +120,7 @@ def test_weights_of_float16(ranks: Ranks, make: Callable[[], Any]) -> None:
             np.testing.assert_array_equal(got, wanted)
 
 
-def test_all_gradients_of_a_step_are_under_way_at_once(ranks: Ranks) -> None:
+def test_all_gradients_of_a_step_are_under_way_at_once(ranks: MakeWorld) -> None:
     """Or there is nothing to fuse."""
 
     def rank_body(context: Context) -> tuple[int, list[str]]:
@@ -159,7 +155,7 @@ def test_all_gradients_of_a_step_are_under_way_at_once(ranks: Ranks) -> None:
         assert names == [f"gradient.{i}" for i in reversed(range(len(SHAPES)))]  # as the backward pass computes them
 
 
-def test_one_process_alone_does_nothing_else(ranks: Ranks) -> None:
+def test_one_process_alone_does_nothing_else(ranks: MakeWorld) -> None:
     context = ranks(1).contexts[0]
     frontend = frontend_of(context)
     frontend.persistent = None  # type: ignore[method-assign,assignment]
@@ -169,19 +165,18 @@ def test_one_process_alone_does_nothing_else(ranks: Ranks) -> None:
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_ranks_outside_of_the_set_train_alone(ranks: Ranks) -> None:
-    def rank_body(context: Context) -> float:
-        frontend = frontend_of(context)
+def test_ranks_outside_of_the_set_train_alone(ranks: MakeWorld) -> None:
+    def rank_body(frontend: Frontend[Any]) -> float:
         pair = frontend.add_process_set(ProcessSet([0, 2]))
         optimizer = wrap(frontend, mx.optimizer.SGD(learning_rate=1.0), GradientOptions(process_set=pair))
         weight = mx.nd.zeros((1,))
-        optimizer.update("w", weight, mx.nd.array([context.rank + 1.0]), None)
+        optimizer.update("w", weight, mx.nd.array([frontend.rank() + 1.0]), None)
         return float(weight.asscalar())
 
-    assert ranks(3).run(rank_body) == [-2.0, -2.0, -2.0]
+    assert ranks(3).run(rank_body, frontend_of) == [-2.0, -2.0, -2.0]
 
 
-def test_one_state(ranks: Ranks) -> None:
+def test_one_state(ranks: MakeWorld) -> None:
     frontend = frontend_of(ranks(1).contexts[0])
     plain = mx.optimizer.SGD(learning_rate=0.5)
     optimizer = wrap(frontend, plain, GradientOptions())
@@ -197,7 +192,7 @@ def test_one_state(ranks: Ranks) -> None:
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("make", [mx.optimizer.SGD, mx.optimizer.Adam])
 def test_copies_are_distributed(
-    ranks: Ranks, copied: Callable[[Any], Any], make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ranks: MakeWorld, copied: Callable[[Any], Any], make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same options, and a state of their own."""
     narrowed = []
@@ -235,7 +230,7 @@ def test_a_loaded_one_does_not_train_alone_for_want_of_init() -> None:
     assert weight.asscalar() == 0.0
 
 
-def test_a_gradient_that_cannot_be_sent_leaves_the_others_at_rest(ranks: Ranks) -> None:
+def test_a_gradient_that_cannot_be_sent_leaves_the_others_at_rest(ranks: MakeWorld) -> None:
     def rank_body(context: Context) -> list[float]:
         optimizer = wrap(frontend_of(context), mx.optimizer.SGD(learning_rate=1.0), GradientOptions())
         weights = [mx.nd.zeros((2, 1)), mx.nd.zeros((2, 1))]
@@ -251,30 +246,29 @@ def test_a_gradient_that_cannot_be_sent_leaves_the_others_at_rest(ranks: Ranks) 
     assert ranks(2).run(rank_body) == [[-3.0, -3.0]] * 2
 
 
-def test_parameters_that_are_not_initialised_are_broadcast_once_they_are(ranks: Ranks) -> None:
-    def rank_body(context: Context) -> list[list[float]]:
-        frontend = frontend_of(context)
+def test_parameters_that_are_not_initialised_are_broadcast_once_they_are(ranks: MakeWorld) -> None:
+    def rank_body(frontend: Frontend[Any]) -> list[list[float]]:
         known = mx.gluon.Parameter("known", shape=(2,))
         late = mx.gluon.Parameter("late", shape=(0,), allow_deferred_init=True)
         never = mx.gluon.Parameter("never", shape=(3,))
-        value = mx.init.Constant(context.rank + 1.0)
+        value = mx.init.Constant(frontend.rank() + 1.0)
         known.initialize(value)
         late.initialize(value)
-        both = {"a": known, "b": late, "c": mx.nd.ones((1,)) * context.rank, "d": never}
+        both = {"a": known, "b": late, "c": mx.nd.ones((1,)) * frontend.rank(), "d": never}
         _broadcast_parameters(frontend, both, 0, "old.")
         _broadcast_parameters(frontend, both, 1, "new.")  # in place of the first
         late.shape = (2,)
         late._finish_deferred_init()
         never.initialize(value)
         results = [known.data(), late.data(), both["c"], never.data()]
-        never.initialize(mx.init.Constant(context.rank), force_reinit=True)  # this rank's own affair
+        never.initialize(mx.init.Constant(frontend.rank()), force_reinit=True)  # this rank's own affair
         return [list(each.asnumpy()) for each in [*results, never.data()]]
 
-    for rank, results in enumerate(ranks(2).run(rank_body)):
+    for rank, results in enumerate(ranks(2).run(rank_body, frontend_of)):
         assert results == [[1.0] * 2, [2.0] * 2, [0.0], [2.0] * 3, [float(rank)] * 3]
 
 
-def test_a_deep_copy_of_a_net_that_awaits_its_shapes_gets_its_own_values(ranks: Ranks) -> None:
+def test_a_deep_copy_of_a_net_that_awaits_its_shapes_gets_its_own_values(ranks: MakeWorld) -> None:
     def rank_body(context: Context) -> list[list[float]]:
         late = mx.gluon.Parameter("late", shape=(0,), allow_deferred_init=True)
         late.initialize(mx.init.Constant(context.rank + 1.0))

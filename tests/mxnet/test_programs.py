@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import Launcher, launcher_in
+from tests.support.examples import check_learned
+from tests.support.launching import Launcher
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -292,19 +291,10 @@ print("end", flush=True)
 """
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
-
-
 @pytest.mark.parametrize("example", ["mxnet_digits", "mxnet_module_digits"])
 def test_examples_learn_to_read(launcher: Launcher, example: str) -> None:
     done = launcher.run("-np", "2", "--", str(EXAMPLES / f"{example}.py"), timeout=58)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (accuracy,) = re.findall(r"test accuracy averaged over 2 ranks: ([\d.]+)%", done.stdout)
-    assert float(accuracy) >= 96.0
-    assert len(re.findall("all ranks hold identical parameters", done.stdout)) == 1
+    check_learned(done)
 
 
 def test_a_program_of_horovods_runs_without_an_edit(launcher: Launcher) -> None:

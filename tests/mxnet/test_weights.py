@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import mxnet as mx
@@ -12,12 +11,10 @@ import pytest
 from hvdgloo._job.context import Context
 from hvdgloo._training.options import GradientOptions
 from hvdgloo.mxnet import _optimizer
-from hvdgloo.mxnet._adapter import MXNetAdapter
-from hvdgloo.mxnet._frontend import MXNetFrontend
 from hvdgloo.mxnet._optimizer import DistributedTrainer, wrap
-from tests.support.world import World
+from tests.support.frameworks import load
+from tests.support.world import MakeWorld
 
-Ranks = Callable[..., World]
 SHAPES = [(3,), (50, 2), (1,)]
 
 
@@ -25,8 +22,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "same weights" in record.getMessage()]
 
 
-def frontend_of(context: Context) -> MXNetFrontend:
-    return MXNetFrontend(MXNetAdapter(), lambda: context)
+frontend_of = load("mxnet").frontend
 
 
 def train(context: Context, start: float, at_once: bool = True, options: GradientOptions | None = None) -> None:
@@ -46,7 +42,7 @@ def train(context: Context, start: float, at_once: bool = True, options: Gradien
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("check", [True, False])
 def test_ranks_that_start_from_different_weights_are_told(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, check: bool, at_once: bool
+    ranks: MakeWorld, caplog: pytest.LogCaptureFixture, check: bool, at_once: bool
 ) -> None:
     ranks(3, check_weights=check).run(lambda context: train(context, float(context.rank == 1), at_once))
     texts = told(caplog)
@@ -57,13 +53,13 @@ def test_ranks_that_start_from_different_weights_are_told(
 
 
 def test_ranks_that_start_from_the_same_weights_are_not_told_anything(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture
+    ranks: MakeWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks(2).run(lambda context: train(context, 1.5))
     assert told(caplog) == []
 
 
-def test_only_ranks_that_share_gradients_are_compared(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_ranks_that_share_gradients_are_compared(ranks: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     def rank_body(context: Context) -> None:
         groups = [frontend_of(context).add_process_set(members) for members in ([0, 2], [1, 3])]
         train(context, float(context.rank % 2), options=GradientOptions(process_set=groups[context.rank % 2]))
@@ -74,7 +70,7 @@ def test_only_ranks_that_share_gradients_are_compared(ranks: Ranks, caplog: pyte
 
 @pytest.mark.parametrize("differ", [True, False])
 def test_a_trainer_s_parameters_are_compared(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, differ: bool
+    ranks: MakeWorld, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, differ: bool
 ) -> None:
     two = ranks(2)
     made: list[tuple[Any, Any]] = []

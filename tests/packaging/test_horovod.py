@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.architecture.source import ROOT
 from tests.packaging.building import Built, Environment, build_all, environment, metadata, run, warnings, wheel_files
+from tests.support.launching import run_command
 from tests.support.pages import generator
 
 HERE = ROOT / "packaging/horovod"
@@ -162,14 +162,8 @@ def test_an_old_program_runs_by_itself(both: Environment, tmp_path: Path) -> Non
 
 
 def test_a_console_and_pytest_have_it_as_well(both: Environment, tmp_path: Path) -> None:
-    answer = subprocess.run(
-        [both.program("python"), "-i", "-"],
-        input=f"exec({CONSOLE!r})\n",
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=50,
+    answer = run_command(
+        [both.program("python"), "-i", "-"], input=f"exec({CONSOLE!r})\n", cwd=tmp_path, env=environment(), timeout=50
     )
     assert "['rank 0', 'rank 1']" in answer.stdout, answer.stderr
     (tmp_path / "test_one.py").write_text(PYTEST)
@@ -186,7 +180,7 @@ def test_its_modules_are_hvdgloos(both: Environment, tmp_path: Path) -> None:
 def test_type_checkers_see_hvdgloos_types(both: Environment, tmp_path: Path) -> None:
     (tmp_path / "typed.py").write_text(TYPED)
     command = [sys.executable, "-m", "mypy", "--python-executable", both.program("python"), "typed.py"]
-    checked = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=50)
+    checked = run_command(command, cwd=tmp_path, env=environment(), timeout=50)
     assert 'Revealed type is "def (verbose: bool =) -> bool"' in checked.stdout, checked.stdout
     assert '"ProcessSet" has no attribute "no_such_thing"' in checked.stdout
 
@@ -213,9 +207,7 @@ def test_a_wheel_leaves_horovod_whole(first: str, built: Built, second: Built, h
     for wheel in wheels:
         there.install(wheel)
     assert imports_the_real_one(there)
-    run_it = subprocess.run(
-        [there.program("horovodrun"), "-np", "1", "true"], env=environment(), capture_output=True, text=True, timeout=30
-    )
+    run_it = run_command([there.program("horovodrun"), "-np", "1", "true"], env=environment(), timeout=30)
     if first == "horovod":
         assert run_it.returncode == 1
         assert run_it.stderr.startswith(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.building import checkout, environment, metadata, run
+from tests.support.launching import run_command
 
 CHANGELOG = (
     "# Changelog\n\n## 7.1.0 (not released yet)\n\n- Something is better.\n\n## 7.0.0 (2026-01-02)\n\n- First.\n"
@@ -41,7 +42,7 @@ def clone(original: Path, tmp_path: Path) -> Path:
 
 def release(clone: Path, version: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "packaging/release.py", version]
-    return subprocess.run(command, cwd=clone, env=environment(), capture_output=True, text=True, timeout=55)
+    return run_command(command, cwd=clone, env=environment(), timeout=55)
 
 
 def test_a_release_is_a_commit_a_tag_and_distributions_that_can_be_uploaded(clone: Path) -> None:

@@ -7,13 +7,10 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.page.support import PATIENCE_S, Chromium, until, words
-from tests.support.launching import Launcher, launcher_in
+from tests.support.launching import Launcher
 
 SLOW = 3
 WORKER = f"""
@@ -60,12 +57,6 @@ class Job:
     def _read(self, stream: object) -> None:
         while data := os.read(stream.fileno(), 65536):  # type: ignore[attr-defined]
             self._said += data
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
 
 
 def test_a_real_job_shows_its_slow_rank_and_then_the_killed_one(

@@ -3,14 +3,11 @@ own line is in the launcher's summary of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.support import warm
 from tests.support.frameworks import need_installed
-from tests.support.launching import Launcher, launcher_in
+from tests.support.launching import Launcher
 
 PROGRAM = """
 import numpy as np
@@ -27,11 +24,7 @@ for number in range(10):
 """
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as launcher:
-        yield launcher
-        launcher.assert_nothing_left()
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.mark.parametrize(("level", "tracebacks"), [("WARNING", 1), ("DEBUG", 2)])

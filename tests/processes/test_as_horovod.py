@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from hvdgloo import as_horovod
 from tests.support import warm
-from tests.support.launching import launcher_in
+from tests.support.launching import Launcher, run_command
 from tests.support.pages import ROOT
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the program is one for torch")
@@ -112,10 +111,9 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_of_horovods_runs_without_an_edit(tmp_path: Path) -> None:
-    with launcher_in(tmp_path) as launcher:
-        program = launcher.script(PROGRAM, "train.py")
-        done = launcher.run("-np", "2", "--as-horovod", warm.python(), program, timeout=55)
+def test_a_program_of_horovods_runs_without_an_edit(launcher: Launcher) -> None:
+    program = launcher.script(PROGRAM, "train.py")
+    done = launcher.run("-np", "2", "--as-horovod", warm.python(), program, timeout=55)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
         "[0]<stdout>:child hvdgloo.torch False True\n"
@@ -124,7 +122,7 @@ def test_a_program_of_horovods_runs_without_an_edit(tmp_path: Path) -> None:
     )
 
 
-def test_the_modules_are_the_very_same(tmp_path: Path) -> None:
+def test_the_modules_are_the_very_same(launcher: Launcher) -> None:
     program = """
     import importlib, pickle, sys
     import horovod, hvdgloo
@@ -144,25 +142,21 @@ def test_the_modules_are_the_very_same(tmp_path: Path) -> None:
     importlib.reload(hvdgloo.errors)
     print("same")
     """
-    with launcher_in(tmp_path) as launcher:
-        done = launcher.run("-np", "1", "--as-horovod", launcher.script(program))
+    done = launcher.run("-np", "1", "--as-horovod", launcher.script(program))
     assert "[0]<stdout>:same" in done.stdout, done.stderr
 
 
-def test_without_the_flag_there_is_no_horovod(tmp_path: Path) -> None:
-    with launcher_in(tmp_path) as launcher:
-        done = launcher.run("-np", "1", launcher.script("import horovod"))
+def test_without_the_flag_there_is_no_horovod(launcher: Launcher) -> None:
+    done = launcher.run("-np", "1", launcher.script("import horovod"))
     assert "No module named 'horovod'" in done.stderr
 
 
 @pytest.mark.parametrize("module", ["horovod.runner", "horovod.runner.launch"])
 def test_commands_that_are_modules_run_under_horovods_name(module: str) -> None:
     folder = Path(as_horovod.__file__).parent
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-m", module, "--help"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},
-        capture_output=True,
-        text=True,
         timeout=30,
     )
     assert done.returncode == 0, done.stderr
@@ -173,15 +167,9 @@ def test_a_driver_that_is_started_by_plain_python_imports_horovod(tmp_path: Path
     program = tmp_path / "driver.py"
     program.write_text("import sys, horovod.spark\nsys.stdout.write(f'{horovod.spark.__name__} {sys.argv[1:]}')")
     command = [sys.executable, "-m", "hvdgloo.as_horovod"]
-    ran = subprocess.run([*command, str(program), "--rows", "5"], capture_output=True, text=True, timeout=60)
+    ran = run_command([*command, str(program), "--rows", "5"])
     assert ran.stdout == "hvdgloo.spark ['--rows', '5']", ran.stderr
-    folder = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    folder = run_command(command, check=True).stdout.strip()
     assert folder.split(os.pathsep)[0] == str(Path(as_horovod.__file__).parent)
-    ran = subprocess.run(
-        [sys.executable, str(program)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": folder},
-    )
+    ran = run_command([sys.executable, str(program)], env={**os.environ, "PYTHONPATH": folder})
     assert ran.stdout == "hvdgloo.spark []", ran.stderr

@@ -9,22 +9,18 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.hosts import Bed, Host, HostSpec
-from tests.support.launching import Launcher, launcher_in, wait_for
+from tests.support.launching import Launcher, wait_for
 
 RUN = [sys.executable, "-m", "hvdgloo.runner"]
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as launcher:
-        yield launcher
-        launcher.assert_nothing_left()
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 class TestThisMachine:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.support import warm
 from tests.support.elastic_examples import follow_three_sizes, lose_one_and_get_another
 from tests.support.elastic_launch import Job
-from tests.support.launching import launcher_in
+from tests.support.launching import Launcher
 from tests.support.pages import program
 
 pytest.importorskip("torch")
@@ -196,9 +193,8 @@ say("over", state.iter)
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    with launcher_in(tmp_path) as launcher:
-        yield Job(launcher)
+def job(launcher: Launcher) -> Job:
+    return Job(launcher)
 
 
 def test_pytorch_mnist_elastic(job: Job) -> None:

@@ -119,8 +119,7 @@ def test_hosts_come_and_go_and_come_back(job: Job) -> None:
     wait_for(job.bed["h2"].is_empty, DEADLINE, "h2 to be left")
     job.lists("localhost:1", "h3:1", "h2:1")
     assert job.on(2, "localhost", "h3", "h2")[0] == first
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
     assert "left out" not in job.error
 
 
@@ -134,8 +133,7 @@ def test_a_worker_and_then_an_agent_are_killed(job: Job) -> None:
     job.agents("h3")[1].kill()
     # Its watchdog has ended the worker; another agent takes its place, and with it another worker.
     assert job.on(3, "h2", "h1", "h3")[:2] == [again[0], again[2]]
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
 
 
 def test_a_host_that_is_cut_off_is_survived(job: Job) -> None:
@@ -147,8 +145,7 @@ def test_a_host_that_is_cut_off_is_survived(job: Job) -> None:
     wait_for(job.bed["h2"].is_empty, DEADLINE, "the agent there to end its worker")
     assert "host h2 is left out: its agent has been silent for 3 s" in job.error
     job.bed["h2"].reconnect()
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
 
 
 @pytest.mark.extended
@@ -160,8 +157,7 @@ def test_a_host_whose_power_fails_comes_back_after_its_cooldown(job: Job) -> Non
     job.on(1, "h1", "h2")
     job.bed["h3"].reconnect()
     assert job.on(2, "h1", "h2", "h3")[:2] == first[:2]
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
 
 
 @pytest.mark.extended
@@ -175,8 +171,7 @@ def test_two_hosts_that_are_cut_off_from_each_other_only(job: Job) -> None:
     two = job.members(1, 2)
     assert two[0].pid == first[0]
     assert two[1].pid in first[1:]
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
     assert re.search(r"host h[23] is left out: others", job.error)
 
 
@@ -205,8 +200,7 @@ def test_what_members_of_each_epoch_say_is_encrypted(job: Job) -> None:
     first = job.on(1, "h1", "h2", "h3")
     job.worker("h1", first[0]).kill()  # the next rank 0 is on another host
     assert job.on(2, "h2", "h3", "h1")[:2] == first[1:]
-    job.finish()
-    assert job.end() == 0, job.error
+    assert job.finished() == 0, job.error
     assert "Traceback" not in job.error
 
 
@@ -222,8 +216,7 @@ def test_in_a_tree_of_leaders_any_rank_may_die(job: Job, victim: str) -> None:
     job.worker(("h1", "h2", "h2", "h3")[rank], first[rank]).kill()
     again = job.members(2, 4)
     assert [worker.pid for worker in again if worker.pid in first] == [pid for pid in first if pid != first[rank]]
-    job.finish()
-    assert job.end() == 0, job.error
+    assert job.finished() == 0, job.error
     assert "Traceback" not in job.error
 
 
@@ -234,8 +227,7 @@ def test_sigterm_to_an_agent_is_a_removal(job: Job) -> None:
     job.agents("h2")[1].send_signal(signal.SIGTERM)
     assert job.on(1, "h1", "h3") == [first[0], first[2]]
     wait_for(job.bed["h2"].is_empty, DEADLINE, "h2 to be left")
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
     assert "host h2 is to be given back" in job.error
     assert "failed" not in job.error
     assert "left out" not in job.error
@@ -253,8 +245,7 @@ def test_hosts_that_cannot_be_used_are_left_out_with_the_reason(
         job.says("host h9 is left out:")
         job.lists("h1:1", "h9:1", "h2:1", "h3:1")
         job.says("host h3 is left out: the hosts do not reach each other: h3 -> h2: ")
-        job.finish()
-        assert job.end() == 0
+        assert job.finished() == 0
 
 
 def test_the_launcher_s_host_has_no_worker_and_every_other_may_die(job: Job) -> None:
@@ -265,8 +256,7 @@ def test_the_launcher_s_host_has_no_worker_and_every_other_may_die(job: Job) -> 
         process.kill()
     (last,) = job.on(1, "h3")
     assert last == first[1]
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
 
 
 def test_the_launcher_s_death_ends_the_job_on_all_hosts(job: Job) -> None:
@@ -362,6 +352,5 @@ def test_a_host_that_loses_its_power_in_an_outer_step_costs_the_others_one_step(
         bed["h3"].power_off()
         assert job.on(1, "h1", "h2") == first[:2]
         assert [member.step for member in job.members(1, 2)] == [7, 7]
-        job.finish()
-        assert job.end() == 0, job.error
+        assert job.finished() == 0, job.error
         assert "host h3 is left out" in job.error, job.error

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from tests.support import warm
 from tests.support.elastic_launch import Job
 from tests.support.elastic_program import DEADLINE, TRAIN, Said
-from tests.support.launching import launcher_in, wait_for
+from tests.support.launching import Launcher, wait_for
 
 pytestmark = pytest.mark.extended
 
@@ -56,9 +54,8 @@ PROGRAM = (
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    with launcher_in(tmp_path) as launcher:
-        yield Job(launcher, warm.python(*warm.NUMPY))
+def job(launcher: Launcher) -> Job:
+    return Job(launcher, warm.python(*warm.NUMPY))
 
 
 def together(job: Job, dead: int) -> list[Said]:
@@ -92,8 +89,7 @@ def test_a_worker_is_killed_in_the_middle_of_a_commit_or_a_sync(job: Job, where:
     if "saving" in where:
         for pid in survivors:
             assert [line.step for line in job.said if line.pid == pid][1] == 20, "who could commit the step has it"
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
     over = [line for line in job.said if line.what == "over"]
     assert [line.size for line in over] == [3, 3, 3]
     assert len({line.step for line in over}) == 1

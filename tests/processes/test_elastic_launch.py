@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,13 +12,12 @@ import pytest
 from tests.support import warm
 from tests.support.elastic_launch import Job
 from tests.support.elastic_program import DEADLINE, TRAIN
-from tests.support.launching import launcher_in, wait_for
+from tests.support.launching import Launcher, wait_for
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    with launcher_in(tmp_path) as launcher:
-        yield Job(launcher, warm.python(*warm.NUMPY))
+def job(launcher: Launcher) -> Job:
+    return Job(launcher, warm.python(*warm.NUMPY))
 
 
 @pytest.mark.parametrize("victims", [[1], [0], [0, 2]], ids=["one", "rank 0", "two at once"])
@@ -97,8 +94,7 @@ def test_a_job_starts_when_enough_slots_are_there_and_then_on_all(job: Job) -> N
     job.start("-np", "2", "--min-np", "1", "--max-np", "3", *flags, "--verbose")
     job.discovers("localhost:4")
     assert [worker.worker.rpartition("/")[0] for worker in job.members(1, 3)] == [f"localhost/{n}" for n in range(3)]
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
 
 
 def test_slots_that_come_join_and_slots_that_go_leave_without_losing_a_step(job: Job) -> None:
@@ -113,8 +109,7 @@ def test_slots_that_come_join_and_slots_that_go_leave_without_losing_a_step(job:
     (left,) = job.members(2, 1)
     assert left.pid == alone.pid
     assert left.step > both[0].step
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
     assert "Traceback" not in job.error
     # The one that left has ended with 0, and has said why.
     assert "host localhost has only 1 slot now" in job.error or "leaves the job" in job.error
@@ -132,8 +127,7 @@ def test_slots_of_a_host_become_more_and_then_fewer_than_at_first(job: Job) -> N
     (last,) = job.members(1, 1)
     assert last.pid == first[0].pid, "the highest slots are those that go"
     assert last.step > four[0].step
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
     assert "Traceback" not in job.error
 
 
@@ -172,8 +166,7 @@ def test_a_program_that_never_enters_elastic_run_keeps_its_size_and_says_so(job:
     job.launcher.file("started")
     job.discovers("localhost:3")
     job.says("there are free slots (localhost); they are used once all workers have entered elastic.run")
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
     assert (job.folder / "out").read_text().count("size 2") == 2
 
 
@@ -181,8 +174,7 @@ def test_several_names_of_this_machine_are_several_hosts_with_a_notice(job: Job)
     flags = job.discovers("localhost:1", "127.0.0.1:1")
     job.start("-np", "2", "--min-np", "1", *flags)
     assert [worker.worker.split("/")[0] for worker in job.members(1, 2)] == ["localhost", "127.0.0.1"]
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
     assert job.error.count("are the same machine") == 1
 
 
@@ -205,8 +197,7 @@ def test_files_and_lines_have_the_ranks_that_workers_have_at_that_time(job: Job)
     first = job.members(1, 2)
     os.kill(first[0].pid, signal.SIGKILL)
     again = job.members(2, 2)
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
     assert all(line.label == line.rank for line in job.said)
     rank_0 = (job.folder / "logs" / "rank.0" / "stdout").read_text()
     assert str(first[0].pid) in rank_0
@@ -226,8 +217,7 @@ def test_a_stopped_worker_is_ended_by_its_agent_once_others_have_lost_it(job: Jo
     finally:
         if psutil.pid_exists(first[1].pid):
             os.kill(first[1].pid, signal.SIGCONT)
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
 
 
 def test_a_second_worker_is_killed_while_the_others_form_again(job: Job) -> None:
@@ -248,8 +238,7 @@ state = Dying(""",
     os.kill(first[3].pid, signal.SIGKILL)
     again = job.members(2, 4)
     assert [worker.pid for worker in again[:2]] == [first[0].pid, first[2].pid]
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
 
 
 def test_one_worker_after_the_other_is_killed(job: Job) -> None:
@@ -261,8 +250,7 @@ def test_one_worker_after_the_other_is_killed(job: Job) -> None:
         step = members[0].step
         os.kill(members[number % 3].pid, signal.SIGKILL)
     job.members(5, 3)
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
     assert job.error.count("was killed by signal 9 (SIGKILL); ") >= 4
 
 
@@ -273,8 +261,7 @@ def test_newcomers_can_be_let_in_at_once(job: Job) -> None:
     (alone,) = job.members(1, 1)
     job.discovers("localhost:3")
     assert job.members(1, 3)[0].pid == alone.pid
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
 
 
 @pytest.mark.extended
@@ -320,8 +307,7 @@ def test_another_pod_of_the_same_name_has_a_clean_record(job: Job) -> None:
         max(agents, key=lambda agent: (agent.create_time(), agent.pid)).kill()
         (alone,) = job.members(number, 1)
         assert alone.pid == there["a"].pid
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
     # The agent that was killed last was another pod's than the one before it.
     times = [int(seconds) for seconds in re.findall(r"host b is left out for (\d+) s", job.error)]
     assert [seconds >= 4 for seconds in times] == [False, True, False], job.error

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.support.launching import Launcher, launcher_in, wait_for
+from tests.support.launching import Launcher, wait_for
 
 WORKER = """
 import os, time
@@ -18,11 +16,7 @@ while not os.path.exists("over"):
 """
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as launcher:
-        yield launcher
-        launcher.assert_nothing_left()
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def script(launcher: Launcher, text: str) -> list[str]:

@@ -12,25 +12,18 @@ import pytest
 
 from hvdgloo._backends.select import gloo_provider
 from tests.support.frameworks import need_installed
-from tests.support.job import Job
+from tests.support.job import MARKING, Job
 
 pytestmark = pytest.mark.skipif(not gloo_provider("auto"), reason="several processes need torch or pygloo")
 
-LOOP = """
-import json, os, signal, sys, time
-import numpy as np
-import hvdgloo.numpy as hvd
-
-def mark(name, text=""):
-    path = os.path.join(os.environ["JOB_FOLDER"], name)
-    with open(path + ".part", "w") as file:
-        file.write(str(text))
-    os.rename(path + ".part", path)
-
+LOOP = (
+    MARKING
+    + """
 hvd.init()
 rank = hvd.rank()
 hvd.allreduce(np.ones(1), op=hvd.Sum, name="warm")
 """
+)
 
 UNTIL_IT_FAILS = """
 import threading
@@ -172,8 +165,7 @@ def test_init_and_shutdown_twenty_times_leak_nothing(tmp_path: Path, operations:
     assert len(worlds) == 21  # what was sealed in one cannot pass in another
     """
     with Job(2, code, tmp_path, HVDGLOO_CPU_OPERATIONS=operations) as job:
-        for ended in job.wait(50):
-            assert ended.returncode == 0, ended
+        job.succeed(50)
 
 
 def test_pain_28_an_idle_job_uses_under_one_percent_of_a_core(tmp_path: Path) -> None:
@@ -219,8 +211,7 @@ assert buffer[marks].tolist() == [6] * 4
 """
     )
     with Job(2, code, tmp_path) as job:
-        for ended in job.wait(55):
-            assert ended.returncode == 0, ended
+        job.succeed(55)
 
 
 def test_pain_21_a_stall_names_ranks_hosts_pids_and_stacks(tmp_path: Path) -> None:
@@ -246,8 +237,7 @@ assert hvd.allreduce(np.ones(1), op=hvd.Sum, name="late").tolist() == [3.0]
         while "Stalled" not in job.output(0).stderr and time.monotonic() < deadline:
             time.sleep(0.02)
         (tmp_path / "found").touch()
-        ended = job.wait(20)
-        assert [e.returncode for e in ended] == [0, 0, 0], ended
+        ended = job.succeed(20)
         text = ended[0].stderr
         assert "allreduce.late" in text
         assert "submitted by ranks 0, 2, missing on rank 1" in text
@@ -291,8 +281,7 @@ assert hvd.allreduce(np.ones(1), op=hvd.Sum, name="parent").tolist() == [2.0]
 """
     )
     with Job(2, code, tmp_path) as job:
-        for ended in job.wait(20):
-            assert ended.returncode == 0, ended
+        job.succeed(20)
 
 
 def test_pain_9_an_unreachable_address_fails_init_with_names(tmp_path: Path) -> None:

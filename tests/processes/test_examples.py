@@ -6,26 +6,18 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import warm
-from tests.support.launching import Launcher, clean_environment, launcher_in
+from tests.support.launching import Launcher, clean_environment, run_command
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 missing = [name for name in ("torch", "sklearn") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"the examples need {missing}")
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
 
 
 def run_digits(launcher: Launcher, *arguments: str, np: int, example: str = "torch_digits.py") -> str:
@@ -93,11 +85,8 @@ def test_torch_digits_local_sgd_learns_to_read_with_few_outer_steps(launcher: La
 def test_the_elastic_demo_loses_a_worker_and_gains_two(tmp_path: Path) -> None:
     """This is `make demo-elastic`: the program reaches the fixed job's accuracy all the same."""
     python = warm.python()
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "demo_elastic.py"), "--python", python, "--epochs", "50"],
-        capture_output=True,
-        text=True,
-        timeout=110,
+    done = run_command(
+        [sys.executable, str(EXAMPLES / "demo_elastic.py"), "--python", python, "--epochs", "50"], timeout=110
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"was killed by signal 9 \(SIGKILL\); 1 of 2 workers went on", done.stdout)) == 2
@@ -109,10 +98,8 @@ def test_the_elastic_demo_loses_a_worker_and_gains_two(tmp_path: Path) -> None:
 
 
 def test_the_elastic_example_alone_is_a_job_of_one_process() -> None:
-    done = subprocess.run(
+    done = run_command(
         [warm.python(), str(EXAMPLES / "torch_digits_elastic.py"), "--epochs", "8", "--commit-every", "5"],
-        capture_output=True,
-        text=True,
         timeout=55,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -158,9 +145,7 @@ def test_programs_of_torch_distributed_learn_to_read(launcher: Launcher, example
     script = str(EXAMPLES / f"{example}.py")
     if how == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-        done = subprocess.run(
-            command, env=clean_environment(), cwd=launcher.folder, capture_output=True, text=True, timeout=60
-        )
+        done = run_command(command, env=clean_environment(), cwd=launcher.folder)
     else:
         done = launcher.run("-np", "2", warm.python(), script, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 
 from tests.support import warm
+from tests.support.launching import run_command
 
 CONNECT = """
 import os, time
@@ -90,7 +90,7 @@ while not any(thread.name == "hvdgloo-gloo-end" for thread in threading.enumerat
 
 def run(python: str, program: str) -> None:
     command = [python, "-c", program]
-    ended = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=30)
+    ended = run_command(command, env=dict(os.environ), timeout=30)
     assert ended.returncode == 0, ended.stderr
 
 

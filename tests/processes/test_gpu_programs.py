@@ -16,6 +16,7 @@ from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from tests.gpu import programs, report
 from tests.support import warm
 from tests.support.job import Job
+from tests.support.launching import run_command
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the programs need torch")
 
@@ -59,19 +60,16 @@ def test_the_elastic_program_on_the_cpu(tmp_path: Path) -> None:
 def test_the_program_that_measures_on_the_cpu(tmp_path: Path) -> None:
     small = programs.THROUGHPUT.replace("2048", "32").replace("range(20)", "range(2)")
     with Job(2, programs.START + small, tmp_path, **ON_CPU) as job:
-        for ended in job.wait(50):
-            assert ended.returncode == 0, ended.stderr
+        job.succeed(50)
     assert set(json.loads((tmp_path / "times.json").read_text())) == {"hvdgloo", "DDP"}
 
 
 def run_tests_of_gpus(**environ: str) -> subprocess.CompletedProcess[str]:
     """As ``make test-gpu`` does it, on a machine that has no GPU that torch can use."""
-    return subprocess.run(
+    return run_command(
         [warm.python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_one_gpu.py"],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environ},
-        capture_output=True,
-        text=True,
         timeout=55,
         check=False,
     )

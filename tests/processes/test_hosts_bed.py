@@ -10,21 +10,13 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support.hosts import Bed, HostSpec, Nic
-from tests.support.launching import wait_for
+from tests.support.launching import is_running, wait_for
 
 QUICK = ["ssh", "-o", "ConnectTimeout=1"]
 BACKGROUND = "import time, os; os.fork() or os.setsid(); time.sleep(600)"
-
-
-def _is_up(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_hosts_are_apart_and_reach_each_other_by_ssh(bed: Bed) -> None:
@@ -66,7 +58,7 @@ def test_a_host_is_cut_off_mended_and_powered_off(make_bed: Callable[..., Bed]) 
     assert bed["h1"].run(["ssh", "h2", "true"]).returncode == 0
     processes = bed["h2"].processes()
     bed["h2"].power_off()
-    assert not any(_is_up(process.pid) for process in processes)
+    assert not any(is_running(process.pid) for process in processes)
     assert "timed out" in bed["h1"].run([*QUICK, "h2", "true"]).stderr
 
 
@@ -113,13 +105,13 @@ def test_nothing_of_a_bed_is_left(make_bed: Callable[..., Bed], tmp_path: Path, 
     assert process.stdin is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 6
-    assert all(_is_up(pid) for pid in pids)
+    assert all(is_running(pid) for pid in pids)
     if how == "killed":
         process.kill()
     process.stdin.close()
     process.wait(10)
     process.stdout.close()
-    wait_for(lambda: not any(_is_up(pid) for pid in pids), 5, "the end of the bed")
+    wait_for(lambda: not any(is_running(pid) for pid in pids), 5, "the end of the bed")
 
 
 CONNECT = """

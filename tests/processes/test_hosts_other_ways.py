@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import warm
 from tests.support.hosts import Bed, Host, HostSpec
-from tests.support.launching import Launcher, launcher_in, wait_for
+from tests.support.launching import Launcher, wait_for
 
 RUN = [sys.executable, "-m", "hvdgloo.runner"]
 SUM = """
@@ -25,12 +25,6 @@ hvd.init()
 total = hvd.allreduce(np.ones(4), op=hvd.Sum)
 print(socket.gethostname(), hvd.rank(), hvd.size(), int(total.sum()))
 """
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
 
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[str]:

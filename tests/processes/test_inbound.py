@@ -33,17 +33,15 @@ from hvdgloo.runner.job.spec import Times
 from hvdgloo.runner.network.probe import probe_key
 from hvdgloo.runner.protocol.frames import Beat
 from tests.support.inbound import PATIENCE, Tasks, eventually, gathered, process
-from tests.support.launching import clean_environment, hold_interpreter
+from tests.support.launching import hold_interpreter, is_running
+from tests.support.threads import Task
 
 _SO_ATTACH_FILTER = 26
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in set(os.environ) - set(clean_environment()):
-        monkeypatch.delenv(name)
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc"),
+    pytest.mark.usefixtures("clean_variables"),
+]
 
 
 def run(listener: TaskListener, func: Any, *args: Any, **options: Any) -> list[Any]:
@@ -270,27 +268,7 @@ def started(path: Path) -> list[int]:
 
 
 def gone(pids: list[int]) -> None:
-    def ended(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    eventually(lambda: all(ended(pid) for pid in pids))
-
-
-def in_background(listener: TaskListener, func: Any, **options: Any) -> tuple[threading.Thread, list[BaseException]]:
-    raised: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            run(listener, func, **options)
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    return thread, raised
+    eventually(lambda: not any(is_running(pid) for pid in pids))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -298,16 +276,15 @@ def test_an_agent_ends_with_its_task_and_the_other_system_says_why(
     processes: Any, tmp_path: Path, how: signal.Signals
 ) -> None:
     listener, tasks = processes
-    thread, raised = in_background(listener, marked(tmp_path))
+    running = Task(lambda: run(listener, marked(tmp_path)))
     pids = started(tmp_path)
     began = time.monotonic()
     os.kill(tasks[1].pid, how)
     tasks[1].wait(PATIENCE)
     listener.fail("executor 1 was lost: exit code 137")
-    thread.join(PATIENCE)
+    error = running.failure(PATIENCE)
     took = time.monotonic() - began
     gone(pids)
-    (error,) = raised
     assert isinstance(error, JobFailedError)
     assert "executor 1 was lost: exit code 137" in str(error)
     assert took < PATIENCE / 2
@@ -327,12 +304,11 @@ def waiting(folder: Path) -> Any:
 def test_a_driver_whose_interpreter_is_held_is_not_lost(processes: Any, tmp_path: Path) -> None:
     """Its machine still acknowledges what agents send there. With Spark, it may be any call of the user's program."""
     listener, _ = processes
-    thread, raised = in_background(listener, waiting(tmp_path), times=Times(heartbeat_timeout=0.5))
+    running = Task(lambda: run(listener, waiting(tmp_path), times=Times(heartbeat_timeout=0.5)))
     eventually(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
     hold_interpreter(2.0)
     (tmp_path / "enough").touch()
-    thread.join(PATIENCE)
-    assert raised == []
+    running.result(PATIENCE)
 
 
 def test_tasks_may_come_while_a_driver_s_interpreter_is_held() -> None:
@@ -363,23 +339,21 @@ def test_a_driver_s_machine_that_acknowledges_nothing_is_lost() -> None:
 
 def test_without_a_word_from_outside_the_task_s_end_is_the_reason(processes: Any, tmp_path: Path) -> None:
     listener, tasks = processes
-    thread, raised = in_background(listener, marked(tmp_path))
+    running = Task(lambda: run(listener, marked(tmp_path)))
     pids = started(tmp_path)
     tasks[1].kill()
-    thread.join(PATIENCE)
+    error = running.failure(PATIENCE)
     gone(pids)
-    (error,) = raised
     assert f"{socket.gethostname()} (executor 1) ended its workers, because its task has ended" in str(error)
 
 
 def test_what_goes_wrong_outside_ends_the_job(processes: Any, tmp_path: Path) -> None:
     listener, tasks = processes
-    thread, raised = in_background(listener, marked(tmp_path))
+    running = Task(lambda: run(listener, marked(tmp_path)))
     pids = started(tmp_path)
     listener.fail("the Spark job was cancelled")
-    thread.join(PATIENCE)
+    error = running.failure(PATIENCE)
     gone(pids)
-    (error,) = raised
     assert isinstance(error, JobFailedError)
     assert str(error).startswith("the job failed: the Spark job was cancelled")
     assert [task.wait(PATIENCE) for task in tasks] == [0, 0]

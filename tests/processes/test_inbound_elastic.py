@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,13 @@ from hvdgloo.runner.elastic.options import ElasticOptions
 from hvdgloo.runner.inbound.job import run_function
 from hvdgloo.runner.inbound.listener import TaskListener
 from tests.support.inbound import PATIENCE, eventually, process
-from tests.support.launching import clean_environment
+from tests.support.threads import Task
 
-pytestmark = [pytest.mark.extended, pytest.mark.skipif(sys.platform != "linux", reason="tasks end with a signal")]
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in set(os.environ) - set(clean_environment()):
-        monkeypatch.delenv(name)
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(sys.platform != "linux", reason="tasks end with a signal"),
+    pytest.mark.usefixtures("clean_variables"),
+]
 
 
 def training(folder: Path) -> Callable[[], Any]:
@@ -80,8 +77,7 @@ def test_tasks_come_and_go_while_the_job_runs(tmp_path: Path) -> None:
         come(0)
         come(1)
         listener.gather(least=2)
-        job = threading.Thread(target=run, daemon=True)
-        job.start()
+        job = Task(run)
         formed(tmp_path, 2)
         come(2)  # one more
         formed(tmp_path, 3)
@@ -94,7 +90,7 @@ def test_tasks_come_and_go_while_the_job_runs(tmp_path: Path) -> None:
         come(1)  # the task is tried again, under its number
         eventually(lambda: (tmp_path / "size3rank2").exists())
         (tmp_path / "over").touch()
-        job.join(PATIENCE)
+        job.result(PATIENCE)
         assert results, errors.getvalue()
     # All are on one machine: ranks of one host, each with its own task's environment.
     names = [name for *_, name in results[0]]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support import warm
 from tests.support.hosts import Bed
-from tests.support.launching import launcher_in
+from tests.support.launching import Launcher
 
 SHOW = "import os, socket; print(socket.gethostname(), os.environ.get('GIVEN'), os.environ['HVDGLOO_FUSION_THRESHOLD'])"
 
@@ -41,13 +41,12 @@ def test_flags_win_over_it(bed: Bed, tmp_path: Path) -> None:
     assert done.stdout == "[0]<stdout>:h3 by a flag 1048576\n", done.stderr
 
 
-def test_horovod_s_flags_without_a_meaning_here_are_named_in_a_line_each(tmp_path: Path) -> None:
-    with launcher_in(tmp_path) as launcher:
-        done = launcher.run("--gloo", "--tcp", "--mpi-args", "-x", "--no-torus-allreduce", "-np", "1", "true")
-        assert done.returncode == 0
-        assert done.stderr.splitlines() == [
-            "hvdgloo-run: --no-torus-allreduce: it has no effect here",
-            "hvdgloo-run: --mpi-args: there is no MPI here, so it has no effect",
-            "hvdgloo-run: --tcp: there is no MPI here, so it has no effect",
-        ]
-        launcher.assert_nothing_left()
+def test_horovod_s_flags_without_a_meaning_here_are_named_in_a_line_each(launcher: Launcher) -> None:
+    done = launcher.run("--gloo", "--tcp", "--mpi-args", "-x", "--no-torus-allreduce", "-np", "1", "true")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        "hvdgloo-run: --no-torus-allreduce: it has no effect here",
+        "hvdgloo-run: --mpi-args: there is no MPI here, so it has no effect",
+        "hvdgloo-run: --tcp: there is no MPI here, so it has no effect",
+    ]
+    launcher.assert_nothing_left()

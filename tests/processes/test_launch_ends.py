@@ -13,20 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.launching import Launcher, launcher_in, wait_for
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
-
+from tests.support.launching import Launcher, run_command, wait_for
 
 STAY = """
 import os, signal, sys, time
@@ -571,7 +563,7 @@ def test_an_out_of_memory_kill_is_recognised(launcher: Launcher) -> None:
     )
     try:
         enter = f"echo $$ > {group}/cgroup.procs; exec {sys.executable} -m hvdgloo.runner -np 2 {script}"
-        done = subprocess.run(["sh", "-c", enter], cwd=launcher.folder, capture_output=True, text=True, timeout=40)
+        done = run_command(["sh", "-c", enter], cwd=launcher.folder, timeout=40)
     finally:
         wait_for(lambda: not (group / "cgroup.procs").read_text(), what="an empty control group")
         group.rmdir()

@@ -10,7 +10,6 @@ import os
 import re
 import select
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +29,7 @@ from hvdgloo.runner.surroundings import Surroundings
 from hvdgloo.runner.transport.base import AgentStream
 from hvdgloo.runner.transport.local import LocalSpawner, LocalStream
 from tests.support.launching import clean_environment, wait_for
-from tests.support.rendezvous import Task
+from tests.support.threads import Task
 
 AGENT = f"exec {sys.executable} -m hvdgloo.runner.agent"
 
@@ -136,17 +135,15 @@ def test_garbage_in_the_stream_is_a_lost_agent(tmp_path: Path) -> None:
 def test_a_host_that_is_lost_in_the_middle_fails_the_job(tmp_path: Path) -> None:
     agent = f"echo $$ > {tmp_path}/agent; {AGENT}"
     program = f"import os, time; open('{tmp_path}/ready' + os.environ['RANK'], 'w').write('1'); time.sleep(60)"
-    found: list[LaunchResult] = []
-    thread = threading.Thread(target=lambda: found.append(job(program, tmp_path, {"b": agent})[0]))
-    thread.start()
+    running = Task(lambda: job(program, tmp_path, {"b": agent})[0])
     for rank in range(3):
         wait_for((tmp_path / f"ready{rank}").exists)
     os.kill(int((tmp_path / "agent").read_text()), 9)
-    thread.join(30)
-    first = found[0].outcome.first
+    outcome = running.result(30).outcome
+    first = outcome.first
     assert first is not None
     assert (first.rank, first.host) == (None, "b")
-    assert found[0].outcome.exit_code == 1
+    assert outcome.exit_code == 1
 
 
 def test_a_host_that_is_lost_while_another_one_still_connects_is_the_one_that_is_blamed(tmp_path: Path) -> None:
@@ -157,12 +154,11 @@ def test_a_host_that_is_lost_while_another_one_still_connects_is_the_one_that_is
         wait_for(lambda: "a: up after" in err.getvalue(), what="host a")
         os.kill(int((tmp_path / "agent").read_text()), 9)
 
-    thread = threading.Thread(target=kill)
-    thread.start()
+    thread = Task(kill)
     scripts = {"a": f"echo $$ > {tmp_path}/agent; {AGENT}", "b": "exec sleep 100"}
     with pytest.raises(LaunchError) as caught:
         job("pass", tmp_path, scripts, err=err, times=Times(start_timeout=60.0), output=Output(verbose=True))
-    thread.join()
+    thread.result()
     text = str(caught.value).partition("\n--- ")[0]
     assert text.startswith("the job could not be started: the agent on host a "), text
     assert "not ready within" not in text

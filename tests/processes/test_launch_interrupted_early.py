@@ -10,12 +10,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import Launcher, clean_environment, launcher_in
+from tests.support.launching import Launcher, clean_environment, run_command
 
 MOMENTS = 6
 PATIENCE = 60.0
@@ -43,12 +42,6 @@ INTERRUPTED = """
     module, sys.argv = sys.argv[6], sys.argv[6:]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as launcher:
-        yield launcher
 
 
 @pytest.mark.parametrize("flags", [[], ["--page", "--report", "job.html"]], ids=["alone", "with a page"])
@@ -83,12 +76,10 @@ def test_ctrl_c_at_any_moment_of_a_rendezvous_servers_start(launcher: Launcher) 
 
     def run(moment: int, *flags: str) -> subprocess.CompletedProcess[str]:
         wrapper = [sys.executable, script, str(moment), "hvdgloo.rendezvous._cli", "socket.bind"]
-        return subprocess.run(
+        return run_command(
             [*wrapper, sys.executable, "-m", "hvdgloo.rendezvous", *flags],
             cwd=launcher.folder,
             env={**clean_environment(), "TMPDIR": str(temporary)},
-            capture_output=True,
-            text=True,
             timeout=PATIENCE,
             check=False,
         )

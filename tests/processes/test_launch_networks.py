@@ -21,7 +21,7 @@ import pytest
 
 from tests.support import warm
 from tests.support.hosts import Bed, Host, HostSpec, Nic
-from tests.support.launching import Launcher, launcher_in, wait_for
+from tests.support.launching import Launcher, wait_for
 
 WORKER = """\
 import json, os, psutil
@@ -420,12 +420,6 @@ def test_pain_9_a_worker_that_says_127_0_0_1_is_named(bed: Bed, tmp_path: Path) 
 # A launcher outside of it all: the machine that the bed stands on, as kubectl on a laptop would be.
 
 
-@pytest.fixture
-def outside(tmp_path: Path) -> Any:
-    with launcher_in(tmp_path) as made:
-        yield made
-
-
 def running(host: Host, word: str) -> list[psutil.Process]:
     """The host's processes with this word in their command lines."""
     found = []
@@ -449,22 +443,22 @@ def reach(bed: Bed, folder: Path) -> str:
 
 @pytest.mark.parametrize("tls", [(), ("--tls", "required")], ids=["plain", "encrypted"])
 def test_a_launcher_to_which_no_network_leads(
-    bed: Bed, outside: Launcher, tmp_path: Path, worker: str, tls: Sequence[str]
+    bed: Bed, launcher: Launcher, tmp_path: Path, worker: str, tls: Sequence[str]
 ) -> None:
     command = reach(bed, tmp_path)
-    done = outside.run("--agent-command", command, *tls, "-H", "h1:1,h2:1", warm.python(), worker, timeout=40)
+    done = launcher.run("--agent-command", command, *tls, "-H", "h1:1,h2:1", warm.python(), worker, timeout=40)
     check(found(done), [bed["h1"].address, bed["h2"].address], "127.0.0.1")
     wait_for(lambda: not bed["h1"].processes() and not bed["h1"].listening(), what="the end of everything")
 
 
-def test_who_is_missing_is_told_where_agents_relay(bed: Bed, outside: Launcher, tmp_path: Path) -> None:
+def test_who_is_missing_is_told_where_agents_relay(bed: Bed, launcher: Launcher, tmp_path: Path) -> None:
     """Pain 20: hvd.init() waits for a rank that never calls it."""
-    script = outside.script(
+    script = launcher.script(
         "import os, time, hvdgloo.numpy as hvd\nif os.environ['RANK'] == '0':\n    hvd.init()\ntime.sleep(60)\n"
     )
-    path = str(outside.folder / script)
+    path = str(launcher.folder / script)
     command = reach(bed, tmp_path)
-    done = outside.run(
+    done = launcher.run(
         "--agent-command", command, "-H", "h1:1,h2:1", "--start-timeout", "6", warm.python(), path, timeout=40
     )
     assert done.returncode == 1
@@ -491,10 +485,10 @@ def test_an_agent_that_cannot_listen_for_its_workers_is_the_failure(bed: Bed, qu
     )
 
 
-def test_pain_24_what_relays_ends_with_a_launcher_that_is_killed(bed: Bed, outside: Launcher, tmp_path: Path) -> None:
-    script = outside.script("import time\ntime.sleep(60)\n")
-    path = str(outside.folder / script)
-    job = outside.start("--agent-command", reach(bed, tmp_path), "-H", "h1:1,h2:1", path)
+def test_pain_24_what_relays_ends_with_a_launcher_that_is_killed(bed: Bed, launcher: Launcher, tmp_path: Path) -> None:
+    script = launcher.script("import time\ntime.sleep(60)\n")
+    path = str(launcher.folder / script)
+    job = launcher.start("--agent-command", reach(bed, tmp_path), "-H", "h1:1,h2:1", path)
     wait_for(lambda: running(bed["h2"], path), 20, "the workers")
     assert [address for address, _ in bed["h1"].listening()] == ["127.0.0.1"]
     job.kill()

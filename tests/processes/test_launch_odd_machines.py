@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
-from tests.support.launching import Launcher, launcher_in
+from tests.support.launching import Launcher, in_namespace
 
 WORKER = """
 import numpy as np
@@ -20,26 +18,10 @@ print("the sum is", hvd.allreduce(np.ones(1), op=hvd.Sum)[0])
 ONLY_IPV6 = "ip link set lo up && ip addr del 127.0.0.1/8 dev lo && ip addr add fd00::5/128 dev lo"
 
 
-def machine(flag: str, setup: str) -> Sequence[str]:
-    """A command that runs another one where ``setup`` was done; skips where that cannot be done."""
-    command = ["unshare", flag, "sh", "-c", f'{setup} && exec "$@"', "sh"]
-    try:
-        subprocess.run([*command, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no such namespace can be made here")
-    return command
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
-
-
 @pytest.mark.parametrize("flags", [(), ("--min-np", "1"), ("--page",)], ids=["fixed", "elastic", "page"])
 def test_a_host_without_ipv4_reaches_itself_by_ipv6(launcher: Launcher, flags: Sequence[str]) -> None:
     script = launcher.script(WORKER)
-    done = launcher.run("-np", "2", *flags, script, wrapper=machine("--net", ONLY_IPV6), timeout=50)
+    done = launcher.run("-np", "2", *flags, script, wrapper=in_namespace("--net", setup=ONLY_IPV6), timeout=50)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{rank}]<stdout>:the sum is 2.0" for rank in range(2)]
     assert ("the job's page is at http://[::1]:" in done.stderr) == (flags == ("--page",))
@@ -48,7 +30,7 @@ def test_a_host_without_ipv4_reaches_itself_by_ipv6(launcher: Launcher, flags: S
 @pytest.mark.parametrize("flags", [("-np", "1"), ("-np", "1", "--min-np", "1"), ("doctor",)], ids=" ".join)
 def test_a_host_without_proc_is_refused_in_a_sentence(launcher: Launcher, flags: Sequence[str]) -> None:
     script = launcher.script(WORKER)
-    done = launcher.run(*flags, script, wrapper=machine("--mount", "mount -t tmpfs none /proc"))
+    done = launcher.run(*flags, script, wrapper=in_namespace("--mount", setup="mount -t tmpfs none /proc"))
     assert done.returncode == 1
     said = done.stdout + done.stderr
     assert "there is no /proc, without which what a job leaves behind cannot be found" in said

@@ -10,19 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from hvdgloo.topology import ranges
-from tests.support.launching import Launcher, launcher_in, wait_for
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
+from tests.support.launching import Launcher, wait_for
 
 
 def read_terminal(master: int, process: subprocess.Popen[bytes], timeout: float = 20.0) -> bytes:

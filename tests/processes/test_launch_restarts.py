@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import hvdgloo.run
 from hvdgloo.errors import JobFailedError
-from tests.support.launching import Launcher, launcher_in, wait_for
+from tests.support.launching import Launcher, wait_for
 
 FAILS = """
 import os, sys, time
@@ -27,12 +26,6 @@ if rank == "1" and restart < {times}:
 if restart < {times}:
     time.sleep(60)
 """
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as launcher:
-        yield launcher
 
 
 def told(text: str) -> list[str]:

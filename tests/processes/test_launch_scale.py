@@ -6,24 +6,17 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import Launcher, launcher_in
+from tests.support.launching import Launcher
 
 pytestmark = pytest.mark.extended
 
 AGENTS = 34
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LIMITED = ("sh", "-c", 'ulimit -Sn 100; exec "$@"', "sh")
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
 
 
 def test_many_agents_where_few_files_may_be_open(launcher: Launcher) -> None:

@@ -354,8 +354,7 @@ def test_changes_of_an_elastic_job_are_seen(launcher: Launcher, private: Path) -
     seen = shown.until(lambda seen: seen["ranks"]["pid"] == pids and told(seen), "the next epoch, and why")
     assert seen["job"]["epoch"] >= 1
     assert "was killed by signal 9 (SIGKILL)" in told(seen)[0]
-    job.finish()
-    assert job.end() == 0
+    assert job.finished() == 0
 
 
 TRAINS = STEPS.replace("hvd.init()\n", "hvd.init()\nhvd.barrier()\n", 1)

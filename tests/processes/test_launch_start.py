@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,9 @@ import hvdgloo.run
 from hvdgloo.config import GLOO_PROVIDERS
 from tests.support import warm
 from tests.support.frameworks import need_installed
-from tests.support.launching import Launcher, clean_environment, launcher_in
+from tests.support.launching import Launcher, clean_environment, run_command
 
 DUMP = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv, sys.executable, os.getcwd()]))"
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
 
 
 def dumps(done: subprocess.CompletedProcess[str]) -> dict[int, Any]:
@@ -77,13 +70,8 @@ def test_pain_19_the_user_s_environment_arrives_unharmed(launcher: Launcher) -> 
         "import json, os; print(json.dumps([ascii(os.environ[k]) for k in os.environ['ASK'].split()]))"
     )
     environ[b"ASK"] = b"ODD EMPTY BASH_FUNC_f%% BYTES"
-    done = subprocess.run(
-        [sys.executable, "-m", "hvdgloo.runner", "-np", "1", script],
-        cwd=launcher.folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=30,
+    done = run_command(
+        [sys.executable, "-m", "hvdgloo.runner", "-np", "1", script], cwd=launcher.folder, env=environ, timeout=30
     )
     assert json.loads(done.stdout.partition(">:")[2]) == [*(ascii(v) for v in odd.values()), "'\\udcff\\udcfe'"]
 
@@ -119,9 +107,7 @@ def test_a_user_s_module_of_any_name_disturbs_neither_launcher_nor_agent(launche
         launcher.script("raise SystemExit('the wrong module was imported')", f"{name}.py")
     hvdgloo_run = Path(sys.executable).parent / "hvdgloo-run"
     command = [str(hvdgloo_run)] if hvdgloo_run.exists() else [sys.executable, "-P", "-m", "hvdgloo.runner"]
-    done = subprocess.run(
-        [*command, "-np", "2", "--", "echo", "fine"], cwd=launcher.folder, capture_output=True, text=True, timeout=30
-    )
+    done = run_command([*command, "-np", "2", "--", "echo", "fine"], cwd=launcher.folder, timeout=30)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:fine", "[1]<stdout>:fine"]
 
@@ -236,10 +222,12 @@ def test_pain_28_threads_share_the_cores_and_the_user_s_choice_stays(launcher: L
         assert environ["OMP_NUM_THREADS"] == "7"
         assert "MKL_NUM_THREADS" not in environ
     assert "OMP_NUM_THREADS" not in chosen.stderr
-    pinned = subprocess.run(
+    pinned = run_command(
         ["taskset", "-c", "0", sys.executable, "-m", "hvdgloo.runner", "-np", "1", script],
-        cwd=launcher.folder, env=clean_environment(), capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
+        cwd=launcher.folder,
+        env=clean_environment(),
+        timeout=30,
+    )
     if os.cpu_count() != 1:
         assert dumps(pinned)[0][0]["OMP_NUM_THREADS"] == "1"
 

@@ -6,13 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.launching import Launcher, launcher_in, wait_for
+from tests.support.launching import Launcher, wait_for
 
 # Like a shell with job control: Ctrl-Z stops only processes that another one in the session waits for.
 SHELL = """
@@ -52,12 +50,6 @@ open("ready", "w").write(str(os.getpid()))
 while True:
     time.sleep(0.01)
 """
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
 
 
 def has_ended(process: psutil.Process) -> bool:

@@ -8,13 +8,11 @@ its time, while others that are shorter, or longer, do not matter.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.support import warm
-from tests.support.launching import Launcher, launcher_in
+from tests.support.launching import Launcher
 
 # Rank 0 tells what it waited for, how long, and with which error the wait ended.
 HEAD = """\
@@ -80,12 +78,6 @@ FLAGS = {
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
     ),
 }
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
 
 
 def run(launcher: Launcher, how: str, body: str, times: dict[str, float]) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.processes.test_launch_networks import reach
 from tests.support import warm
 from tests.support.certificates import authority
 from tests.support.hosts import Bed
-from tests.support.launching import Launcher, launcher_in, wait_for
+from tests.support.launching import Launcher, run_command, wait_for
 
 WORKER = """
 import os, sys
@@ -43,12 +42,6 @@ with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as sock, 
                 sys.exit()
             file.write(sock.recv(1 << 16))
 """
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
 
 
 def found(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -100,7 +93,7 @@ found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "cryptography" else found(name, *rest)
 sys.exit(main(["--tls", "required", "-H", "h1:1", "--agent-command", "touch {launcher.folder}/started", "true"]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40, cwd=launcher.folder)
+    done = run_command([sys.executable, "-c", code], timeout=40, cwd=launcher.folder)
     assert done.returncode == 2, done.stderr
     assert "pip install 'hvdgloo[tls]'" in done.stderr
     assert "Traceback" not in done.stderr
@@ -127,14 +120,13 @@ def test_between_hosts_nothing_but_tensors_is_seen(bed: Bed, tmp_path: Path, wan
         assert (words in seen) == (wanted == "off")
 
 
-def test_a_server_beside_the_agent(bed: Bed, tmp_path: Path) -> None:
+def test_a_server_beside_the_agent(bed: Bed, launcher: Launcher, tmp_path: Path) -> None:
     """It is started by an agent, which tells it."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     command = reach(bed, tmp_path)
-    with launcher_in(tmp_path) as outside:
-        flags = ["--agent-command", command, "--tls", "required", "-H", "h1:1,h2:1"]
-        done = outside.run(*flags, warm.python(), str(script), timeout=40)
+    flags = ["--agent-command", command, "--tls", "required", "-H", "h1:1,h2:1"]
+    done = launcher.run(*flags, warm.python(), str(script), timeout=40)
     assert [line[:12] for line in found(done)] == ["0 2.0 {True}", "1 2.0 {True}"]
 
 

@@ -18,7 +18,7 @@ import pytest
 from tests.architecture.source import ROOT
 from tests.support.gated_job import Gates, shell_line
 from tests.support.hosts import Bed
-from tests.support.launching import clean_environment
+from tests.support.launching import clean_environment, run_command
 from tests.support.terminal import Terminal, terminal
 
 
@@ -181,10 +181,9 @@ def test_a_host_that_is_cut_off_and_comes_back(make_bed: Callable[..., Bed], tmp
 
 def test_after_the_start_timeout_who_is_missing_at_which_step(tmp_path: Path) -> None:
     Gates(tmp_path, "a.connecting", "b.python", "d.connecting")
-    done = subprocess.run(
-        [sys.executable, *Gates.arguments("a", "b", "c", "d", timeout=1.5)],
-        env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=40,
-    )  # fmt: skip
+    done = run_command(
+        [sys.executable, *Gates.arguments("a", "b", "c", "d", timeout=1.5)], env=environment(), cwd=tmp_path, timeout=40
+    )
     assert done.returncode == 1
     assert "hvdgloo-run: 3 hosts not ready within 1.5 s " in done.stderr
     assert re.search(r"(?m)^  connecting: a, d: .*; run the same command by hand$", done.stderr)
@@ -198,10 +197,9 @@ def test_a_worker_that_ends_without_init_is_the_failure(tmp_path: Path) -> None:
         "if os.environ['RANK'] == '1': sys.exit(0)\n"
         "hvd.init()"
     )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, *Gates.arguments("a", "b", "c", program=program)],
-        env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=40,
-    )  # fmt: skip
+    done = run_command(
+        [sys.executable, *Gates.arguments("a", "b", "c", program=program)], env=environment(), cwd=tmp_path, timeout=40
+    )
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("hvdgloo-run: the job failed")]
     assert len(lines) == 1
@@ -217,10 +215,12 @@ def test_a_worker_that_does_not_call_init_in_time_is_the_failure(tmp_path: Path)
         "import hvdgloo.numpy as hvd\n"
         "hvd.init()"
     )
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, *Gates.arguments("a", "b", "c", program=program, timeout=4)],
-        env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=50,
-    )  # fmt: skip
+        env=environment(),
+        cwd=tmp_path,
+        timeout=50,
+    )
     assert done.returncode == 1
     assert re.search(
         r"the job failed: rank 1 on host b had not .* within 4 s .*, nor had rank 2 \(c, process \d+\)\n"

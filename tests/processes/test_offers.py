@@ -12,20 +12,13 @@ import pytest
 
 from tests.processes.test_elastic_join import PROGRAM as ELASTIC
 from tests.processes.test_elastic_join import epochs, in_epoch, kill, stop, told
-from tests.support.job import Job
+from tests.support.job import MARKING, Job
 from tests.support.launching import wait_for
 
-HEAD = """
-import json, os, signal, sys, threading, time
-import numpy as np
-import hvdgloo.numpy as hvd
+HEAD = (
+    MARKING
+    + """
 from hvdgloo._job.process import current
-
-def mark(name, text=""):
-    path = os.path.join(os.environ["JOB_FOLDER"], name)
-    with open(path + ".part", "w") as file:
-        file.write(str(text))
-    os.rename(path + ".part", path)
 
 def total(name="x"):
     return hvd.allreduce(np.ones(3), op=hvd.Sum, name=name).tolist()
@@ -39,6 +32,7 @@ for _ in range(10):
     assert total() == [hvd.size()] * 3
 assert turn() == 9, "they were not offered"
 """
+)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -95,10 +89,9 @@ except hvd.HorovodInternalError as error:
             assert json.loads(job.wait_for_file(f"failed.{rank}")) == ["PeerLostError", 1]
 
 
-def test_ctrl_c_ends_the_wait_and_the_operation_goes_on(tmp_path: Path) -> None:
-    code = (
-        HEAD
-        + """
+OFFERED = (
+    HEAD
+    + """
 for _ in range(2):
     total("y")
 hvd.barrier()
@@ -108,6 +101,15 @@ if rank == 0:
             time.sleep(0.001)
         mark("offered")
     threading.Thread(target=watch).start()
+"""
+)
+"""Rank 0 tells when it has offered."""
+
+
+def test_ctrl_c_ends_the_wait_and_the_operation_goes_on(tmp_path: Path) -> None:
+    code = (
+        OFFERED
+        + """
     try:
         total("y")
     except KeyboardInterrupt:
@@ -124,26 +126,16 @@ print(turn())
     with Job(2, code, tmp_path) as job:
         job.wait_for_file("offered")
         job.workers[0].send_signal(signal.SIGINT)
-        ended = job.wait()
-    assert [each.returncode for each in ended] == [0, 0], [each.stderr for each in ended]
+        ended = job.succeed()
     assert len({each.stdout for each in ended}) == 1
 
 
 @pytest.mark.parametrize("how", ["held back", "handled"])
 def test_a_ctrl_c_that_raises_nothing_does_not_end_the_wait(tmp_path: Path, how: str) -> None:
     code = (
-        HEAD
+        OFFERED
         + """
-from hvdgloo._platform import interrupts
-for _ in range(2):
-    total("y")
-hvd.barrier()
-if rank == 0:
-    def watch(member=current().engine._member):
-        while (own := member.own_offer) is None or not own.is_told:
-            time.sleep(0.001)
-        mark("offered")
-    threading.Thread(target=watch).start()
+    from hvdgloo._platform import interrupts
     if HOW == "held back":
         held = interrupts.hold()
     else:
@@ -165,8 +157,7 @@ else:
         job.workers[0].send_signal(signal.SIGINT)
         if how == "held back":
             (tmp_path / "interrupted").touch()
-        ended = job.wait()
-    assert [each.returncode for each in ended] == [0, 0], [each.stderr for each in ended]
+        job.succeed()
     assert (tmp_path / "raised").exists() is (how == "held back")
 
 
@@ -184,8 +175,7 @@ assert turn() == 4
 """
     )
     with Job(2, code, tmp_path) as job:
-        ended = job.wait()
-    assert [each.returncode for each in ended] == [0, 0], [each.stderr for each in ended]
+        job.succeed()
 
 
 def test_in_an_elastic_job_each_epoch_begins_anew(tmp_path: Path) -> None:
@@ -210,8 +200,7 @@ def test_in_an_elastic_job_each_epoch_begins_anew(tmp_path: Path) -> None:
 def test_ranks_that_end_after_the_last_operation_end_well(tmp_path: Path) -> None:
     code = HEAD + "\nfor _ in range(50):\n    total()\n"
     with Job(3, code, tmp_path) as job:
-        ended = job.wait()
-    assert [each.returncode for each in ended] == [0] * 3, [each.stderr for each in ended]
+        job.succeed()
 
 
 def test_ranks_that_wait_for_each_other_use_hardly_any_processor_time(tmp_path: Path) -> None:
@@ -228,6 +217,5 @@ if rank == 0:
 """
     )
     with Job(2, code, tmp_path) as job:
-        ended = job.wait()
-    assert [each.returncode for each in ended] == [0, 0], [each.stderr for each in ended]
+        ended = job.succeed()
     assert float(ended[0].stdout) < 0.05

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import re
 import select
-import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
-from tests.support.launching import Launcher, clean_environment, launcher_in, wait_for
-from tests.support.rendezvous import SECRET, Task, info
+from tests.support.launching import Launcher, clean_environment, run_command, wait_for
+from tests.support.rendezvous import SECRET, info
+from tests.support.threads import Task
 
 HARD = ("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")
 SOFT = ("sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh")
 SENTENCE = r"needs (\d+) more open files for .*, but (\d+) are open, .* 256\. .* to (\d+), .*`ulimit -n \3`"
 RANKS = 300
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -53,9 +45,7 @@ def test_a_launcher_of_many_agents(launcher: Launcher, command: tuple[str, ...])
 
 def test_a_rendezvous_server_of_many_workers() -> None:
     command = [*HARD, sys.executable, "-m", "hvdgloo.rendezvous", "-np", "300"]
-    done = subprocess.run(
-        command, env={**clean_environment(), "HVDGLOO_SECRET": SECRET.hex()}, capture_output=True, text=True, timeout=30
-    )
+    done = run_command(command, env={**clean_environment(), "HVDGLOO_SECRET": SECRET.hex()}, timeout=30)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "the rendezvous server needs 300 more open files for its workers' connections" in done.stderr
@@ -73,7 +63,7 @@ def test_rank_0_of_many(wrapper: tuple[str, ...]) -> None:
             Task(partial(client.register, 0, info(rank=rank, host_name="h"), timeout=20))
             for rank, client in enumerate(clients, 1)
         ]
-        done = subprocess.run(
+        done = run_command(
             [*wrapper, sys.executable, "-c", program],
             env={
                 **clean_environment(),
@@ -82,8 +72,6 @@ def test_rank_0_of_many(wrapper: tuple[str, ...]) -> None:
                 "HVDGLOO_RANK": "0",
                 "HVDGLOO_CONNECT_TIMEOUT": "1",
             },
-            capture_output=True,
-            text=True,
             timeout=30,
             check=False,
         )

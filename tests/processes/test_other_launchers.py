@@ -19,7 +19,7 @@ from hvdgloo._job import other_launchers
 from hvdgloo._job.context import Context
 from hvdgloo.config import Config
 from tests.support.frameworks import need_installed
-from tests.support.launching import clean_environment, launcher_in, wait_for
+from tests.support.launching import Launcher, clean_environment, run_command, wait_for
 
 TRAINS = r"""
 import os
@@ -62,12 +62,21 @@ def test_torchrun_s_processes_of_one_host_are_one_job(tmp_path: Path, private: P
         TRAINS + "hvd.barrier()\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and hvd.rank() == 0: os._exit(3)\n"
     )
     (tmp_path / "train.py").write_text(again + "hvd.barrier()\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
-         "train.py"],
-        cwd=tmp_path, env={**clean_environment(), "XDG_RUNTIME_DIR": str(private)}, capture_output=True, text=True,
-        timeout=60,
-    )  # fmt: skip
+    done = run_command(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--max-restarts",
+            "1",
+            "train.py",
+        ],
+        cwd=tmp_path,
+        env={**clean_environment(), "XDG_RUNTIME_DIR": str(private)},
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == 2 * ["joined 0 2 0 1 [2.]"] + 2 * ["joined 1 2 1 1 [2.]"]
     assert "is a job of its own" not in done.stderr
@@ -131,26 +140,27 @@ def test_a_process_that_is_alone_among_many_says_so_once_and_names_the_command(
 def test_mpirun_s_processes_are_told(tmp_path: Path) -> None:
     environ = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     (tmp_path / "train.py").write_text(TRAINS)
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "train.py", "--password", "secret"],
-        cwd=tmp_path, env={**clean_environment(), **environ}, capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={**clean_environment(), **environ},
+        timeout=30,
+    )
     assert done.stdout == "joined 0 1 0 1 [1.]\n"
     assert "Start them with hvdgloo's launcher: hvdgloo-run -np 2 train.py ...\n" in done.stderr
     assert "secret" not in done.stderr
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_mpi_that_knows_of_one_process_in_a_job_of_several_is_told(tmp_path: Path, when: str) -> None:
-    (tmp_path / "mpi4py").mkdir()
-    (tmp_path / "mpi4py/__init__.py").touch()
-    (tmp_path / "mpi4py/MPI.py").write_text(
+def test_mpi_that_knows_of_one_process_in_a_job_of_several_is_told(launcher: Launcher, when: str) -> None:
+    (launcher.folder / "mpi4py").mkdir()
+    (launcher.folder / "mpi4py/__init__.py").touch()
+    (launcher.folder / "mpi4py/MPI.py").write_text(
         "class COMM_WORLD:\n    Get_size = staticmethod(lambda: 1)\n"
         "Is_initialized, Is_finalized = (lambda: True), (lambda: False)\n"
     )
     program = {"before": "from mpi4py import MPI\n" + TRAINS, "after": TRAINS + "from mpi4py import MPI\n"}[when]
-    with launcher_in(tmp_path) as launcher:
-        done = launcher.run("-np", "2", launcher.script(program))
+    done = launcher.run("-np", "2", launcher.script(program))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("mpi4py sees this process alone (MPI.COMM_WORLD has 1 rank), while hvd.size() is 2") == 1
 
@@ -168,22 +178,20 @@ def _with_mpi(folder: Path) -> None:
     (folder / "mpi4py/MPI.cpython-311-x86_64-linux-gnu.so").write_bytes(b"library")
 
 
-def test_several_workers_that_use_mpi_instead_of_hvdgloo_are_told(tmp_path: Path) -> None:
-    _with_mpi(tmp_path)
+def test_several_workers_that_use_mpi_instead_of_hvdgloo_are_told(launcher: Launcher) -> None:
+    _with_mpi(launcher.folder)
     until_told = "while not os.path.exists('told'): time.sleep(0.01)\n"
-    with launcher_in(tmp_path) as launcher:
-        process = launcher.start("-np", "2", launcher.script(FOREIGN_MPI + until_told))
-        assert process.stderr is not None
-        assert process.stderr.readline().decode().startswith(TOLD)
-        (launcher.folder / "told").write_text("")
-        assert (process.wait(15), process.stderr.read()) == (0, b"")
+    process = launcher.start("-np", "2", launcher.script(FOREIGN_MPI + until_told))
+    assert process.stderr is not None
+    assert process.stderr.readline().decode().startswith(TOLD)
+    (launcher.folder / "told").write_text("")
+    assert (process.wait(15), process.stderr.read()) == (0, b"")
 
 
-def test_a_single_worker_that_uses_mpi_is_not(tmp_path: Path) -> None:
-    _with_mpi(tmp_path)
+def test_a_single_worker_that_uses_mpi_is_not(launcher: Launcher) -> None:
+    _with_mpi(launcher.folder)
     a_while = "time.sleep(1.5)  # longer than the agent's first looks take\n"
-    with launcher_in(tmp_path) as launcher:
-        done = launcher.run("-np", "1", launcher.script(FOREIGN_MPI + a_while))
+    done = launcher.run("-np", "1", launcher.script(FOREIGN_MPI + a_while))
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -201,7 +209,7 @@ def test_mpi_that_knows_of_all_is_left_alone(
 
 
 @pytest.mark.parametrize("caught", [False, True], ids=["raised", "caught"])
-def test_what_torch_s_decorator_records_is_in_the_summary(tmp_path: Path, caught: bool) -> None:
+def test_what_torch_s_decorator_records_is_in_the_summary(launcher: Launcher, caught: bool) -> None:
     """Even where the program keeps it to itself."""
     need_installed("torch")
     program = """
@@ -219,8 +227,7 @@ def test_what_torch_s_decorator_records_is_in_the_summary(tmp_path: Path, caught
             os._exit(3)
         raise
     """
-    with launcher_in(tmp_path) as launcher:
-        done = launcher.run("-np", "1", launcher.script(program.format(caught=caught)))
+    done = launcher.run("-np", "1", launcher.script(program.format(caught=caught)))
     (failure,) = [line for line in done.stderr.splitlines() if "the job failed" in line]
     status = "exited with status 3" if caught else "exited with status 1"
     assert f"{status}; it recorded ValueError: the learning rate is negative" in failure
@@ -250,25 +257,23 @@ sys.exit(3)
     ],
     ids=["torch's", "a text", "nothing", "nested", "empty"],
 )
-def test_whatever_is_recorded_is_one_line(tmp_path: Path, content: str, told: str) -> None:
-    with launcher_in(tmp_path) as launcher:
-        done = launcher.run("-np", "1", launcher.script(RECORDS), content)
-        assert done.stderr.splitlines()[-1].endswith(f"exited with status 3{told}")
-        path = Path(launcher.file("path").read_text())
-        assert not path.parent.exists()
+def test_whatever_is_recorded_is_one_line(launcher: Launcher, content: str, told: str) -> None:
+    done = launcher.run("-np", "1", launcher.script(RECORDS), content)
+    assert done.stderr.splitlines()[-1].endswith(f"exited with status 3{told}")
+    path = Path(launcher.file("path").read_text())
+    assert not path.parent.exists()
 
 
 @pytest.mark.parametrize("watched", [True, False], ids=["agent", "agent and watchdog"])
-def test_what_was_recorded_does_not_outlive_an_agent_that_is_killed(tmp_path: Path, watched: bool) -> None:
-    with launcher_in(tmp_path) as launcher:
-        started = launcher.start("-np", "1", launcher.script(RECORDS), "{}", "stays")
-        folder = Path(launcher.file("path").read_text()).parent
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        watchdog, agent = launcher.agents(started)
-        if not watched:
-            watchdog.suspend()
-        agent.kill()
-        if not watched:
-            watchdog.kill()
-        started.communicate(timeout=30)
-        assert not folder.exists()
+def test_what_was_recorded_does_not_outlive_an_agent_that_is_killed(launcher: Launcher, watched: bool) -> None:
+    started = launcher.start("-np", "1", launcher.script(RECORDS), "{}", "stays")
+    folder = Path(launcher.file("path").read_text()).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    watchdog, agent = launcher.agents(started)
+    if not watched:
+        watchdog.suspend()
+    agent.kill()
+    if not watched:
+        watchdog.kill()
+    started.communicate(timeout=30)
+    assert not folder.exists()

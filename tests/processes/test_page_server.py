@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from hvdgloo._observe.trace_control import BusyError, Trace
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous import _auth as auth
 from hvdgloo.rendezvous._page_server.server import PageServer
+from tests.support.launching import run_command
 from tests.support.observed import SimulatedJob
 from tests.support.page import PATIENCE, Answer, Caller, browser, script
 from tests.support.rendezvous import until
@@ -527,5 +527,5 @@ def test_what_is_heavy_is_not_imported_before_it_is_asked_for(tmp_path: Path) ->
         server.stop()
         print(*sorted({{"flask", "cheroot", "prometheus_client", "msgspec", "ssl"}} & set(sys.modules)))
     """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True)
+    done = run_command([sys.executable, "-c", program], timeout=50, check=True)
     assert done.stdout.splitlines()[1] == ""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import warm
+from tests.support.launching import run_command
 from tests.support.pages import program
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the programs need torch")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reaso
 
 def _run(folder: Path, *arguments: str, python: str = sys.executable) -> str:
     command = [python, *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50, check=False)
+    done = run_command(command, cwd=folder, timeout=50)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -28,8 +28,9 @@ from hvdgloo.rendezvous._auth import status_token
 from hvdgloo.rendezvous._console import _Strangers
 from hvdgloo.rendezvous._server.service import Refused
 from tests.support.elastic_clients import Workers, placed
-from tests.support.launching import wait_for
-from tests.support.rendezvous import Task, info, until
+from tests.support.launching import run_command, wait_for
+from tests.support.rendezvous import info, until
+from tests.support.threads import Task
 
 COMMAND = [sys.executable, "-m", "hvdgloo.rendezvous"]
 WORKER = """
@@ -184,9 +185,7 @@ def test_the_secret_is_the_owners_alone_and_never_printed(start: Callable[..., C
     assert secret not in command.text
     arguments = Path(f"/proc/{command.process.pid}/cmdline").read_text()
     assert secret not in arguments
-    token = subprocess.run(
-        [*COMMAND, "--status-token", "--secret-file", str(path)], capture_output=True, text=True, check=True, timeout=30
-    ).stdout.strip()
+    token = run_command([*COMMAND, "--status-token", "--secret-file", str(path)], check=True, timeout=30).stdout.strip()
     assert token not in command.text
     answer = requests.get(
         f"http://{command.endpoint}/v1/status", headers={"Authorization": f"Bearer {token}"}, timeout=5

@@ -23,7 +23,8 @@ from hvdgloo.rendezvous import RendezvousClient, RendezvousServer, host_identity
 from hvdgloo.rendezvous import _messages as messages
 from hvdgloo.rendezvous._client.connection import HttpConnection
 from tests.support.launching import wait_for
-from tests.support.rendezvous import SECRET, RawClient, Task, info, unreachable_port
+from tests.support.rendezvous import SECRET, RawClient, info, unreachable_port
+from tests.support.threads import Task
 
 
 @pytest.fixture
@@ -53,11 +54,10 @@ def listening(serve: Callable[[socket.socket], None]) -> Iterator[str]:
                 except OSError:
                     return
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
+        thread = Task(run)
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.result(5)
 
 
 @contextmanager

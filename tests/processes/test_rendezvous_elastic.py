@@ -19,7 +19,8 @@ from hvdgloo.rendezvous._elastic import messages as elastic
 from hvdgloo.rendezvous._elastic.events import Action, Changed, Ended, Gone, HostsListed, Rules, Spawn
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from tests.support.elastic_clients import Workers, placed
-from tests.support.rendezvous import SECRET, RawClient, Task, info, until
+from tests.support.rendezvous import SECRET, RawClient, info, until
+from tests.support.threads import Task
 
 RULES = Rules(size=2, smallest=1, largest=4, launched=False)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +15,9 @@ import pytest
 
 from hvdgloo.errors import ConfigError, RendezvousError, RendezvousTimeoutError
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
-from tests.support.rendezvous import SECRET, RawClient, Task, info, until
+from tests.support.launching import run_command
+from tests.support.rendezvous import SECRET, RawClient, info, until
+from tests.support.threads import Task
 
 
 @pytest.fixture
@@ -254,7 +255,7 @@ def test_workers_make_six_requests_each_whatever_their_number() -> None:
     """The benchmark's workers do all that real ones do. Rank 0 asks once more, for all."""
     program = Path(__file__).parents[2] / "benchmarks/rendezvous.py"
     command = [sys.executable, str(program), "20", "--rounds", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = run_command(command, timeout=30)
     assert done.returncode == 0, done.stderr
     assert "6.05 requests per worker" in done.stdout
     assert " 0 failures" in done.stdout

@@ -26,7 +26,8 @@ from hvdgloo.rendezvous import _messages as messages
 from hvdgloo.rendezvous._server import service as service_module
 from hvdgloo.rendezvous._store import Limits
 from hvdgloo.version import __version__
-from tests.support.rendezvous import SECRET, RawClient, Task, info, read_answer, until
+from tests.support.rendezvous import SECRET, RawClient, info, read_answer, until
+from tests.support.threads import Task
 
 
 @pytest.fixture

@@ -30,15 +30,14 @@ from hvdgloo.errors import (
     RemoteTraceback,
 )
 from tests.support import warm
-from tests.support.launching import clean_environment, hold_interpreter, wait_for
+from tests.support.launching import clean_environment, hold_interpreter, run_command, wait_for
+from tests.support.threads import Task, at_once
 
 _PYTHON = sys.executable
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in set(os.environ) - set(clean_environment()):
-        monkeypatch.delenv(name)
+def _warm(monkeypatch: pytest.MonkeyPatch, clean_variables: None) -> None:
     # The interpreter of the workers of those jobs that a test itself launches.
     monkeypatch.setattr(sys, "executable", warm.python(*warm.NUMPY))
 
@@ -220,25 +219,14 @@ def test_output_files_environment_and_current_folder(tmp_path: Path, monkeypatch
 
 
 def test_from_another_thread() -> None:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.extend(hvdgloo.run.run(os.getpid, np=2)))
-    thread.start()
-    thread.join(30)
-    assert len(set(results)) == 2
+    assert len(set(Task(lambda: hvdgloo.run.run(os.getpid, np=2)).result(30))) == 2
 
 
 def test_two_jobs_at_once() -> None:
-    results: dict[int, list[int]] = {}
+    def launch(number: int) -> list[int]:
+        return hvdgloo.run.run(lambda: number, np=2)
 
-    def launch(number: int) -> None:
-        results[number] = hvdgloo.run.run(lambda: number, np=2)
-
-    threads = [threading.Thread(target=launch, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert results == {0: [0, 0], 1: [1, 1]}
+    assert at_once(lambda: launch(0), lambda: launch(1), timeout=30) == [[0, 0], [1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -303,9 +291,7 @@ def test_the_order_of_arguments_is_horovod_s() -> None:
 
 def run_program(text: str, folder: Path, *, name: str = "program.py") -> subprocess.CompletedProcess[str]:
     (folder / name).write_text(textwrap.dedent(text))
-    return subprocess.run(
-        [_PYTHON, name], cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=40
-    )
+    return run_command([_PYTHON, name], cwd=folder, env=clean_environment(), timeout=40)
 
 
 def test_from_a_script_whose_main_defines_everything(tmp_path: Path) -> None:
@@ -416,12 +402,10 @@ def test_pain_30_a_function_is_unpickled_only_after_its_seal_was_checked(tmp_pat
     ):
         (tmp_path / "function").write_bytes(payload)
         with open(tmp_path / "function", "rb") as function, open(tmp_path / "outcome", "wb") as outcome:
-            done = subprocess.run(
+            done = run_command(
                 [*function_task.command(_PYTHON), str(function.fileno()), str(outcome.fileno())],
                 pass_fds=(function.fileno(), outcome.fileno()),
                 env={**clean_environment(), "HVDGLOO_SECRET": "ab" * 32, "HVDGLOO_RANK": "0"},
-                capture_output=True,
-                text=True,
                 timeout=30,
             )
         assert done.returncode == 1
@@ -475,10 +459,9 @@ def test_another_thread_s_long_call_does_not_end_the_job_on_other_hosts(tmp_path
         hold_interpreter(6.0)
         (tmp_path / "enough").touch()
 
-    thread = threading.Thread(target=hold)
-    thread.start()
+    thread = Task(hold)
     assert hvdgloo.run.run(work, np=1, hosts="h1:1", agent_command="env {command}") == ["done"]
-    thread.join()
+    thread.result()
 
 
 @pytest.mark.parametrize("value", [0, -1, "long"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from tests.support import warm
 from tests.support.hosts import Bed
+from tests.support.launching import run_command
 
 PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 
@@ -31,7 +31,7 @@ def test_a_job_finds_what_its_pieces_cost(case: str, ranks: int, finds: set[str]
     result, plane = tmp_path / "result.json", "gloo" if case == "hosts" else "auto"
     options = ["-np", str(ranks), "--cpu-operations", plane]
     command = [*warm.launcher(), *options, warm.python(), str(PROGRAMS / "scaling_pieces.py")]
-    done = subprocess.run([*command, case, str(result)], capture_output=True, text=True, timeout=50, check=False)
+    done = run_command([*command, case, str(result)], timeout=50)
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())
     assert finds <= set(found)
@@ -48,7 +48,7 @@ def test_steps_on_hosts_are_measured_beside_what_is_predicted(make_bed: Callable
     known.write_text(json.dumps({"measured between hosts": {"costs": dict.fromkeys(names, 0.0), "bench": bench}}))
     command = [sys.executable, str(PROGRAMS / "scaling.py"), "--validate", "--layouts", "2x1", "--rates", "100mbit"]
     options = ["--rounds", "1", "--runs", "2", "--measured", str(known), "--json", str(found)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=55, check=False)
+    done = run_command([*command, *options], timeout=55)
     assert done.returncode == 0, done.stderr
     rows = {row["case"]: row for row in json.loads(found.read_text())["validated"]}
     assert {name: len(row["measured_s"]) for name, row in rows.items()} == {"wire": 2, "latency": 2}

@@ -17,20 +17,8 @@ import pytest
 
 from tests.support import warm
 from tests.support.frameworks import need_installed
-from tests.support.job import Job
-from tests.support.launching import clean_environment, wait_for
-
-HEAD = """
-import json, os, signal, sys, threading, time
-import numpy as np
-import hvdgloo.numpy as hvd
-
-def mark(name, text=""):
-    path = os.path.join(os.environ["JOB_FOLDER"], name)
-    with open(path + ".part", "w") as file:
-        file.write(str(text))
-    os.rename(path + ".part", path)
-"""
+from tests.support.job import MARKING, Job
+from tests.support.launching import clean_environment, run_command, wait_for
 
 EVERYTHING = """
 def check_everything():
@@ -70,7 +58,7 @@ def names_held(pid: int) -> set[str]:
 def test_a_killed_rank_that_others_wait_for_is_noticed_within_a_second(tmp_path: Path) -> None:
     """It stops in the middle of an operation, so that the others sleep until it goes on; then it is killed."""
     code = (
-        HEAD
+        MARKING
         + """
 hvd.init()
 rank = hvd.rank()
@@ -105,7 +93,7 @@ except hvd.HorovodInternalError as error:
 
 def test_ranks_that_are_killed_leave_nothing_behind(tmp_path: Path) -> None:
     code = (
-        HEAD
+        MARKING
         + """
 hvd.init()
 mark(f"ready.{hvd.rank()}")
@@ -137,7 +125,7 @@ def test_what_has_a_name_would_be_found() -> None:
 
 def test_a_job_of_one_host_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        HEAD
+        MARKING
         + "sys.modules['torch'] = None  # as if it were not installed\n"
         + EVERYTHING
         + "hvd.init()\n"
@@ -161,7 +149,7 @@ assert hvd.allreduce(np.ones(5), op=hvd.Sum).tolist() == [3.0] * 5
 
 
 def test_without_torch_gloo_says_what_to_install(tmp_path: Path) -> None:
-    code = HEAD + "sys.modules['torch'] = None\nhvd.init()\n"
+    code = MARKING + "sys.modules['torch'] = None\nhvd.init()\n"
     with Job(2, code, tmp_path, fresh=True, HVDGLOO_CPU_OPERATIONS="gloo") as job:
         for ended in job.wait(20):
             assert ended.returncode == 1
@@ -181,7 +169,7 @@ FAULTS = {
 def test_what_cannot_share_memory_uses_gloo_and_says_so_once(tmp_path: Path, fault: str) -> None:
     need_installed("torch")
     code = (
-        HEAD
+        MARKING
         + EVERYTHING
         + """
 import resource
@@ -226,7 +214,7 @@ hvd.init()
 
 
 def test_a_demand_that_cannot_be_met_is_an_error(tmp_path: Path) -> None:
-    code = HEAD + "del os.memfd_create\nhvd.init()\n"
+    code = MARKING + "del os.memfd_create\nhvd.init()\n"
     with Job(2, code, tmp_path, HVDGLOO_CPU_OPERATIONS="shm") as job:
         for ended in job.wait(20):
             assert ended.returncode == 1
@@ -240,7 +228,7 @@ def test_pain_27_a_small_dev_shm_is_no_limit(tmp_path: Path) -> None:
         pytest.skip("mounting needs root")
     program = tmp_path / "program.py"
     program.write_text(
-        HEAD
+        MARKING
         + EVERYTHING
         + "hvd.init()\n"
         + HOW
@@ -250,11 +238,9 @@ def test_pain_27_a_small_dev_shm_is_no_limit(tmp_path: Path) -> None:
     )
     run = [*warm.launcher(), "-np", "3", "--cpu-operations", "shm", warm.python(), str(program)]
     mount = 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$@"'
-    done = subprocess.run(
+    done = run_command(
         ["unshare", "-m", "sh", "-c", mount, "sh", *run],
         env={**clean_environment(), "JOB_FOLDER": str(tmp_path)},
-        capture_output=True,
-        text=True,
         timeout=50,
         check=False,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from hvdgloo._backends.select import gloo_provider
 from tests.support.hosts import Bed
+from tests.support.launching import run_command
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "slow_networks.py"
 
@@ -35,7 +35,7 @@ def test_each_way_has_its_turn_and_sends_as_many_bytes_as_it_should(
     make_bed(["h1"])  # or this is skipped: the program makes hosts of its own
     found = tmp_path / "found.json"
     command = [sys.executable, str(PROGRAM), "--quick", "--only", case, "--rates", "1gbit", "--json", str(found)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = run_command(command, timeout=110)
     assert done.returncode == 0, done.stderr
     rows = {row["way"]: row for row in json.loads(found.read_text())}
     full = min(rows["full"]["sent"])
@@ -60,7 +60,7 @@ def test_an_inner_step_is_measured_beside_the_plain_optimizer_s_and_sends_nothin
     found = tmp_path / "found.json"
     only = ["--only", "inner,inner-small", "--rates", "10gbit", "--layout", "2x1"]
     command = [sys.executable, str(PROGRAM), "--quick", *only, "--json", str(found)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = run_command(command, timeout=110)
     assert done.returncode == 0, done.stderr
     rows = json.loads(found.read_text())
     expected = [(case, way) for case in ("inner", "inner-small") for way in ("alone", "LocalSGD")]

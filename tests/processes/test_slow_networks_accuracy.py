@@ -10,13 +10,14 @@ import fcntl
 import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.launching import run_command
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "slow_networks_accuracy.py"
 SEEDS = 3
@@ -43,7 +44,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
             if not file.exists():
                 options = ["--only", way, "--steps", "160", "--seeds", ",".join(map(str, range(SEEDS)))]
                 command = [sys.executable, PROGRAM, *options, "--json", file]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+                done = run_command(command, timeout=120)
                 assert done.returncode == 0, done.stderr
         results: Results = json.loads(file.read_text())
         assert [(each["way"], each["seed"]) for each in results] == [(way, seed) for seed in range(SEEDS)]

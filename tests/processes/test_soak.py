@@ -13,7 +13,7 @@ import pytest
 from hvdgloo._backends.select import gloo_provider
 from tests.support import warm
 from tests.support.hosts import Bed
-from tests.support.launching import clean_environment
+from tests.support.launching import clean_environment, run_command
 
 pytestmark = [
     pytest.mark.extended,
@@ -29,14 +29,7 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(program), *arguments],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
+    return run_command([sys.executable, str(program), *arguments], env=clean_environment(), timeout=55)
 
 
 def test_some_seconds_of_random_collectives_are_right() -> None:

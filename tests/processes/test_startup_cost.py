@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.support import warm
-from tests.support.launching import Launcher, clean_environment, launcher_in
+from tests.support.launching import Launcher, clean_environment, run_command
 
 WEB = {"cheroot", "flask", "jinja2", "prometheus_client", "requests", "werkzeug"}
 MAIL_AND_TLS = {"email", "http.client", "ssl"}
@@ -23,21 +19,12 @@ LOOKING = {"hvdgloo._observe.samples", "hvdgloo._observe.observatory", "hvdgloo.
 RARELY = {"asyncio", "cloudpickle", "multiprocessing", "psutil", "yaml"}
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as launcher:
-        yield launcher
-
-
 def run(program: str, *arguments: str, folder: Path) -> set[str]:
     """The modules that a program names in the last line of its output, as JSON."""
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", textwrap.dedent(program), *arguments],
         cwd=folder,
         env={**clean_environment(), "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -230,13 +217,10 @@ def test_the_command_forks_its_agent_with_nothing_of_its_own(launcher: Launcher)
 
 def test_a_program_that_calls_the_command_line_is_not_forked(launcher: Launcher) -> None:
     launcher.script("import os; print(open(f'/proc/{os.getppid()}/cmdline').read().split('\\0')[1:3])")
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", "from hvdgloo.runner.cli.main import main; main(['-np', '1', 'worker.py'])"],
         cwd=launcher.folder,
         env={**clean_environment(), "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
         check=False,
     )
     assert done.stdout == "[0]<stdout>:['-m', 'hvdgloo.runner.agent']\n", done.stderr

@@ -8,14 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from hvdgloo.runner.processes import reaper
 from hvdgloo.runner.processes.worker_process import WorkerProcess
 from hvdgloo.runner.protocol.frames import Spawn
-from tests.support.launching import Launcher, launcher_in, wait_for
+from tests.support.launching import Launcher, in_namespace, run_command, wait_for
 
 GRACE = 3.0
 """The default grace period after a failure."""
@@ -62,7 +61,7 @@ def test_pain_24_an_agent_that_hangs_gets_the_default_grace_period_and_is_ended(
     agent.send_signal(signal.SIGSTOP)
     program = f"from hvdgloo.runner.processes import reaper as sweep; print(sweep.end_abandoned({job!r}, {GRACE}))"
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=15)
+    done = run_command([sys.executable, "-c", program], timeout=15)
     assert done.stdout == "set()\n", done.stderr
     assert GRACE < time.monotonic() - started < GRACE + 4
     assert agent.wait(0) == -signal.SIGKILL
@@ -151,27 +150,20 @@ while not os.path.exists("taken"): time.sleep(0.01)
 """
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
-
-
-def namespace() -> list[str]:
-    """A command that runs another one as the first process of a namespace; skips where none can be made."""
-    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    try:
-        subprocess.run([*command, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no namespace of processes can be made here")
-    return command
+APART = ("--pid", "--fork", "--mount-proc", "--kill-child")
 
 
 def test_pain_23_a_job_that_leaves_behind_what_cannot_be_killed_has_succeeded(launcher: Launcher) -> None:
     done = launcher.run(
         *("-np", "1", "--heartbeat-timeout", "2", launcher.script(WORKER)),
         env={"HVDGLOO_AGENT_ID": "0" * 34},
-        wrapper=[*namespace(), sys.executable, "-S", "-c", IMMORTAL],
+        wrapper=[
+            *in_namespace(*APART),
+            sys.executable,
+            "-S",
+            "-c",
+            IMMORTAL,
+        ],
         timeout=40,
     )
     assert done.returncode == 0, done.stderr
@@ -215,8 +207,9 @@ except subprocess.TimeoutExpired:
 
 @pytest.mark.parametrize("whose", ["worker", "command", "local"])
 def test_a_stranger_that_got_the_number_of_a_process_that_ended_is_not_signalled(whose: str) -> None:
-    done = subprocess.run(
-        [*namespace(), sys.executable, "-c", REUSED, whose], capture_output=True, text=True, timeout=20
+    done = run_command(
+        [*in_namespace(*APART), sys.executable, "-c", REUSED, whose],
+        timeout=20,
     )
     assert done.stdout == "spared\n", done.stderr
 

@@ -404,17 +404,11 @@ def test_on_a_terminal(published: Published, server: PageServer, folder: Path, p
         assert b"Rank 3 (h2) was last in" in screen.raw.rpartition(b"\x1b[?1049l")[2]
 
 
-def test_q_ends_it(published: Published, folder: Path) -> None:
+@pytest.mark.parametrize("key", ["q", "\x03"], ids=["q", "Ctrl-C"])
+def test_it_ends_when_asked_to(published: Published, folder: Path, key: str) -> None:
     with started("--interval", "3600", runtime=folder.parent) as screen:
         screen.wait_for("rank", PATIENCE)
-        screen.type("q")
-        assert screen.end(PATIENCE) == 0
-
-
-def test_ctrl_c_ends_it(published: Published, folder: Path) -> None:
-    with started("--interval", "3600", runtime=folder.parent) as screen:
-        screen.wait_for("rank", PATIENCE)
-        screen.type("\x03")
+        screen.type(key)
         assert screen.end(PATIENCE) == 0
         assert b"Traceback" not in screen.raw
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.job import Ended, Job
-from tests.support.launching import clean_environment, wait_for
+from tests.support.launching import clean_environment, run_command, wait_for
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
@@ -73,9 +72,7 @@ EXTENDED = pytest.mark.extended
 @pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=EXTENDED)])
 def test_reductions_follow_the_order_of_ranks(size: int, tmp_path: Path) -> None:
     """Of every element type and size: one that goes at once, one that the segment grows for, and one in many rounds."""
-    run(
-        size,
-        """
+    code = """
 begin()
 combine = {"SUM": torch.add, "MIN": torch.minimum, "MAX": torch.maximum, "PRODUCT": torch.mul}
 integers = (torch.int32, torch.int64, torch.uint8, torch.int8, torch.int16)
@@ -120,16 +117,13 @@ flags = torch.tensor([True, rank == 0, False])
 dist.all_reduce(flags, dist.ReduceOp.MAX)
 assert flags.tolist() == [True, True, False]
 dist.destroy_process_group()
-""",
-        tmp_path,
-    )
+"""
+    run(size, code, tmp_path)
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=EXTENDED)])
 def test_every_other_collective_moves_the_right_bytes(size: int, tmp_path: Path) -> None:
-    run(
-        size,
-        """
+    code = """
 import warnings
 warnings.simplefilter("ignore")
 begin()
@@ -191,17 +185,14 @@ if rank == 0:
     dist.all_reduce(tensor, group=alone)
     assert tensor.tolist() == [1, 1, 1]
 dist.destroy_process_group()
-""",
-        tmp_path,
-    )
+"""
+    run(size, code, tmp_path)
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=EXTENDED)])
 def test_overlapping_groups_and_asynchronous_calls_do_not_wait_for_each_other(size: int, tmp_path: Path) -> None:
     """Each rank waits for its operations in an order of its own; a future's callback calls a collective itself."""
-    run(
-        size,
-        """
+    code = """
 import itertools, random
 begin()
 sets = [list(each) for number in range(2, size + 1) for each in itertools.combinations(range(size), number)]
@@ -233,16 +224,13 @@ def again(future):
 
 assert dist.all_reduce(tensor, async_op=True).get_future().then(again).wait().tolist() == 2 * [size**2]
 dist.destroy_process_group()
-""",
-        tmp_path,
-    )
+"""
+    run(size, code, tmp_path)
 
 
 def test_each_rank_chooses_for_itself_whether_it_waits_at_once(tmp_path: Path) -> None:
     """A caller that waits at once carries a small operation out in its own thread, and must meet those that do not."""
-    run(
-        4,
-        """
+    code = """
 import random
 begin()
 own_choice = random.Random(rank)
@@ -271,15 +259,12 @@ for turn in range(15):
     if work is not None:
         work.wait()
 dist.destroy_process_group()
-""",
-        tmp_path,
-    )
+"""
+    run(4, code, tmp_path)
 
 
 def test_messages_find_their_receives_by_source_and_tag(tmp_path: Path) -> None:
-    run(
-        3,
-        """
+    code = """
 begin()
 others = [of for of in range(size) if of != rank]
 for count in (1, 30_000, 2_000_000):
@@ -323,16 +308,13 @@ elif rank == 1:
     else:
         raise AssertionError("a message of another size was received")
 dist.destroy_process_group()
-""",
-        tmp_path,
-    )
+"""
+    run(3, code, tmp_path)
 
 
 @pytest.mark.parametrize("how", ["small", "large", "future", "recv"])
 def test_a_killed_rank_is_an_error_that_names_it_within_a_second(how: str, tmp_path: Path) -> None:
-    ended = ended_of(
-        2,
-        f"""
+    code = f"""
 how = {how!r}
 begin()
 small, large = torch.ones(4), torch.ones(3_000_000)
@@ -360,9 +342,8 @@ try:
     dist.all_reduce(small)
 except dist.DistBackendError as error:
     print("and then", error)
-""",
-        tmp_path,
-    )
+"""
+    ended = ended_of(2, code, tmp_path)
     assert [each.returncode for each in ended] == [0, -signal.SIGKILL], ended[0].stderr
     first, then = ended[0].stdout.splitlines()
     # A future tells its waiter in torch's own class.
@@ -372,9 +353,7 @@ except dist.DistBackendError as error:
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_its_message_is_an_error_as_well(tmp_path: Path) -> None:
-    ended = ended_of(
-        2,
-        """
+    code = """
 begin(timeout=timedelta(seconds=10))
 tensor = torch.ones(30_000_000)  # many times the segment's size
 if rank:
@@ -387,9 +366,8 @@ for call in (lambda: dist.recv(tensor, 1), lambda: dist.irecv(tensor, 1).get_fut
         call()
     except Exception as error:
         print(error, flush=True)
-""",
-        tmp_path,
-    )
+"""
+    ended = ended_of(2, code, tmp_path)
     assert [each.returncode for each in ended] == [0, -signal.SIGKILL], ended[0].stderr
     lines = [line for line in ended[0].stdout.splitlines() if "hvdgloo" in line]
     assert len(lines) == 2, ended[0].stdout
@@ -397,9 +375,7 @@ for call in (lambda: dist.recv(tensor, 1), lambda: dist.irecv(tensor, 1).get_fut
 
 
 def test_ranks_that_call_different_collectives_get_an_error_that_names_both(tmp_path: Path) -> None:
-    outputs = run(
-        2,
-        """
+    code = """
 begin()
 for name, call in (
     ("kind", lambda group: dist.all_reduce(torch.ones(4), group=group) if rank else dist.barrier(group)),
@@ -419,9 +395,8 @@ for name, call in (
         print(name, error)
     else:
         print(name, "no error")
-""",
-        tmp_path,
-    )
+"""
+    outputs = run(2, code, tmp_path)
     for output in outputs:
         lines = dict(line.split(" ", 1) for line in output.splitlines())
         assert list(lines) == ["kind", "count", "dtype", "op", "average", "root", "large"], output
@@ -443,9 +418,7 @@ for name, call in (
 
 
 def test_a_late_rank_is_warned_of_and_then_an_error_that_names_it(tmp_path: Path) -> None:
-    outputs = run(
-        2,
-        """
+    code = """
 import logging
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 begin(timeout=timedelta(seconds=2))
@@ -458,10 +431,8 @@ if rank == 0:
     open(os.environ["JOB_FOLDER"] + "/over", "w").close()
 while not os.path.exists(os.environ["JOB_FOLDER"] + "/over"):
     time.sleep(0.01)
-""",
-        tmp_path,
-        HVDGLOO_STALL_CHECK_TIME_SECONDS="0.5",
-    )
+"""
+    outputs = run(2, code, tmp_path, HVDGLOO_STALL_CHECK_TIME_SECONDS="0.5")
     warning, error = outputs[0].splitlines()
     assert re.search(
         r"all_reduce\(SUM, 3 x float32\) in the default process group has waited for rank 1 \(host", warning
@@ -477,9 +448,7 @@ ABSENT = re.compile(
 
 
 def test_ranks_that_never_call_a_group_s_first_operation_are_named(tmp_path: Path) -> None:
-    outputs = run(
-        3,
-        """
+    code = """
 begin(timeout=timedelta(seconds=1))
 if rank != 1:
     try:
@@ -489,17 +458,14 @@ if rank != 1:
     open(f"{os.environ['JOB_FOLDER']}/over{rank}", "w").close()
 while not all(os.path.exists(f"{os.environ['JOB_FOLDER']}/over{of}") for of in (0, 2)):
     time.sleep(0.01)  # a rank that has ended is another matter
-""",
-        tmp_path,
-    )
+"""
+    outputs = run(3, code, tmp_path)
     for rank in (0, 2):
         assert ABSENT.search(outputs[rank]), outputs
 
 
 def test_timeouts_of_a_call_and_of_a_wait_hold_for_a_group_s_first_operation_as_well(tmp_path: Path) -> None:
-    outputs = run(
-        2,
-        """
+    code = """
 begin(timeout=timedelta(seconds=50))
 options = dist.BarrierOptions()
 options.timeout = timedelta(seconds=1)
@@ -527,17 +493,14 @@ else:
     while not os.path.exists(os.environ["JOB_FOLDER"] + "/over"):
         time.sleep(0.01)
     dist.all_reduce(torch.ones(1))
-""",
-        tmp_path,
-    )
+"""
+    outputs = run(2, code, tmp_path)
     assert "has not ended within this wait's timeout" in outputs[0], outputs
     assert len(ABSENT.findall(outputs[0])) == 2, outputs
 
 
 def test_a_monitored_barrier_names_the_ranks_that_are_missing_and_leaves_the_group_as_it_is(tmp_path: Path) -> None:
-    outputs = run(
-        4,
-        """
+    code = """
 begin(timeout=timedelta(seconds=50))
 group = dist.group.WORLD
 def reached(**options):
@@ -557,9 +520,8 @@ if rank == 0:
 dist.barrier()
 if rank != 0:
     reached(timeout=0.2)  # too late for rank 3's first failure, and for all of the second
-""",
-        tmp_path,
-    )
+"""
+    outputs = run(4, code, tmp_path)
     lines = [output.splitlines() for output in outputs]
     assert all(of_one[0] == "passed" for of_one in lines), outputs
     assert "Rank 1 failed to pass monitoredBarrier in 500 ms" in lines[0][1]
@@ -574,9 +536,7 @@ if rank != 0:
 
 
 def test_groups_leave_nothing_behind_and_can_be_made_again(tmp_path: Path) -> None:
-    run(
-        2,
-        """
+    code = """
 def held():
     maps = [line for line in open("/proc/self/maps") if "hvdgloo" in line]
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
@@ -600,15 +560,12 @@ before = held()
 for number in range(1, 4):
     once(number)
 assert held() == before == (0, 0, 1), (held(), before)
-""",
-        tmp_path,
-    )
+"""
+    run(2, code, tmp_path)
 
 
 def test_a_forked_child_has_no_part_in_its_parent_s_groups(tmp_path: Path) -> None:
-    outputs = run(
-        2,
-        """
+    code = """
 begin()
 dist.all_reduce(torch.ones(2), async_op=True).wait()
 child = os.fork()
@@ -623,16 +580,13 @@ tensor = torch.ones(2)
 dist.all_reduce(tensor)
 assert tensor.tolist() == [2, 2]
 dist.destroy_process_group()
-""",
-        tmp_path,
-    )
+"""
+    outputs = run(2, code, tmp_path)
     assert all("belongs to this process's parent" in output for output in outputs), outputs
 
 
 def test_tensors_without_memory_on_the_cpu_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
-    run(
-        2,
-        """
+    code = """
 begin()
 freed = torch.ones(4)
 freed.untyped_storage().resize_(0)
@@ -662,9 +616,8 @@ tensor = torch.ones(2)
 dist.all_reduce(tensor)
 assert tensor.tolist() == [2, 2]
 dist.destroy_process_group()
-""",
-        tmp_path,
-    )
+"""
+    run(2, code, tmp_path)
 
 
 def test_importing_torch_is_enough_and_imports_nothing_more(tmp_path: Path) -> None:
@@ -674,17 +627,12 @@ import torch.distributed as dist
 assert dist.Backend.HVDGLOO == "hvdgloo"
 print(sorted(name for name in sys.modules if name.partition(".")[0] in ("hvdgloo", "msgspec", "requests", "flask")))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=60, cwd=tmp_path
-    )
+    done = run_command([sys.executable, "-c", code], env=clean_environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "['hvdgloo', 'hvdgloo._torch_backend', 'hvdgloo.version']"
-    off = subprocess.run(
+    off = run_command(
         [sys.executable, "-c", "import torch.distributed as dist\nprint(hasattr(dist.Backend, 'HVDGLOO'))"],
         env={**clean_environment(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        capture_output=True,
-        text=True,
-        timeout=60,
         cwd=tmp_path,
     )
     assert off.stdout.split() == ["False"], off.stderr
@@ -720,8 +668,7 @@ def interrupted(code: str, folder: Path) -> str:
     with Job(2, HEAD + code, folder, SIZE="2") as job:
         wait_for(lambda: "waits" in job.output(0).stdout, 20)
         os.kill(job.workers[0].pid, signal.SIGINT)
-        ended = job.wait()
-    assert [each.returncode for each in ended] == [0, 0], ended
+        ended = job.succeed()
     assert "interrupted\n" in ended[0].stdout, ended[0]
     assert "interrupted by KeyboardInterrupt" in ended[0].stdout
     return ended[0].stdout
@@ -766,9 +713,7 @@ end()
 
 
 def test_a_rank_that_ends_before_a_group_s_first_operation_is_named_at_once(tmp_path: Path) -> None:
-    ended = ended_of(
-        2,
-        """
+    code = """
 begin()
 if rank == 1:
     print(os.getpid(), flush=True)
@@ -781,9 +726,8 @@ try:
     dist.send(torch.ones(1), 1)
 except dist.DistBackendError as error:
     print(error)
-""",
-        tmp_path,
-    )
+"""
+    ended = ended_of(2, code, tmp_path)
     assert [worker.returncode for worker in ended] == [0, 0], ended
     for line in ended[0].stdout.splitlines():
         assert re.search(rf"rank 1 \(host \S+, pid {ended[1].stdout.strip()}\) ended without calling this", line)
@@ -803,8 +747,7 @@ dist.destroy_process_group()
     with Job(2, HEAD + code, tmp_path, SIZE="2", **environ) as job:
         wait_for(lambda: "has waited for rank 1 (host" in job.output(0).stderr, 20)
         (tmp_path / "warned").touch()
-        ended = job.wait()
-    assert [worker.returncode for worker in ended] == [0, 0], ended
+        ended = job.succeed()
     assert "the first operation of the default process group" in ended[0].stderr
 
 
@@ -827,9 +770,7 @@ end()
 
 
 def test_a_message_from_a_rank_that_has_ended_without_one_is_not_waited_for(tmp_path: Path) -> None:
-    ended = ended_of(
-        2,
-        """
+    code = """
 begin(timeout=timedelta(seconds=50))
 if rank == 1:
     print(os.getpid(), flush=True)
@@ -839,9 +780,8 @@ for receive in (lambda: dist.recv(torch.ones(1), 1), lambda: dist.recv(torch.one
         receive()
     except dist.DistBackendError as error:
         print(error)
-""",
-        tmp_path,
-    )
+"""
+    ended = ended_of(2, code, tmp_path)
     assert [worker.returncode for worker in ended] == [0, 0], ended
     lines = ended[0].stdout.splitlines()
     assert len(lines) == 2, ended[0]
@@ -852,9 +792,7 @@ for receive in (lambda: dist.recv(torch.ones(1), 1), lambda: dist.recv(torch.one
 
 
 def test_an_error_s_traceback_is_short_and_says_the_reason_once(tmp_path: Path) -> None:
-    outputs = run(
-        2,
-        """
+    code = """
 import traceback
 begin()
 dist.all_reduce(torch.ones(1))
@@ -871,9 +809,8 @@ for call in (
         assert text.count("hvdgloo: ") == 1, text
         assert text.count("/hvdgloo/") <= 2, text
         print("seen")
-""",
-        tmp_path,
-    )
+"""
+    outputs = run(2, code, tmp_path)
     assert all(output.count("seen") == 2 for output in outputs), outputs
 
 
@@ -885,19 +822,14 @@ def test_a_rank_that_a_group_cannot_have_is_refused(tmp_path: Path) -> None:
 
 def test_a_value_that_does_not_say_whether_gloo_is_replaced_is_warned_of() -> None:
     environ = {**clean_environment(), "HVDGLOO_AS_GLOO": "maybe"}
-    done = subprocess.run(
-        [sys.executable, "-c", "import hvdgloo.torch.distributed"],
-        env=environ, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+    done = run_command([sys.executable, "-c", "import hvdgloo.torch.distributed"], env=environ, check=True)
     assert "HVDGLOO_AS_GLOO=maybe has no effect: expected 1 or 0" in done.stderr
 
 
 @EXTENDED
 def test_every_way_to_train_ends_with_the_parameters_that_gloo_gives(tmp_path: Path) -> None:
     """DDP, FSDP2, tensor parallel and a pipeline, on two ranks: bit for bit."""
-    run(
-        2,
-        """
+    code = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -955,6 +887,5 @@ for backend in ("gloo", "hvdgloo"):
 for way, expected in found["gloo"].items():
     assert all(map(torch.equal, expected, found["hvdgloo"][way])), way
     assert all(parameter.isfinite().all() for parameter in expected), way
-""",
-        tmp_path,
-    )
+"""
+    run(2, code, tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.processes.test_torch_distributed import run
-from tests.support.launching import clean_environment, launcher_in
+from tests.support.launching import Launcher, clean_environment, launcher_in, run_command
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
@@ -40,9 +39,7 @@ def report_of(folder: Path, program: str, *flags: str) -> dict[str, Any]:
 
 
 def test_metrics_count_calls_and_bytes_by_kind(tmp_path: Path) -> None:
-    run(
-        2,
-        """
+    code = """
 from hvdgloo.torch.distributed import metrics
 begin()
 other = 1 - rank
@@ -88,10 +85,8 @@ if rank == 0:
     assert changed.planes["dist.all_reduce"].seconds < 0.2, changed
 dist.destroy_process_group()
 assert metrics().operations == 17
-""",
-        tmp_path,
-        HVDGLOO_TIMELINE=str(tmp_path / "trace.json"),
-    )
+"""
+    run(2, code, tmp_path, HVDGLOO_TIMELINE=str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())
     names = [event["name"] for event in events if "bytes" in event.get("args", {})]
     assert len(names) == 17, names
@@ -99,9 +94,7 @@ assert metrics().operations == 17
 
 
 def test_numbers_are_logged_without_a_context_and_averaged_over_the_group(tmp_path: Path) -> None:
-    run(
-        2,
-        """
+    code = """
 from hvdgloo.torch.distributed import log, metrics
 try:
     log(loss=1.0, average=True)
@@ -114,32 +107,25 @@ assert metrics().logged == {"loss": 2.0 + rank}, metrics()
 log(loss=torch.tensor(2.0 + rank), accuracy=rank, average=True)
 assert metrics().logged == {"loss": 2.5, "accuracy": 0.5}, metrics()
 dist.destroy_process_group()
-""",
-        tmp_path,
-    )
+"""
+    run(2, code, tmp_path)
 
 
 def test_nothing_is_counted_where_the_user_wants_no_counts(tmp_path: Path) -> None:
-    run(
-        2,
-        """
+    code = """
 from hvdgloo.torch.distributed import metrics
 begin()
 dist.all_reduce(torch.zeros(4))
 dist.all_reduce(torch.zeros(4), async_op=True).wait()
 assert metrics().operations == 0 and not metrics().planes
 dist.destroy_process_group()
-""",
-        tmp_path,
-        HVDGLOO_OBSERVE="0",
-    )
+"""
+    run(2, code, tmp_path, HVDGLOO_OBSERVE="0")
 
 
 def test_the_page_shows_operations_and_names_the_late_rank(tmp_path: Path) -> None:
     """Steps are the first optimizer's; the rank is named though it is late for one operation of two only."""
-    snapshot = report_of(
-        tmp_path,
-        """
+    code = """
 begin("late")
 other, parameter = torch.optim.SGD([torch.zeros(1)]), torch.zeros(1)
 optimizer = torch.optim.SGD([parameter])
@@ -151,8 +137,8 @@ for step in range(60):
     optimizer.step()
     other.step()
 dist.destroy_process_group()
-""",
-    )
+"""
+    snapshot = report_of(tmp_path, code)
     ranks = snapshot["ranks"]
     assert [ranks[name] for name in ("rank", "steps", "operations")] == [[0, 1], [60, 60], [120, 120]], ranks
     assert ranks["bytes"] == 2 * [60 * 4004], ranks
@@ -167,9 +153,7 @@ dist.destroy_process_group()
 
 
 def test_the_timeline_has_the_operations_and_destroyed_groups_leave_nothing_behind(tmp_path: Path) -> None:
-    report_of(
-        tmp_path,
-        """
+    code = """
 found = []
 for name in ("first", "second", "third"):
     begin(name)
@@ -183,10 +167,8 @@ for name in ("first", "second", "third"):
     dist.destroy_process_group()
     found.append((sorted(thread.name for thread in threading.enumerate()), len(os.listdir("/proc/self/fd"))))
 assert found[1] == found[2] and found[2][0] == ["MainThread"], found
-""",
-        "--timeline-filename",
-        "trace.{rank}.json",
-    )
+"""
+    report_of(tmp_path, code, "--timeline-filename", "trace.{rank}.json")
     for rank, number in itertools.product(range(2), ("", "-2", "-3")):
         events = json.loads((tmp_path / f"trace.{rank}{number}.json").read_text())
         named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -205,9 +187,7 @@ assert found[1] == found[2] and found[2][0] == ["MainThread"], found
 
 
 def test_an_operation_under_way_is_shown_with_the_ranks_that_it_waits_for(tmp_path: Path) -> None:
-    run(
-        2,
-        """
+    code = """
 from pathlib import Path
 from hvdgloo.torch.distributed import _record, metrics
 begin()
@@ -240,15 +220,12 @@ for asynchronous in (False, True):
         seen.unlink()
         dist.all_reduce(torch.zeros(4))
 dist.destroy_process_group()
-""",
-        tmp_path,
-    )
+"""
+    run(2, code, tmp_path)
 
 
 def test_a_program_that_also_calls_init_has_one_reporter_and_all_counts(tmp_path: Path) -> None:
-    snapshot = report_of(
-        tmp_path,
-        """
+    code = """
 import hvdgloo.torch as hvd
 begin("store")
 dist.all_reduce(torch.ones(8))
@@ -261,16 +238,14 @@ counted = hvd.metrics()
 assert counted.planes["dist.all_reduce"].operations == 2 and counted.operations == 3, counted
 dist.destroy_process_group()
 hvd.shutdown()
-""",
-    )
+"""
+    snapshot = report_of(tmp_path, code)
     assert snapshot["ranks"]["operations"] == [3, 3]
 
 
 def test_groups_that_outlive_the_job_they_were_made_in_are_shown_on(tmp_path: Path) -> None:
     """And their timeline does not overwrite the job's."""
-    snapshot = report_of(
-        tmp_path,
-        """
+    code = """
 import hvdgloo.torch as hvd
 hvd.init()
 begin("store")
@@ -280,10 +255,8 @@ for _ in range(3):
     dist.broadcast(torch.ones(8), 0)
 dist.destroy_process_group()
 assert "hvdgloo-reporter" not in {thread.name for thread in threading.enumerate()}
-""",
-        "--timeline-filename",
-        "made/trace.json",
-    )
+"""
+    snapshot = report_of(tmp_path, code, "--timeline-filename", "made/trace.json")
     assert snapshot["ranks"]["operations"] == [4, 4]
     first, second = ((tmp_path / "made" / name).read_text() for name in ("trace.json", "trace-2.json"))
     assert "ALL_REDUCE" in first
@@ -292,16 +265,15 @@ assert "hvdgloo-reporter" not in {thread.name for thread in threading.enumerate(
     assert "ALL_REDUCE" not in second
 
 
-def test_an_error_is_shown_with_the_program_s_own_line_and_not_repeated_by_the_launcher(tmp_path: Path) -> None:
-    with launcher_in(tmp_path) as launcher:
-        # Not a broadcast: its root may be done before any rank sees the difference.
-        script = launcher.script(
-            HEAD + "import signal\n"
-            "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher stops the rank that is second to fail\n"
-            'begin("store")\ndist.all_reduce(torch.ones(2))\n'
-            "dist.barrier() if dist.get_rank() else dist.all_reduce(torch.ones(4))\n"
-        )
-        done = launcher.run("-np", "2", script, timeout=50)
+def test_an_error_is_shown_with_the_program_s_own_line_and_not_repeated_by_the_launcher(launcher: Launcher) -> None:
+    # Not a broadcast: its root may be done before any rank sees the difference.
+    script = launcher.script(
+        HEAD + "import signal\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher stops the rank that is second to fail\n"
+        'begin("store")\ndist.all_reduce(torch.ones(2))\n'
+        "dist.barrier() if dist.get_rank() else dist.all_reduce(torch.ones(4))\n"
+    )
+    done = launcher.run("-np", "2", script, timeout=50)
     assert done.returncode == 1
     assert done.stderr.count("dist.barrier() if dist.get_rank() else dist.all_reduce(torch.ones(4))") == 2
     assert "/hvdgloo/torch/" not in done.stderr
@@ -315,10 +287,10 @@ def test_a_variable_that_cannot_be_used_is_told_in_one_line_and_a_mistyped_one_t
     call = "dist.init_process_group('hvdgloo', store=dist.HashStore(), rank=0, world_size=1)"
     environ = {**clean_environment(), "HVDGLOO_OPERATION_TIMEOUT": "soon"}
     command = [sys.executable, "-W", "ignore", "-c", f"import torch.distributed as dist\n{call}"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50, cwd=tmp_path)
+    done = run_command(command, env=environ, timeout=50, cwd=tmp_path)
     (line,) = done.stderr.splitlines()
     assert line.startswith("hvdgloo.errors.ConfigError: HVDGLOO_OPERATION_TIMEOUT: 'soon' cannot be used: expected")
     environ = {**clean_environment(), "HVDGLOO_OPERATION_TIMOUT": "3"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50, cwd=tmp_path)
+    done = run_command(command, env=environ, timeout=50, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("there is no setting HVDGLOO_OPERATION_TIMOUT") == 1, done.stderr

@@ -10,7 +10,7 @@ import pytest
 from hvdgloo._backends.select import gloo_provider
 from tests.support import warm
 from tests.support.hosts import Bed
-from tests.support.launching import launcher_in
+from tests.support.launching import Launcher
 
 PROGRAM = """
 import sys
@@ -57,10 +57,9 @@ def test_a_program_on_several_hosts_is_tuned_to_its_gradients(bed: Bed, tmp_path
     assert (tmp_path / "tuned.svg").read_text().startswith("<svg")
 
 
-def test_a_program_s_failure_is_the_command_s(tmp_path: Path) -> None:
-    with launcher_in(tmp_path) as launcher:
-        done = launcher.run("tune", "-np", "2", "--", launcher.script("raise SystemExit('no data')"), timeout=60)
-        assert done.returncode == 1
-        assert "no data" in done.stderr
-        assert "Traceback" not in done.stderr.rpartition("no data")[2]
-        launcher.assert_nothing_left()
+def test_a_program_s_failure_is_the_command_s(launcher: Launcher) -> None:
+    done = launcher.run("tune", "-np", "2", "--", launcher.script("raise SystemExit('no data')"), timeout=60)
+    assert done.returncode == 1
+    assert "no data" in done.stderr
+    assert "Traceback" not in done.stderr.rpartition("no data")[2]
+    launcher.assert_nothing_left()

@@ -13,6 +13,7 @@ from tests.architecture.source import ROOT
 from tests.processes.test_launch_tls import RECORDER
 from tests.support import warm
 from tests.support.hosts import Bed, Host
+from tests.support.launching import run_command
 
 pytestmark = pytest.mark.extended
 
@@ -48,9 +49,7 @@ def why_not(host: Host) -> str:
     """Return the reason why there can be no tunnel here; empty if there can."""
     if shutil.which("wg") is None:
         return "wg (wireguard-tools) is not installed"
-    made = subprocess.run(
-        host.enter(["ip", "link", "add", "probe", "type", "wireguard"]), capture_output=True, text=True, timeout=10
-    )
+    made = run_command(host.enter(["ip", "link", "add", "probe", "type", "wireguard"]), timeout=10)
     if made.returncode:
         return f"the kernel has no WireGuard: {made.stderr.strip()}"
     subprocess.run(host.enter(["ip", "link", "delete", "probe"]), check=True, timeout=10)
@@ -70,12 +69,10 @@ def test_tensors_are_seen_in_the_tunnel_alone(bed: Bed, tmp_path: Path) -> None:
     keys = {host.name: tmp_path / f"{host.name}.key" for host in (one, other)}
     public = {}
     for name, path in keys.items():
-        made = subprocess.run(["wg", "genkey"], capture_output=True, text=True, check=True, timeout=10).stdout
+        made = run_command(["wg", "genkey"], check=True, timeout=10).stdout
         path.write_text(made)
         path.chmod(0o600)
-        public[name] = subprocess.run(
-            ["wg", "pubkey"], input=made, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
+        public[name] = run_command(["wg", "pubkey"], input=made, check=True, timeout=10).stdout.strip()
     follow(one, keys["h1"], public["h2"], {"10.0.0.6": other.address})
     swapped = {"10.200.0.2/32": "10.200.0.1/32", "10.200.0.1/24": "10.200.0.2/24", "10.0.0.6": one.address}
     follow(other, keys["h2"], public["h1"], swapped)

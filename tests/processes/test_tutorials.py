@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
-from tests.support.launching import launcher_in
+from tests.support.launching import Launcher
 from tests.support.pages import ROOT
 from tests.support.tutorials import File, follow, steps
 
@@ -62,16 +62,15 @@ def test_recipes_do_what_they_say(recipe: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is for torch")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_job_that_is_stopped_saves_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_job_that_is_stopped_saves_a_checkpoint(number: signal.Signals, launcher: Launcher, tmp_path: Path) -> None:
     (text,) = [section for section in SECTIONS if section.startswith("A checkpoint before the job is stopped\n")]
     (program,) = [step for step in steps(text) if isinstance(step, File)]
-    with launcher_in(tmp_path) as launcher:
-        launcher.script(program.text, name=program.name)
-        job = launcher.start("-np", "2", warm.python(), program.name)
-        assert job.stdout is not None
-        assert b"trains until it is stopped" in job.stdout.readline()
-        job.send_signal(number)
-        out, err = job.communicate(timeout=40)
+    launcher.script(program.text, name=program.name)
+    job = launcher.start("-np", "2", warm.python(), program.name)
+    assert job.stdout is not None
+    assert b"trains until it is stopped" in job.stdout.readline()
+    job.send_signal(number)
+    out, err = job.communicate(timeout=40)
     assert b"saved" in out, err
     assert job.returncode == 128 + number, err
     assert (tmp_path / "checkpoint.pt").exists()

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import warm
 from tests.support.hosts import Bed
+from tests.support.launching import run_command
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it needs Linux")
 
@@ -27,9 +28,7 @@ print(json.dumps([sys.argv, os.getcwd(), os.environ.get("MARK"), os.getpid() == 
 def run(*arguments: str, text: str = "", cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
     command = [warm.python(), *arguments]
     env = {"MARK": "set", "PATH": os.defpath, **more}
-    return subprocess.run(
-        command, input=text, cwd=cwd, env=env, capture_output=True, text=True, timeout=20, check=False
-    )
+    return run_command(command, input=text, cwd=cwd, env=env, timeout=20)
 
 
 @pytest.mark.parametrize("way", ["code", "script", "module"])

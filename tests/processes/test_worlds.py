@@ -23,8 +23,7 @@ launched = int(os.environ["HVDGLOO_RANK"])
 def run(size: int, code: str, folder: Path) -> list[str]:
     """Return the output of each worker; all must succeed."""
     with Job(size, HEAD + code, folder) as job:
-        ended = job.wait()
-    assert [worker.returncode for worker in ended] == [0] * size, [worker.stderr for worker in ended]
+        ended = job.succeed()
     return [worker.stdout for worker in ended]
 
 
@@ -164,8 +163,7 @@ hvd.init(comm=[0, 1] if launched < 2 else [2, 3])
 hvd.allreduce(np.ones(50_000), name=f"world of {launched // 2}")
 """
     with Job(4, HEAD + code, tmp_path, HVDGLOO_TIMELINE=str(trace)) as job:
-        ended = job.wait()
-    assert [worker.returncode for worker in ended] == [0] * 4, [worker.stderr for worker in ended]
+        job.succeed()
     assert "world of 0" in trace.read_text()
     assert "world of 1" not in trace.read_text()
     json.loads(trace.read_text())

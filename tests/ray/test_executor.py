@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 from hvdgloo.errors import ConfigError, InvalidArgumentError, JobFailedError, RemoteTraceback
 from hvdgloo.ray import RayExecutor
 from tests.ray import functions
+from tests.support.launching import run_command
 from tests.support.pages import ROOT
 from tests.support.ray import PATIENCE_S, Running, await_true
 
@@ -178,12 +178,10 @@ def test_processes_of_rays_own_can_meet_at_a_rendezvous(cluster: Running) -> Non
 def test_the_example_learns(cluster: Running) -> None:
     import ray
 
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "examples/ray_torch_digits.py", "--address", ray.get_runtime_context().gcs_address],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests.support.launching import run_command
 from tests.support.pages import ROOT
 
 pytest.importorskip("sphinx", reason="the site has an environment of its own: make test-docs")
@@ -32,7 +33,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 def build(docs: Path, site: Path) -> subprocess.CompletedProcess[str]:
     """Build the site, as ``make docs`` does."""
     command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", str(docs), str(site)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return run_command(command, timeout=300)
 
 
 @pytest.fixture(scope="session")
@@ -182,7 +183,7 @@ def opened(address: str, profile: Path) -> str:
         pytest.skip("it takes a browser: chromium")
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=20000", "--dump-dom", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_command(command, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from hvdgloo.errors import ConfigError, LaunchError
 from hvdgloo.spark.common.backend import Backend, LocalBackend, SparkBackend, default_num_proc
+from tests.support.estimators import InPlace
 
 
 def _place(greeting: str = "") -> tuple[str, int, int, str | None]:
@@ -17,18 +17,6 @@ def _place(greeting: str = "") -> tuple[str, int, int, str | None]:
 
     hvd.init()
     return greeting, hvd.rank(), hvd.size(), os.environ.get("OF_THE_CALL")
-
-
-class InPlace(Backend):
-    """The kind that users write for tests: without env, and positional."""
-
-    def run(  # type: ignore[override]
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> list[Any]:
-        return [fn(*args, **(kwargs or {}))] * 2
-
-    def num_processes(self) -> int:
-        return 2
 
 
 def test_a_local_backend_runs_processes_of_this_host() -> None:
@@ -53,7 +41,7 @@ def test_a_number_of_processes_that_is_none_is_refused(number: Any) -> None:
 
 
 def test_a_backend_of_one_s_own_has_two_methods() -> None:
-    assert InPlace().run(sum, ([1, 2],)) == [3, 3]
+    assert InPlace(2).run(sum, ([1, 2],)) == [3, 3]
     with pytest.raises(TypeError, match="abstract"):
         Backend()  # type: ignore[abstract]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import hvdgloo.spark
 from hvdgloo.errors import ConfigError
 from tests.spark.training import train_elastic
 from tests.support.launching import wait_for
+from tests.support.threads import Task
 
 PATIENCE_S = 240.0
 
@@ -39,8 +39,7 @@ def test_an_executor_is_lost_and_another_one_takes_its_place(cluster: Any, tmp_p
         except BaseException as error:
             outcome.append(error)
 
-    thread = threading.Thread(target=job)
-    thread.start()
+    thread = Task(job)
     try:
         first = wait_for(lambda: outcome or _together(tmp_path, 2)(), PATIENCE_S)
         assert not outcome, outcome
@@ -56,7 +55,7 @@ def test_an_executor_is_lost_and_another_one_takes_its_place(cluster: Any, tmp_p
         assert _together(tmp_path, 1)() <= {survivor}
     finally:
         (tmp_path / "end").touch()
-        thread.join(PATIENCE_S)
+        thread.result(PATIENCE_S)
     assert outcome == [[(0, 2), (1, 2)]]
 
 

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ import pytest
 import hvdgloo.spark
 from hvdgloo.errors import ConfigError, JobFailedError, LaunchError, RemoteTraceback, UnusableHostsError
 from tests.spark.training import LONG_S, train
-from tests.support.launching import wait_for
+from tests.support.launching import is_running, wait_for
 from tests.support.pages import ROOT
+from tests.support.threads import Task
 
 SOON_S = 60.0
 """In which the cause must be there, and nothing else. On a quiet machine it takes a second or two; without the cause it
@@ -46,46 +46,22 @@ def _pids(marks: Path) -> list[int]:
 
 def _alive(marks: Path) -> list[int]:
     """Ranks that have begun and not ended."""
-    return [pid for pid in _pids(marks) if psutil.pid_exists(pid) and _is_running(pid)]
+    return [pid for pid in _pids(marks) if is_running(pid)]
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-class Job:
+class Job(Task[Any]):
     """``hvdgloo.spark.run`` in a thread, so that something can happen to it."""
 
     def __init__(self, marks: Path, **arguments: Any) -> None:
         self._marks = marks
-        self._result: Any = None
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(arguments,))
-        self._thread.start()
-
-    def _run(self, arguments: dict[str, Any]) -> None:
-        try:
-            self._result = hvdgloo.spark.run(
-                train, (self._marks,), num_proc=2, verbose=0, stderr=io.StringIO(), **arguments
-            )
-        except BaseException as error:
-            self.error = error
+        options = {"num_proc": 2, "verbose": 0, "stderr": io.StringIO(), **arguments}
+        super().__init__(lambda: hvdgloo.spark.run(train, (marks,), **options))
 
     def begun(self) -> list[psutil.Process]:
         """The ranks, once both have begun."""
         wait_for(lambda: len(_pids(self._marks)) == 2 or self.error is not None, 300)
         assert self.error is None, self.error
         return [psutil.Process(pid) for pid in _pids(self._marks)]
-
-    def failure(self) -> BaseException:
-        """Return the reason of its failure, soon after an event."""
-        self._thread.join(SOON_S)
-        assert not self._thread.is_alive()
-        assert self.error is not None, self._result
-        return self.error
 
 
 def _above(process: psutil.Process, word: str) -> psutil.Process:
@@ -124,7 +100,7 @@ def test_a_task_s_python_worker_is_killed(cluster: Any, marks: Path) -> None:
     rank = job.begun()[1]
     # Spark's worker is the agent's parent.
     _above(rank, "pyspark.daemon").kill()
-    error = job.failure()
+    error = job.failure(SOON_S)
     assert isinstance(error, JobFailedError)
     assert re.search("Python worker|task has ended", str(error))  # the first, unless Spark is slow to say so
     assert not _alive(marks)
@@ -135,7 +111,7 @@ def test_a_second_attempt_starts_nothing(cluster: Any, marks: Path) -> None:
     """Without a barrier, Spark tries a task again."""
     job = Job(marks, barrier=False)
     _above(job.begun()[1], "pyspark.daemon").kill()
-    error = job.failure()
+    error = job.failure(SOON_S)
     assert isinstance(error, JobFailedError)
     assert re.search("Python worker|task has ended", str(error))
     assert "this is attempt" not in str(error)  # though that is all that Spark reports
@@ -149,7 +125,7 @@ def test_an_executor_is_killed(cluster: Any, marks: Path) -> None:
     executor = _above(job.begun()[0], "--executor-id")
     name = executor.cmdline()[executor.cmdline().index("--executor-id") + 1]
     executor.kill()
-    error = job.failure()
+    error = job.failure(SOON_S)
     assert isinstance(error, JobFailedError)
     # The first, unless Spark is slow to say so.
     assert re.search(rf"Spark lost executor {name} \(|\(executor {name}\) .*task has ended", str(error))
@@ -168,7 +144,7 @@ def test_a_host_falls_silent(cluster: Any, marks: Path) -> None:
     for process in silent:
         process.suspend()
     try:
-        error = job.failure()
+        error = job.failure(SOON_S)
         assert isinstance(error, JobFailedError)
         assert "executor " in str(error)
     finally:
@@ -194,7 +170,7 @@ def test_the_user_cancels_the_job(cluster: Any, marks: Path, how: str) -> None:
         group = context._jsc.sc().statusStore().job(number).jobGroup().get()
         assert tracker.getJobIdsForGroup(group)
         context.cancelJobGroup(group)
-    error = job.failure()
+    error = job.failure(SOON_S)
     assert isinstance(error, JobFailedError)
     assert "job was cancelled" in str(error)
     assert not _alive(marks)
@@ -326,7 +302,7 @@ def test_the_session_is_stopped(sessions: Any, marks: Path) -> None:
     job = Job(marks)
     job.begun()
     session.stop()
-    error = job.failure()
+    error = job.failure(SOON_S)
     assert isinstance(error, JobFailedError)
     assert "session was stopped" in str(error)
     assert not _alive(marks)

@@ -20,7 +20,7 @@ from hvdgloo.errors import ConfigError
 from hvdgloo.spark.keras._library import Library
 from tests.support import spark as support
 from tests.support.estimators import write_mnist
-from tests.support.launching import clean_environment, wait_for
+from tests.support.launching import clean_environment, run_command, wait_for
 from tests.support.pages import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras about numpy
@@ -57,15 +57,25 @@ def environment(*, horovod: bool) -> dict[str, str]:
 @pytest.mark.xdist_group("keras_spark_mnist")
 def test_horovod_s_program_runs_unchanged(tmp_path: Path) -> None:
     write_mnist(tmp_path / "mnist.bz2", 400)
-    done = subprocess.run(
+    done = run_command(
         [
-            sys.executable, str(ROOT / "tests/spark/programs/keras_spark_mnist.py"),
-            "--num-proc", "2", "--batch-size", "32", "--epochs", "2", "--work-dir", str(tmp_path / "work"),
-            "--data-dir", str(tmp_path),
+            sys.executable,
+            str(ROOT / "tests/spark/programs/keras_spark_mnist.py"),
+            "--num-proc",
+            "2",
+            "--batch-size",
+            "32",
+            "--epochs",
+            "2",
+            "--work-dir",
+            str(tmp_path / "work"),
+            "--data-dir",
+            str(tmp_path),
         ],
-        env=environment(horovod=True), cwd=tmp_path, capture_output=True, text=True,
-        timeout=2 * support.STARTUP_S, check=False,
-    )  # fmt: skip
+        env=environment(horovod=True),
+        cwd=tmp_path,
+        timeout=2 * support.STARTUP_S,
+    )
     found = re.search(r"Test accuracy: ([0-9.]+)", done.stdout)
     assert found, done.stdout + done.stderr
     assert 0 <= float(found[1]) <= 1
@@ -107,10 +117,9 @@ def test_spark_s_tasks_prepare_the_data_of_a_training_job(tmp_path: Path) -> Non
     try:
         wait_for(lambda: file.exists() or compute.poll() is not None, support.STARTUP_S, "the service's file")
         assert compute.poll() is None, compute.communicate()[0]
-        training = subprocess.run(
-            [sys.executable, "training.py", str(file)], env=env, cwd=tmp_path, capture_output=True, text=True,
-            timeout=support.STARTUP_S, check=False,
-        )  # fmt: skip
+        training = run_command(
+            [sys.executable, "training.py", str(file)], env=env, cwd=tmp_path, timeout=support.STARTUP_S
+        )
         assert training.returncode == 0, training.stdout + training.stderr
         output, _ = compute.communicate(timeout=support.STARTUP_S)
         assert compute.returncode == 0, output

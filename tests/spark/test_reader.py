@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 import weakref
@@ -23,6 +22,7 @@ from hvdgloo.spark.data import ParquetBatches, _reader
 from hvdgloo.spark.data._columns import Dense
 from hvdgloo.spark.data._dataset import Dataset, RowGroup
 from hvdgloo.spark.data._plan import batch_sizes, bounds, order_of_groups, pieces, windows
+from tests.support.launching import run_command
 
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 GROUPS = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=5), min_size=1, max_size=4)
@@ -643,7 +643,7 @@ def test_memory_is_bounded_by_the_window(tmp_path: Path) -> None:
         for _ in range(20):
             writer.write_table(pa.table({"a": lists}), row_group_size=rows // 60)
     command = [sys.executable, "-c", MEMORY, str(tmp_path), str(window), str(width)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run_command(command, timeout=300)
     assert done.returncode == 0, done.stderr
     read, grown = map(int, done.stdout.split())
     assert read == rows // 20 * 20

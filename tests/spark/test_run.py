@@ -26,6 +26,7 @@ from hvdgloo.spark import _agent_task, _bringing, _run
 from hvdgloo.spark._session import Session
 from hvdgloo.spark.common.backend import SparkBackend, default_num_proc
 from tests.support.launching import hold_interpreter, wait_for
+from tests.support.threads import Task
 
 LARGER_THAN_SPARK_COLLECTS = 20_000_000
 
@@ -116,22 +117,18 @@ def test_a_driver_whose_interpreter_is_held_goes_on(spark: Any, tmp_path: Path) 
         hold_interpreter(3.0)
         (tmp_path / "enough").touch()
 
-    thread = threading.Thread(target=hold)
-    thread.start()
+    thread = Task(hold)
     assert len(set(hvdgloo.spark.run(work, num_proc=2, verbose=0, heartbeat_timeout=0.5))) == 2
-    thread.join()
+    thread.result()
 
 
 def test_a_wait_is_not_over_because_it_could_not_be_checked() -> None:
     """Agents and tasks end at about the same time; the driver's threads may see it late, and in any order."""
     event = threading.Event()
-    seen: list[bool] = []
-    thread = threading.Thread(target=lambda: seen.append(_run._happens(event, 2.0)))
-    thread.start()
+    seen = Task(lambda: _run._happens(event, 2.0))
     hold_interpreter(3.0)
     event.set()
-    thread.join()
-    assert seen == [True]
+    assert seen.result()
     assert not _run._happens(threading.Event(), 0.1)
 
 

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import io
 import itertools
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from hvdgloo.spark.common.store import Store
 from hvdgloo.spark.torch import _remote
 from hvdgloo.spark.torch._remote import TorchJob, train, train_minibatch
 from tests.support import estimators
+from tests.support.launching import run_command
 
 ROWS = 101
 LR = 0.02
@@ -439,9 +439,7 @@ def test_logs_are_written_without_tensorflow(tmp_path: Path) -> None:
         "for _ in range(2):\n    with ScalarLogs(sys.argv[1]) as logs:\n        logs.write(0, {'loss': 1.5})\n"
         "print('tensorflow' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "logs")], capture_output=True, text=True, check=True, timeout=300
-    )
+    done = run_command([sys.executable, "-c", program, str(tmp_path / "logs")], check=True, timeout=300)
     assert done.stdout == "False\n"
     assert len(list((tmp_path / "logs").iterdir())) == 2
 

@@ -6,6 +6,8 @@ comparison fails. Where all elements are equal nothing will be said.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,3 +22,14 @@ def assert_same(actual: npt.ArrayLike, expected: npt.ArrayLike) -> None:
     """``np.testing.assert_array_equal``."""
     if not np.array_equal(actual, expected):
         np.testing.assert_array_equal(actual, expected)
+
+
+def adasum(vectors: list[Any]) -> Any:
+    """Combine arrays or tensors by the definition of Adasum, pair by pair."""
+    while len(vectors) > 1:
+        combined = []
+        for a, b in zip(vectors[::2], vectors[1::2], strict=False):
+            dot = (a * b).sum()
+            combined.append((1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b)
+        vectors = combined + (vectors[-1:] if len(vectors) % 2 else [])
+    return vectors[0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from hvdgloo.rendezvous import ElasticClient, Placement, RendezvousClient
-from tests.support.rendezvous import SECRET, Task, info
+from tests.support.rendezvous import SECRET, info
+from tests.support.threads import Task
 
 
 class Workers:

@@ -33,8 +33,7 @@ def lose_one_and_get_another(job: Job, victim: int, program: str, python: str, *
     steps = [each.step for each in [survivor, *alone, again[0]]]
     assert steps == sorted(steps)
     assert again[1].step == again[0].step, "the newcomer goes on where the other one is"
-    job.finish()
-    assert job.end() == 0, job.error
+    assert job.finished() == 0, job.error
     over = job.members(1, 2, "over")
     assert over[0].step == over[1].step > again[0].step
     assert "Traceback" not in job.error
@@ -56,6 +55,5 @@ def follow_three_sizes(job: Job, program: str, rate: str, of_one: float, python:
     for size in (2, 3, 1):
         job.discovers(f"localhost:{size}")
         assert [member.step for member in job.members(1, size)] == [round(1000 * of_one * size)] * size
-    job.finish()
-    assert job.end() == 0, job.error
+    assert job.finished() == 0, job.error
     assert "Traceback" not in job.error

@@ -21,7 +21,8 @@ from hvdgloo.rendezvous import RendezvousServer
 from hvdgloo.rendezvous._elastic.events import Rules
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from hvdgloo.types import ReduceOp
-from tests.support.rendezvous import SECRET, Task
+from tests.support.rendezvous import SECRET
+from tests.support.threads import Task
 
 T = TypeVar("T")
 WAIT = 30.0

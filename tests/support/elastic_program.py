@@ -109,3 +109,12 @@ class Training:
     def finish(self) -> None:
         """Have the workers come to their end."""
         (self.folder / "over").write_text("")
+
+    def end(self) -> int:
+        """Wait for the end of the job; return its exit status."""
+        raise NotImplementedError
+
+    def finished(self) -> int:
+        """Have the workers come to their end; return the job's exit status."""
+        self.finish()
+        return self.end()

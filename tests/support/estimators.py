@@ -22,15 +22,21 @@ class InPlace(Backend):
     """Calls the function in this process, alone: no process is started.
 
     It knows nothing of an environment, as backends need not.
+
+    Args:
+        processes: of how many it makes believe; all have the same result.
     """
+
+    def __init__(self, processes: int = 1) -> None:
+        self._processes = processes
 
     def run(  # type: ignore[override]
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        return [fn(*args, **(kwargs or {}))]
+        return [fn(*args, **(kwargs or {}))] * self._processes
 
     def num_processes(self) -> int:
-        return 1
+        return self._processes
 
 
 def write(store: Store, columns: Mapping[str, Array], *, validation: bool = False, rows_in_group: int = 64) -> None:

@@ -18,6 +18,19 @@ from hvdgloo.rendezvous import RendezvousServer, generate_secret
 from hvdgloo.rendezvous._server.elastic import ElasticEpochs
 from tests.support import warm
 
+MARKING = """
+import json, os, signal, sys, threading, time
+import numpy as np
+import hvdgloo.numpy as hvd
+
+def mark(name, text=""):
+    path = os.path.join(os.environ["JOB_FOLDER"], name)
+    with open(path + ".part", "w") as file:
+        file.write(str(text))
+    os.rename(path + ".part", path)
+"""
+"""The beginning of a program, with ``mark(name, text)``, which writes a file that ``Job.wait_for_file`` waits for."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -110,6 +123,12 @@ class Job:
                 shown = "\n".join(f"--- {r}: {self.output(r)}" for r in range(len(self.workers)))
                 raise AssertionError(f"rank {rank} has not ended within {timeout:g} s\n{shown}") from None
         return [self.output(rank) for rank in range(len(self.workers))]
+
+    def succeed(self, timeout: float = 30.0) -> list[Ended]:
+        """Wait for all workers, which must end with status 0."""
+        ended = self.wait(timeout)
+        assert [each.returncode for each in ended] == [0] * len(ended), ended
+        return ended
 
     def output(self, rank: int) -> Ended:
         """Return a worker's output so far, and its status (None-safe: 999 while it runs)."""

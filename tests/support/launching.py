@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import psutil
+import pytest
 
 from tests.support import warm
 
@@ -38,6 +39,30 @@ def wait_for(condition: Callable[[], T | None], timeout: float = 15.0, what: str
             return value
         assert time.monotonic() < deadline, f"not within {timeout:g} s: {what or condition}"
         time.sleep(max(0.01, min(0.1, 10 * (time.thread_time() - began))))
+
+
+def run_command(command: Sequence[str], *, timeout: float = 60.0, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, and return its output as text."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
+
+
+def is_running(pid: int) -> bool:
+    """Tell whether there is a process that has not ended; one that merely was not collected has."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def in_namespace(*flags: str, setup: str = "true") -> list[str]:
+    """Return a command that runs another one in a namespace of its own, in which ``setup`` was done before; skips where
+    none can be made."""
+    command = ["unshare", *flags, "sh", "-c", f'{setup} && exec "$@"', "sh"]
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no such namespace can be made here")
+    return command
 
 
 def hold_interpreter(seconds: float) -> None:

@@ -6,14 +6,13 @@ import http.client
 import itertools
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from hvdgloo.config import parse_endpoint
-from hvdgloo.rendezvous import WorkerInfo
+from hvdgloo.rendezvous import MemoryStore, WorkerInfo
 from hvdgloo.rendezvous import _auth as auth
 
 T = TypeVar("T")
@@ -43,36 +42,14 @@ def until(condition: Callable[[], T], what: str, timeout: float = 10.0) -> T:
     return value
 
 
-class Task(Generic[T]):
-    """A call on a thread of its own, and what became of it."""
+class InProcess:
+    """The rendezvous service, in this process."""
 
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
-        self._result: list[T] = []
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
+    def __init__(self) -> None:
+        self.kept = MemoryStore()
 
-    def _run(self) -> None:
-        try:
-            self._result.append(self._call())
-        except BaseException as error:
-            self.error = error
-
-    def result(self, timeout: float = 20.0) -> T:
-        """Return its result; raise its exception."""
-        self.thread.join(timeout)
-        assert not self.thread.is_alive(), f"still running after {timeout:g} s"
-        if self.error is not None:
-            raise self.error
-        return self._result[0]
-
-    def failure(self, timeout: float = 20.0) -> BaseException:
-        """Return its exception."""
-        self.thread.join(timeout)
-        assert not self.thread.is_alive(), f"still running after {timeout:g} s"
-        assert self.error is not None, f"returned {self._result}"
-        return self.error
+    def store(self, scope: str, *, timeout: float) -> MemoryStore:
+        return self.kept
 
 
 class RawClient:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hvdgloo._job.context import Context
+from hvdgloo.torch._adapter import TorchAdapter
+from hvdgloo.types import Buffer
 
 BATCH = 12
 _random = np.random.default_rng(7)
@@ -43,3 +46,14 @@ def values(model: nn.Module) -> list[np.ndarray]:
 def alike(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray], rtol: float = 1e-6) -> None:
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, e, rtol=rtol, atol=1e-12)
+
+
+class Noting(TorchAdapter):
+    """Notes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def export(self, tensor: Tensor, **how: Any) -> Buffer:
+        self.sent.append(tensor)
+        return super().export(tensor, **how)

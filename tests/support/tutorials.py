@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.launching import clean_environment
+from tests.support.launching import clean_environment, run_command
 from tests.support.pages import ROOT
 
 
@@ -109,7 +108,7 @@ def _run(step: Command, folder: Path, python: str, env: Mapping[str, str]) -> No
         assert program == "python", f"only python, torchrun and hvdgloo-run are run here: {step.line}"
         command = [python, *arguments]
     environment = {**clean_environment(), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python, **env}  # torchrun's
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    done = run_command(command, cwd=folder, env=environment, timeout=100)
     assert done.returncode == 0, f"{step.line}\n{done.stdout}{done.stderr}"
     pattern = re.escape(step.prints).replace(re.escape("..."), r"[^\n]*")
     assert re.fullmatch(pattern, done.stdout), f"$ {step.line}\n{done.stdout}instead of\n{step.prints}{done.stderr}"

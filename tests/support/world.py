@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -27,8 +28,9 @@ from hvdgloo._net.handshake import Handshake, Link, listen
 from hvdgloo._observe.counters import Counters
 from hvdgloo.config import Config
 from hvdgloo.rendezvous import MemoryStore
-from hvdgloo.topology import Host, Topology, Worker
+from hvdgloo.topology import Topology
 from tests.support.links import link_pair
+from tests.support.topologies import on_hosts
 
 T = TypeVar("T")
 
@@ -108,8 +110,10 @@ class World:
             engine.start()
             self._contexts.append(Context(config, topology, rank, engine))
 
-    def run(self, function: Callable[[Context], T], deadline: float = DEADLINE) -> list[T]:
-        """Call ``function(context)`` on every rank at once; results by rank.
+    def run(
+        self, function: Callable[[Any], T], made: Callable[[Context], Any] | None = None, deadline: float = DEADLINE
+    ) -> list[T]:
+        """Call ``function(context)`` on every rank at once, or ``function(made(context))``; results by rank.
 
         Raises:
             RankError: some rank failed, or has not ended after ``deadline`` seconds.
@@ -119,7 +123,7 @@ class World:
 
         def body(context: Context) -> None:
             try:
-                results[context.rank] = function(context)
+                results[context.rank] = function(context if made is None else made(context))
             except BaseException as error:
                 failures.append((context.rank, error))
 
@@ -213,9 +217,7 @@ class World:
         )
 
     def _on_hosts(self, rank: int, config: Config) -> Planes:
-        hosts = tuple(Host(f"h{number}", f"identity of h{number}") for number in range((self.size + 1) // 2))
-        workers = tuple(Worker(rank, rank // 2, rank % 2, os.getpid(), "127.0.0.1", 0) for rank in range(self.size))
-        topology = Topology(0, hosts, workers)
+        topology = on_hosts(*[2] * (self.size // 2), *[1] * (self.size % 2))
         config = replace(config, hierarchical_threshold=1, hierarchical_distribution_threshold=1)
         return Planes(config, plane_settings(config), topology, rank, self._store, "test/", "127.0.0.1")
 
@@ -245,3 +247,14 @@ def _hosts_of(size: int) -> list[int]:
     while (left := size - sum(slots)) > 0:
         slots.append(min(left, 1 + len(slots) % 2))
     return slots
+
+
+MakeWorld = Callable[..., World]
+"""The type of the fixtures ``world`` and ``ranks``."""
+
+
+@contextmanager
+def closed_later(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Yield a function that makes the same as ``make``; what it has made is closed in the end."""
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(closing(make(*args, **kwargs)))

@@ -29,7 +29,8 @@ from hvdgloo.tensorflow.data import (
 )
 from hvdgloo.tensorflow.data import _reader as readers
 from tests.support import warm
-from tests.support.launching import Launcher, launcher_in
+from tests.support.launching import Launcher
+from tests.support.threads import at_once
 
 TRAINING = """
 import sys
@@ -66,12 +67,6 @@ finally:
 COMPUTE = ("-np", "2", "--as-horovod", "--")
 WORKER = ("-m", "horovod.tensorflow.data.compute_worker", "service.json")  # as Horovod's documentation starts it
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
 
 
 def test_dispatchers_of_the_compute_job_until_the_training_job_shuts_it_down(launcher: Launcher) -> None:
@@ -137,7 +132,6 @@ def _numbers(service: Service, **options: Any) -> Any:
     ids=["lost", "shut down"],
 )
 def test_a_reader_whose_service_is_gone_does_not_wait_for_ever(service: Service, end: Any, text: str) -> None:
-
     def read() -> None:
         with tf_data_service(service.config, 0):
             numbers = iter(_numbers(service))
@@ -154,21 +148,13 @@ def test_a_reader_whose_service_is_gone_does_not_wait_for_ever(service: Service,
 
 def test_ranks_of_a_dispatcher_take_turns(service: Service) -> None:
     """Two ranks would be two processes; here each is a dataset, and they count as one call each."""
-    taken: dict[int, list[int]] = {}
     datasets = []
     for rank in range(2):
         readers.of(service.config).shared_jobs = 0
         numbers = tf.data.Dataset.range(10).repeat()
         datasets.append(send_to_data_service(numbers, service.config, rank, 2, round_robin=True).take(4))
-    threads = [
-        threading.Thread(target=lambda rank=rank: taken.update({rank: [int(x) for x in datasets[rank]]}))
-        for rank in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20)
-    assert taken == {0: [0, 2, 4, 6], 1: [1, 3, 5, 7]}
+    taken = at_once(*(lambda dataset=dataset: [int(x) for x in dataset] for dataset in datasets))
+    assert taken == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_a_dispatcher_of_the_training_job_stays_for_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

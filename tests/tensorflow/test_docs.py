@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import api_examples, warm
 from tests.support.frameworks import need_installed
-from tests.support.launching import launcher_in
+from tests.support.launching import Launcher
 from tests.support.pages import outdated, program, run_program
 from tests.support.tutorials import follow
 
@@ -80,30 +80,28 @@ def test_the_tutorial_of_keras(tmp_path: Path) -> None:
     follow("docs/tutorial-keras.md", tmp_path, warm.python(*warm.TENSORFLOW, **QUIET), QUIET)
 
 
-def test_the_recipe_for_jax_s_own_processes(tmp_path: Path) -> None:
+def test_the_recipe_for_jax_s_own_processes(launcher: Launcher) -> None:
     need_installed("jax")
     check = """
 from jax.experimental import multihost_utils
 total = multihost_utils.process_allgather(jax.numpy.array([jax.process_index() + 1.0])).sum()
 assert (jax.process_count(), jax.device_count(), float(total)) == (2, 2, 3.0)
 """
-    with launcher_in(tmp_path) as launcher:
-        script = launcher.script(program("docs/launching.md", "jax.distributed.initialize") + check)
-        done = launcher.run("-np", "2", script, env={"JAX_PLATFORMS": "cpu"}, timeout=60)
+    script = launcher.script(program("docs/launching.md", "jax.distributed.initialize") + check)
+    done = launcher.run("-np", "2", script, env={"JAX_PLATFORMS": "cpu"}, timeout=60)
     assert done.returncode == 0, done.stderr
     said = sorted(line.partition(">:")[2] for line in done.stdout.splitlines() if "devices" in line)
     assert said == [f"process {rank} of 2, 2 devices" for rank in range(2)]
 
 
 @pytest.mark.timeout(300)  # mostly a tenth of it
-def test_every_example_of_tensorflow_prints_what_the_page_says(tmp_path: Path) -> None:
+def test_every_example_of_tensorflow_prints_what_the_page_says(launcher: Launcher, tmp_path: Path) -> None:
     """Beside a compute job, which one of them uses and ends."""
     python = warm.python(*warm.TENSORFLOW, **QUIET)
     compute = ("-m", "hvdgloo.tensorflow.data.compute_worker", "service.json", "--timeout", "200")
-    with launcher_in(tmp_path) as launcher:
-        job = launcher.start("-np", "1", "--", python, *compute, env=QUIET)
-        api_examples.run("tensorflow", tmp_path, python, QUIET, timeout=200)
-        output, errors = job.communicate(timeout=50)
+    job = launcher.start("-np", "1", "--", python, *compute, env=QUIET)
+    api_examples.run("tensorflow", tmp_path, python, QUIET, timeout=200)
+    output, errors = job.communicate(timeout=50)
     assert job.returncode == 0, output + errors
 
 

@@ -21,9 +21,8 @@ from hvdgloo.errors import HostsUpdatedInterrupt, InvalidArgumentError, Mismatch
 from hvdgloo.numpy._adapter import NumpyAdapter
 from hvdgloo.tensorflow.keras import elastic as for_tf_keras
 from tests.support.elastic_loop import FakeJob, placement
-from tests.support.world import World
+from tests.support.world import MakeWorld, World
 
-Ranks = Callable[..., World]
 X, Y = np.ones((8, 4), np.float32), np.ones((8, 2), np.float32)
 
 
@@ -118,7 +117,7 @@ def test_a_commit_that_fails_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_newcomers_get_the_newest_model_with_its_optimizer(ranks: Ranks, kind: str) -> None:
+def test_newcomers_get_the_newest_model_with_its_optimizer(ranks: MakeWorld, kind: str) -> None:
     """From the rank that the job names, whose optimizer has trained, to one whose has not."""
     states = [hvd_keras.elastic.KerasState(MODELS[kind](), epoch=0) for _ in range(2)]
     states[1].model.fit(X, Y, verbose=0)
@@ -144,7 +143,7 @@ def test_newcomers_get_the_newest_model_with_its_optimizer(ranks: Ranks, kind: s
     assert [np.asarray(v).tolist() for v in states[0].model.variables if "seed" in v.name] == seeds
 
 
-def test_where_all_hold_the_same_nothing_travels(ranks: Ranks) -> None:
+def test_where_all_hold_the_same_nothing_travels(ranks: MakeWorld) -> None:
     """Unless a variable was changed since, in a reset callback for example."""
     state = hvd_keras.elastic.KerasState(compiled())
     same = state._fingerprint()
@@ -160,7 +159,7 @@ def test_where_all_hold_the_same_nothing_travels(ranks: Ranks) -> None:
         state.sync()
 
 
-def test_models_that_differ_are_an_error_on_all_ranks(ranks: Ranks) -> None:
+def test_models_that_differ_are_an_error_on_all_ranks(ranks: MakeWorld) -> None:
     models = [[tf.Variable([1.0])], [tf.Variable([[1.0]])], [tf.Variable([1.0]), tf.Variable(1)]]
 
     def sync(context: Context) -> None:
@@ -172,7 +171,7 @@ def test_models_that_differ_are_an_error_on_all_ranks(ranks: Ranks) -> None:
     ranks(3).run(sync)
 
 
-def test_types_that_no_collective_has(ranks: Ranks) -> None:
+def test_types_that_no_collective_has(ranks: MakeWorld) -> None:
     def sync(context: Context) -> Any:
         start = context.rank + 1.0
         variables = [tf.Variable(start, dtype=kind) for kind in (tf.bfloat16, tf.complex64, tf.float16)]
@@ -185,7 +184,7 @@ def test_types_that_no_collective_has(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("monitored", [False, True])
-def test_variables_of_sessions(ranks: Ranks, monitored: bool) -> None:
+def test_variables_of_sessions(ranks: MakeWorld, monitored: bool) -> None:
     """Also in a graph that is finished, without the hooks of a monitored session."""
 
     def body(context: Context) -> Any:

@@ -17,9 +17,8 @@ from hvdgloo.keras import _optimizer as hvd_keras
 from hvdgloo.keras._distributed_optimizer import KerasOptions
 from hvdgloo.tensorflow._gradients import GradientSync
 from tests.support.ways import frontend_of
-from tests.support.world import World
+from tests.support.world import MakeWorld
 
-Ranks = Callable[..., World]
 way = pytest.mark.parametrize("way", ["eager", "function"])
 
 
@@ -39,7 +38,7 @@ def reduction(way: str, context: Context, variables: list[Any], **options: Any) 
 
 
 @way
-def test_models_of_one_shape_that_a_rank_reduces_in_another_order_are_not_mixed(ranks: Ranks, way: str) -> None:
+def test_models_of_one_shape_that_a_rank_reduces_in_another_order_are_not_mixed(ranks: MakeWorld, way: str) -> None:
     def rank_body(context: Context) -> None:
         critics = [reduction(way, context, weights(f"{name}/kernel", f"{name}/bias")) for name in ("one", "two")]
         with pytest.raises(MismatchError, match=r"of one/kernel on rank 0 and of two/kernel on rank 1\. Reduce"):
@@ -53,7 +52,7 @@ def test_models_of_one_shape_that_a_rank_reduces_in_another_order_are_not_mixed(
 
 
 @way
-def test_an_order_that_changes_later_is_a_stall_that_names_the_variables(ranks: Ranks, way: str) -> None:
+def test_an_order_that_changes_later_is_a_stall_that_names_the_variables(ranks: MakeWorld, way: str) -> None:
     def rank_body(context: Context) -> None:
         critics = [reduction(way, context, weights(f"{name}/kernel")) for name in ("one", "two")]
         assert [critic(context.rank + 1.0) for critic in critics] == [[1.5], [1.5]]
@@ -66,7 +65,9 @@ def test_an_order_that_changes_later_is_a_stall_that_names_the_variables(ranks: 
 
 
 @way
-def test_what_one_rank_alone_has_built_does_not_matter(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_what_one_rank_alone_has_built_does_not_matter(
+    ranks: MakeWorld, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     """Keras has counted on there. (Here ranks are threads, and have all variables in common.)"""
     monkeypatch.setattr(labels, "_exist", lambda paths, variables: False)
 
@@ -80,7 +81,7 @@ def test_what_one_rank_alone_has_built_does_not_matter(ranks: Ranks, monkeypatch
 
 
 @way
-def test_a_gradient_that_one_rank_does_not_have_is_named(ranks: Ranks, way: str) -> None:
+def test_a_gradient_that_one_rank_does_not_have_is_named(ranks: MakeWorld, way: str) -> None:
     def rank_body(context: Context) -> None:
         variables = weights("dense/kernel", "dense/bias")
         sync = GradientSync(frontend_of(context), GradientOptions())
@@ -107,7 +108,7 @@ def test_a_gradient_that_one_rank_does_not_have_is_named(ranks: Ranks, way: str)
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras says it as well
-def test_an_optimizer_of_keras_names_the_gradient_that_one_rank_does_not_have(ranks: Ranks) -> None:
+def test_an_optimizer_of_keras_names_the_gradient_that_one_rank_does_not_have(ranks: MakeWorld) -> None:
     keras = tf.keras
     optimizers = [hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0)) for _ in range(2)]
 
@@ -125,7 +126,7 @@ def test_an_optimizer_of_keras_names_the_gradient_that_one_rank_does_not_have(ra
 
 
 @way
-def test_a_gradient_that_is_sparse_on_some_ranks_is_named(ranks: Ranks, way: str) -> None:
+def test_a_gradient_that_is_sparse_on_some_ranks_is_named(ranks: MakeWorld, way: str) -> None:
     def rank_body(context: Context) -> None:
         (table,) = weights("embedding/table")
         sync = GradientSync(frontend_of(context), GradientOptions())
@@ -142,7 +143,7 @@ def test_a_gradient_that_is_sparse_on_some_ranks_is_named(ranks: Ranks, way: str
     ranks(2).run(rank_body)
 
 
-def test_names_of_a_session_are_the_variables_names(ranks: Ranks) -> None:
+def test_names_of_a_session_are_the_variables_names(ranks: MakeWorld) -> None:
     """There a name is given when the operator is made, in whatever order."""
 
     def rank_body(context: Context) -> None:

@@ -31,10 +31,10 @@ from hvdgloo.tensorflow._state import broadcast_variables
 from hvdgloo.tensorflow.compression import Compression
 from hvdgloo.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
 from hvdgloo.types import ReduceOp
+from tests.support.threads import at_once
 from tests.support.ways import frontend_of, session_config
-from tests.support.world import World
+from tests.support.world import MakeWorld
 
-Ranks = Callable[..., World]
 SIZE = 3
 way = pytest.mark.parametrize("way", ["eager", "function"])
 
@@ -61,7 +61,7 @@ def mean_over_ranks(function: Callable[[int], Any]) -> Any:
     ],
     ids=["average", "sum", "max", "predivided", "fp16", "two groups", "one group"],
 )
-def test_gradients_come_from_all_ranks(ranks: Ranks, way: str, options: GradientOptions) -> None:
+def test_gradients_come_from_all_ranks(ranks: MakeWorld, way: str, options: GradientOptions) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         a, b, unused = tf.Variable([1.0, 2.0]), tf.Variable([[3.0]]), tf.Variable(1.0)
@@ -85,7 +85,7 @@ def test_gradients_come_from_all_ranks(ranks: Ranks, way: str, options: Gradient
 
 
 @way
-def test_each_reduction_ends_a_step_in_metrics(ranks: Ranks, way: str) -> None:
+def test_each_reduction_ends_a_step_in_metrics(ranks: MakeWorld, way: str) -> None:
     def rank_body(context: Context) -> int:
         frontend, a = frontend_of(context), tf.Variable([1.0, 2.0])
 
@@ -105,7 +105,7 @@ def test_each_reduction_ends_a_step_in_metrics(ranks: Ranks, way: str) -> None:
 @way
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])
-def test_training_is_equal_to_one_process_on_the_whole_batch(ranks: Ranks, way: str, size: int, kind: str) -> None:
+def test_training_is_equal_to_one_process_on_the_whole_batch(ranks: MakeWorld, way: str, size: int, kind: str) -> None:
     generator = np.random.default_rng(3)
     x = generator.normal(size=(4, 12, 5)).astype(np.float32)
     y = (x @ generator.normal(size=(5, 2))).astype(np.float32)
@@ -132,18 +132,17 @@ def test_training_is_equal_to_one_process_on_the_whole_batch(ranks: Ranks, way: 
 
     alone = train(slice(None), lambda plain: plain)
 
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
-        own = train(slice(context.rank, None, size), lambda plain: tapes.wrap(frontend, plain, GradientOptions()))
+    def rank_body(frontend: Frontend[Any]) -> None:
+        own = train(slice(frontend.rank(), None, size), lambda plain: tapes.wrap(frontend, plain, GradientOptions()))
         for got, expected, before in zip(own, alone, start, strict=True):
             np.testing.assert_allclose(got, expected, atol=1e-5)
             assert np.abs(got - before).max() > 0.01
 
-    ranks(size).run(rank_body)
+    ranks(size).run(rank_body, frontend_of)
 
 
 @way
-def test_gradients_that_are_one_and_the_same_tensor(ranks: Ranks, way: str) -> None:
+def test_gradients_that_are_one_and_the_same_tensor(ranks: MakeWorld, way: str) -> None:
     """The gradients of ``a + b`` for a and b are: nothing that was given may be written, and results are two."""
 
     def rank_body(context: Context) -> None:
@@ -174,7 +173,7 @@ def test_gradients_that_are_one_and_the_same_tensor(ranks: Ranks, way: str) -> N
 
 @way
 @pytest.mark.parametrize("as_dense", [False, True], ids=["gathered", "as dense"])
-def test_gradients_of_an_embedding(ranks: Ranks, way: str, as_dense: bool) -> None:
+def test_gradients_of_an_embedding(ranks: MakeWorld, way: str, as_dense: bool) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         table, scale = tf.Variable(tf.ones([5, 2])), tf.Variable(2.0)
@@ -196,9 +195,8 @@ def test_gradients_of_an_embedding(ranks: Ranks, way: str, as_dense: bool) -> No
     ranks(SIZE).run(rank_body)
 
 
-def test_a_sparse_gradient_has_no_maximum_and_is_in_no_group(ranks: Ranks) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+def test_a_sparse_gradient_has_no_maximum_and_is_in_no_group(ranks: MakeWorld) -> None:
+    def rank_body(frontend: Frontend[Any]) -> None:
         table = tf.Variable(tf.ones([5, 2]))
 
         def gradient(options: GradientOptions) -> Any:
@@ -211,12 +209,12 @@ def test_a_sparse_gradient_has_no_maximum_and_is_in_no_group(ranks: Ranks) -> No
         with pytest.raises(InvalidArgumentError, match="cannot be in a group"):
             gradient(GradientOptions(groups=[[table]]))
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
 
 
 @way
 @pytest.mark.parametrize("scale", [True, False], ids=["scaled", "as it is"])
-def test_local_sources_are_left_to_their_rank(ranks: Ranks, way: str, scale: bool) -> None:
+def test_local_sources_are_left_to_their_rank(ranks: MakeWorld, way: str, scale: bool) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         own, shared = tf.Variable(1.0), tf.Variable(1.0)
@@ -235,7 +233,7 @@ def test_local_sources_are_left_to_their_rank(ranks: Ranks, way: str, scale: boo
     ranks(SIZE).run(rank_body)
 
 
-def test_the_tape_is_the_users(ranks: Ranks) -> None:
+def test_the_tape_is_the_users(ranks: MakeWorld) -> None:
     frontend = frontend_of(ranks(1).contexts[0])
     x = tf.constant(3.0)
     plain = tf.GradientTape()
@@ -261,13 +259,13 @@ def test_the_tape_is_the_users(ranks: Ranks) -> None:
         (GradientOptions(groups="all"), "number of groups"),  # type: ignore[arg-type]
     ],
 )
-def test_wrong_options(ranks: Ranks, options: GradientOptions, text: str) -> None:
+def test_wrong_options(ranks: MakeWorld, options: GradientOptions, text: str) -> None:
     frontend = frontend_of(ranks(1).contexts[0])
     with pytest.raises(InvalidArgumentError, match=text):
         tapes.wrap(frontend, tf.GradientTape(), options)
 
 
-def test_gradients_travel_while_the_backward_pass_is_computed(ranks: Ranks) -> None:
+def test_gradients_travel_while_the_backward_pass_is_computed(ranks: MakeWorld) -> None:
     """The last layer's gradient is with the engine before the first layer's is computed, in a graph's one run.
 
     A chain of layers whose backward pass stops at a gate until the other rank has the last layer's gradient, reduced.
@@ -275,8 +273,7 @@ def test_gradients_travel_while_the_backward_pass_is_computed(ranks: Ranks) -> N
     """
     arrived = [threading.Event(), threading.Event()]
 
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         weights = [tf.Variable([float(i + 1)]) for i in range(4)]
         reduced = threading.Event()
         register = frontend.persistent
@@ -286,7 +283,7 @@ def test_gradients_travel_while_the_backward_pass_is_computed(ranks: Ranks) -> N
 
             def start(tensors: Any) -> Any:
                 pending = operation.start(tensors)
-                pending.add_done_callback(lambda _: (reduced.set(), arrived[context.rank].set()))
+                pending.add_done_callback(lambda _: (reduced.set(), arrived[frontend.rank()].set()))
                 return pending
 
             return SimpleNamespace(in_place=operation.in_place, start=start)
@@ -297,7 +294,7 @@ def test_gradients_travel_while_the_backward_pass_is_computed(ranks: Ranks) -> N
         @tf.custom_gradient
         def gate(x: Any) -> Any:
             def wait(g: Any) -> Any:
-                opened.append(reduced.wait(10) and arrived[1 - context.rank].wait(10))
+                opened.append(reduced.wait(10) and arrived[1 - frontend.rank()].wait(10))
                 return g
 
             return tf.identity(x), lambda g: tf.ensure_shape(
@@ -316,7 +313,7 @@ def test_gradients_travel_while_the_backward_pass_is_computed(ranks: Ranks) -> N
         assert opened == [True]
         np.testing.assert_allclose(np.ravel(gradients), [24.0, 12.0, 8.0, 6.0])
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
 
 
 class _Slow:
@@ -337,15 +334,14 @@ LENGTH = 0.05
 LAYERS = 6
 
 
-def test_communication_of_known_length_hides_behind_a_backward_pass_of_known_length(ranks: Ranks) -> None:
+def test_communication_of_known_length_hides_behind_a_backward_pass_of_known_length(ranks: MakeWorld) -> None:
     """Six layers whose backward passes take 50 ms each, and 50 ms to send each gradient.
 
     One after the other that is 600 ms; overlapped, 350. With nothing overlapped the test fails.
     """
     slow = ranks(2, wrap=lambda rank, inner: _Slow(inner), inline_threshold=0)
 
-    def rank_body(context: Context) -> float:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> float:
         weights = [tf.Variable([1.0]) for _ in range(LAYERS)]
 
         def compute(g: Any) -> Any:
@@ -376,12 +372,12 @@ def test_communication_of_known_length_hides_behind_a_backward_pass_of_known_len
             seconds.append(time.perf_counter() - begin)
         return min(seconds)  # others use the machine, too
 
-    seconds = max(slow.run(rank_body))
+    seconds = max(slow.run(rank_body, frontend_of))
     serial = 2 * LAYERS * LENGTH
     assert LAYERS * LENGTH < seconds < 0.85 * serial, seconds
 
 
-def test_two_models_of_one_shape_in_one_function(ranks: Ranks) -> None:
+def test_two_models_of_one_shape_in_one_function(ranks: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         first, second = tf.Variable([1.0]), tf.Variable([1.0])
@@ -405,7 +401,7 @@ def test_two_models_of_one_shape_in_one_function(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("nested", ["calls", "branches", "call and bare"])
-def test_two_nested_functions_of_one_shape_meet_their_like(ranks: Ranks, nested: str) -> None:
+def test_two_nested_functions_of_one_shape_meet_their_like(ranks: MakeWorld, nested: str) -> None:
     """Twin critics: nothing but what is in them tells TensorFlow that one comes before the other."""
 
     def rank_body(context: Context) -> None:
@@ -442,7 +438,7 @@ def test_two_nested_functions_of_one_shape_meet_their_like(ranks: Ranks, nested:
 
 
 @way
-def test_after_a_failed_step_the_next_one_works(ranks: Ranks, way: str) -> None:
+def test_after_a_failed_step_the_next_one_works(ranks: MakeWorld, way: str) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         weight, other = tf.Variable([1.0, 2.0]), tf.Variable(1.0)
@@ -464,7 +460,7 @@ def test_after_a_failed_step_the_next_one_works(ranks: Ranks, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["eager", "function", "session"])
-def test_variables_are_broadcast(ranks: Ranks, way: str) -> None:
+def test_variables_are_broadcast(ranks: MakeWorld, way: str) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         if way == "session":
@@ -496,7 +492,7 @@ def test_variables_are_broadcast(ranks: Ranks, way: str) -> None:
 @pytest.mark.parametrize("way", ["eager", "session"])
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("average", [False, True], ids=["sum of passes", "mean of passes"])
-def test_optimizers_of_tensorflow_1(ranks: Ranks, way: str, passes: int, average: bool) -> None:
+def test_optimizers_of_tensorflow_1(ranks: MakeWorld, way: str, passes: int, average: bool) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         x = rank + 1.0
@@ -532,7 +528,7 @@ def test_optimizers_of_tensorflow_1(ranks: Ranks, way: str, passes: int, average
 
 @pytest.mark.parametrize("kind", ["Momentum", "Adam"])
 def test_a_checkpoint_of_tensorflow_1s_optimizers_equals_the_plain_one_s(
-    ranks: Ranks, tmp_path: Path, kind: str
+    ranks: MakeWorld, tmp_path: Path, kind: str
 ) -> None:
     """Momenta and Adam's powers come back."""
     frontend = frontend_of(ranks(1).contexts[0])
@@ -604,7 +600,7 @@ DIRECTIONS = np.array([[3.0, 1.0, 0.5], [1.0, -2.0, 4.0]], np.float32)
 
 @way
 @pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MAX], ids=lambda op: op.name.lower())
-def test_gradients_of_gradients(ranks: Ranks, way: str, op: ReduceOp) -> None:
+def test_gradients_of_gradients(ranks: MakeWorld, way: str, op: ReduceOp) -> None:
     """As for a gradient penalty: an outer tape around the distributed one."""
 
     def rank_body(context: Context) -> None:
@@ -635,7 +631,7 @@ def test_gradients_of_gradients(ranks: Ranks, way: str, op: ReduceOp) -> None:
 
 
 @way
-def test_adasum_of_a_tapes_gradients(ranks: Ranks, way: str) -> None:
+def test_adasum_of_a_tapes_gradients(ranks: MakeWorld, way: str) -> None:
     def rank_body(context: Context) -> None:
         frontend, weight = frontend_of(context), tf.Variable(tf.zeros(3))
 
@@ -651,7 +647,7 @@ def test_adasum_of_a_tapes_gradients(ranks: Ranks, way: str) -> None:
 
 
 @pytest.mark.parametrize(("passes", "use_resource"), [(1, True), (2, True), (1, False)])
-def test_adasum_combines_what_a_sessions_optimizers_did(ranks: Ranks, passes: int, use_resource: bool) -> None:
+def test_adasum_combines_what_a_sessions_optimizers_did(ranks: MakeWorld, passes: int, use_resource: bool) -> None:
     """Of momentum's second step the change is not its gradient's; a local variable goes its own way."""
     momentum, rate, passed = 0.5, 0.1, [np.zeros(3), np.zeros(3)]
     expected = np.full(3, 10.0)
@@ -687,7 +683,7 @@ def test_adasum_combines_what_a_sessions_optimizers_did(ranks: Ranks, passes: in
 @pytest.mark.parametrize(
     ("value", "text"), [([b"a" * 16], "tensors of strings"), ([1j], "complex numbers")], ids=["strings", "complex"]
 )
-def test_a_variable_that_cannot_be_broadcast_is_named(ranks: Ranks, way: str, value: Any, text: str) -> None:
+def test_a_variable_that_cannot_be_broadcast_is_named(ranks: MakeWorld, way: str, value: Any, text: str) -> None:
     frontend = frontend_of(ranks(1).contexts[0])
     with tf.Graph().as_default() if way == "session" else nullcontext():
         weight, words = tf.Variable(1.0, name="weight"), tf.Variable(value, name="words")
@@ -699,7 +695,9 @@ def test_a_variable_that_cannot_be_broadcast_is_named(ranks: Ranks, way: str, va
             compiled("eager" if way == "session" else way, broadcast)()
 
 
-def test_a_variable_of_keras_that_cannot_be_broadcast_is_named(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_of_keras_that_cannot_be_broadcast_is_named(
+    ranks: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context = ranks(1).contexts[0]
     monkeypatch.setattr(keras_functions, "FRONTEND", Frontend(NumpyAdapter(), lambda: context))
     words = tf.Variable([b"a" * 16], name="words")
@@ -708,7 +706,7 @@ def test_a_variable_of_keras_that_cannot_be_broadcast_is_named(ranks: Ranks, mon
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_two_optimizers_of_one_shape_in_one_session(ranks: Ranks, passes: int) -> None:
+def test_two_optimizers_of_one_shape_in_one_session(ranks: MakeWorld, passes: int) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         with tf.Graph().as_default():
@@ -728,7 +726,7 @@ def test_two_optimizers_of_one_shape_in_one_session(ranks: Ranks, passes: int) -
 
 
 @way
-def test_batch_normalisation_over_all_ranks(ranks: Ranks, way: str) -> None:
+def test_batch_normalisation_over_all_ranks(ranks: MakeWorld, way: str) -> None:
     from hvdgloo.tensorflow.sync_batch_norm import SyncBatchNormalization
 
     generator = np.random.default_rng(1)
@@ -774,11 +772,10 @@ def batch_of(frontend: TensorFlowFrontend, names: list[str], groups: list[list[s
     return _Batch(GradientSync(frontend, GradientOptions()), names, groups, lambda: {name: name for name in names})
 
 
-def test_gradients_may_become_ready_in_several_threads(ranks: Ranks) -> None:
+def test_gradients_may_become_ready_in_several_threads(ranks: MakeWorld) -> None:
     """As in a session, where nothing orders them: what keeps the members of a group together sees one at a time."""
 
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         batch = batch_of(frontend, ["a", "b"], [["a", "b"]])
         batch.begin()
         ready, inside, together = batch._reducer.ready, threading.Semaphore(), threading.Event()
@@ -792,20 +789,16 @@ def test_gradients_may_become_ready_in_several_threads(ranks: Ranks) -> None:
             inside.release()
 
         batch._reducer.ready = alone  # type: ignore[method-assign]
-        threads = [threading.Thread(target=batch.ready, args=(i, np.ones(2, np.float32))) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(*(partial(batch.ready, i, np.ones(2, np.float32)) for i in range(2)))
         assert not together.is_set()
         assert [t.tolist() for (t,) in batch.wait()] == [[1.0, 1.0]] * 2
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
 
 
 @pytest.mark.parametrize("names", [["dense", "sparse"], ["sparse", "dense"]], ids=lambda names: names[0])
 @pytest.mark.parametrize("sent", [1, 2, 3])
-def test_what_a_broken_off_step_has_sent_is_dropped(ranks: Ranks, names: list[str], sent: int) -> None:
+def test_what_a_broken_off_step_has_sent_is_dropped(ranks: MakeWorld, names: list[str], sent: int) -> None:
     """As where an operator of the backward pass raised an error: what was sent before it was not waited for."""
 
     def rank_body(context: Context) -> None:
@@ -834,7 +827,7 @@ def test_what_a_broken_off_step_has_sent_is_dropped(ranks: Ranks, names: list[st
 
 
 def test_the_step_after_a_broken_off_one_may_begin_with_another_gradient(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    ranks: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a session nothing orders them: what the new step has sent already is not dropped with what is left over."""
     sent = [[threading.Event(), threading.Event()] for _ in range(2)]

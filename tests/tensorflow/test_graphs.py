@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import tensorflow as tf
 import hvdgloo.keras
 import hvdgloo.tensorflow as hvd
 import hvdgloo.tensorflow.keras as hvd_keras
+from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._collectives.spec import CollectiveSpec
 from hvdgloo._job.context import Context
 from hvdgloo._platform.error_tokens import mark, recall
@@ -32,10 +34,10 @@ from hvdgloo.tensorflow._frontend import TensorFlowFrontend, public
 from hvdgloo.tensorflow._sparse import SparseReductionError, sparse_allreduce
 from hvdgloo.tensorflow.compression import Compression
 from hvdgloo.types import Collective, DType, ReduceOp
+from tests.support.threads import at_once
 from tests.support.ways import WAYS, frontend_of, gradients, run, session_config
-from tests.support.world import World
+from tests.support.world import MakeWorld
 
-Ranks = Callable[..., World]
 SIZE = 3
 INPUTS = np.array([[1.0, -2.0, 3.0, 0.0], [1.0, 5.0, -3.0, 2.0], [4.0, 5.0, 0.5, 0.0]])
 ARRIVING = np.array([[1.0, 2.0, 3.0, 4.0], [-1.0, 0.5, 2.0, 1.0], [2.0, 2.0, 2.0, 0.25]])
@@ -83,7 +85,7 @@ def differentiate(way: str, known: bool, forward: Callable[[Any], Any], value: A
 @way
 @known
 @pytest.mark.parametrize("op", list(OPS), ids=lambda op: op.name.lower())
-def test_allreduce(ranks: Ranks, way: str, known: bool, op: ReduceOp) -> None:
+def test_allreduce(ranks: MakeWorld, way: str, known: bool, op: ReduceOp) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         (result,) = run(way, lambda x: frontend.allreduce(x, op=op), INPUTS[rank], shapes_known=known)
@@ -97,7 +99,7 @@ def test_allreduce(ranks: Ranks, way: str, known: bool, op: ReduceOp) -> None:
 @way
 @known
 @pytest.mark.parametrize("rows", [(2, 0, 3), (1, 1, 1)], ids=str)
-def test_allgather(ranks: Ranks, way: str, known: bool, rows: tuple[int, ...]) -> None:
+def test_allgather(ranks: MakeWorld, way: str, known: bool, rows: tuple[int, ...]) -> None:
     parts = [np.full((n, 2), float(rank)) for rank, n in enumerate(rows)]
     arriving = np.arange(SIZE * sum(rows) * 2, dtype=float).reshape(SIZE, sum(rows), 2) ** 1.5
 
@@ -114,7 +116,7 @@ def test_allgather(ranks: Ranks, way: str, known: bool, rows: tuple[int, ...]) -
 
 @way
 @known
-def test_broadcast(ranks: Ranks, way: str, known: bool) -> None:
+def test_broadcast(ranks: MakeWorld, way: str, known: bool) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         (result,) = run(way, lambda x: frontend.broadcast(x, 1), INPUTS[rank], shapes_known=known)
@@ -128,7 +130,7 @@ def test_broadcast(ranks: Ranks, way: str, known: bool) -> None:
 @way
 @known
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE], ids=lambda op: op.name.lower())
-def test_reducescatter(ranks: Ranks, way: str, known: bool, op: ReduceOp) -> None:
+def test_reducescatter(ranks: MakeWorld, way: str, known: bool, op: ReduceOp) -> None:
     bounds = [0, 2, 3, 4]  # of four rows among three ranks
 
     def rank_body(context: Context) -> None:
@@ -146,7 +148,7 @@ def test_reducescatter(ranks: Ranks, way: str, known: bool, op: ReduceOp) -> Non
 @way
 @known
 @pytest.mark.parametrize("splits", [None, [1, 0, 1], [0, 2, 1]], ids=str)
-def test_alltoall(ranks: Ranks, way: str, known: bool, splits: list[int] | None) -> None:
+def test_alltoall(ranks: MakeWorld, way: str, known: bool, splits: list[int] | None) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         value = np.arange(3.0) + 10 * rank
@@ -173,10 +175,8 @@ def test_alltoall(ranks: Ranks, way: str, known: bool, splits: list[int] | None)
 
 @way
 @pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.BOOL], ids=str)
-def test_every_type_in_every_collective(ranks: Ranks, way: str, dtype: DType) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
-
+def test_every_type_in_every_collective(ranks: MakeWorld, way: str, dtype: DType) -> None:
+    def rank_body(frontend: Frontend[Any]) -> None:
         def body(x: Any) -> Any:
             own = tf.cast(x, dtype.value)
             results = [
@@ -189,18 +189,18 @@ def test_every_type_in_every_collective(ranks: Ranks, way: str, dtype: DType) ->
             assert all(result.dtype is own.dtype for result in results)
             return [tf.cast(result, tf.float64) for result in results]
 
-        total, gathered, root, part, exchanged = run(way, body, np.array([1.0, 3.0]) + context.rank)
+        total, gathered, root, part, exchanged = run(way, body, np.array([1.0, 3.0]) + frontend.rank())
         assert total.tolist() == [3.0, 7.0]
         assert gathered.tolist() == [1.0, 3.0, 2.0, 4.0]
         assert root.tolist() == [2.0, 4.0]
-        assert part.tolist() == [[3.0, 7.0][context.rank]]
-        assert exchanged.tolist() == [[1.0, 2.0], [3.0, 4.0]][context.rank]
+        assert part.tolist() == [[3.0, 7.0][frontend.rank()]]
+        assert exchanged.tolist() == [[1.0, 2.0], [3.0, 4.0]][frontend.rank()]
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
 
 
 @way
-def test_groups_mix_types_and_their_integers_have_no_gradient(ranks: Ranks, way: str) -> None:
+def test_groups_mix_types_and_their_integers_have_no_gradient(ranks: MakeWorld, way: str) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         integers = np.arange(3, dtype=np.int32) + rank
@@ -229,7 +229,7 @@ def test_groups_mix_types_and_their_integers_have_no_gradient(ranks: Ranks, way:
 
 @way
 @pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM], ids=lambda op: op.name.lower())
-def test_indexed_slices_are_gathered(ranks: Ranks, way: str, op: ReduceOp) -> None:
+def test_indexed_slices_are_gathered(ranks: MakeWorld, way: str, op: ReduceOp) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         count = rank + 1
@@ -258,10 +258,8 @@ def frontend_set() -> Any:
 
 
 @way
-def test_second_derivatives_of_sums_are_right(ranks: Ranks, way: str) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
-
+def test_second_derivatives_of_sums_are_right(ranks: MakeWorld, way: str) -> None:
+    def rank_body(frontend: Frontend[Any]) -> None:
         def body(x: Any) -> Any:
             if way == "session":
                 y = frontend.allreduce(x, op=ReduceOp.SUM) ** 3
@@ -279,14 +277,12 @@ def test_second_derivatives_of_sums_are_right(ranks: Ranks, way: str) -> None:
         # y = (sum of x over two ranks)^3; a rank's first derivative is the ranks' sum of 3 s^2, its second of 2 x 6 s.
         np.testing.assert_allclose(second, 2 * 2 * 6 * np.array([2.0, 4.0]))
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
 
 
 @pytest.mark.parametrize("way", ["eager", "function"])
-def test_second_derivatives_of_extremes_are_refused(ranks: Ranks, way: str) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
-
+def test_second_derivatives_of_extremes_are_refused(ranks: MakeWorld, way: str) -> None:
+    def rank_body(frontend: Frontend[Any]) -> None:
         def body(x: Any) -> Any:
             with tf.GradientTape() as outer:
                 outer.watch(x)
@@ -299,33 +295,31 @@ def test_second_derivatives_of_extremes_are_refused(ranks: Ranks, way: str) -> N
         with pytest.raises(InvalidArgumentError, match="differentiated again"):
             run(way, body, np.array([1.0, 2.0]))
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
 
 
-def test_it_does_not_matter_in_which_order_ranks_trace(ranks: Ranks) -> None:
+def test_it_does_not_matter_in_which_order_ranks_trace(ranks: MakeWorld) -> None:
     """One rank traces (and retraces) another function first; names are counted as functions run."""
 
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         doubled = tf.function(lambda x: frontend.allreduce(2 * x, op=ReduceOp.SUM), autograph=False)
         squared = tf.function(lambda x: frontend.allreduce(x * x, op=ReduceOp.SUM), autograph=False)
-        functions = [doubled, squared] if context.rank else [squared, doubled]
+        functions = [doubled, squared] if frontend.rank() else [squared, doubled]
         for function in functions:
             function.get_concrete_function(tf.TensorSpec([], tf.float64))
-        if context.rank:
+        if frontend.rank():
             squared.get_concrete_function(tf.TensorSpec([3], tf.float64))
         for _ in range(3):
             assert float(doubled(tf.constant(3.0, tf.float64))) == 12
             assert float(squared(tf.constant(3.0, tf.float64))) == 18
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
 
 
-def test_names_of_a_session_do_not_depend_on_the_order_of_execution(ranks: Ranks) -> None:
+def test_names_of_a_session_do_not_depend_on_the_order_of_execution(ranks: MakeWorld) -> None:
     """Nothing orders these three operators, nor what their gradients do: each must meet its like of the other rank."""
 
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         with tf.Graph().as_default():
             x = tf.compat.v1.placeholder(tf.float64, [1, 2])
             sums = [frontend.allreduce(x * k, op=ReduceOp.SUM) for k in (1.0, 10.0, 100.0)]
@@ -338,7 +332,7 @@ def test_names_of_a_session_do_not_depend_on_the_order_of_execution(ranks: Ranks
                     assert [g.tolist() for g in got] == [[[2.0 * k, 4.0 * k]] for k in (1, 10, 100)]
                     assert [s.tolist() for s in slope] == [[[1.0, 1.0]], [[50.0, 50.0]]]
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
 
 
 COLLECTIVES: dict[str, Callable[[TensorFlowFrontend, Any, str | None], Any]] = {
@@ -356,17 +350,16 @@ COLLECTIVES: dict[str, Callable[[TensorFlowFrontend, Any, str | None], Any]] = {
 }
 
 
-def test_gradients_through_one_collective_are_told_apart_in_a_session(ranks: Ranks) -> None:
+def test_gradients_through_one_collective_are_told_apart_in_a_session(ranks: MakeWorld) -> None:
     """Nothing orders them: under one name, a rank's first could meet another rank's second."""
     value = np.array([[1.0, 2.0], [3.0, 4.0]])
 
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         with tf.Graph().as_default():
             x = tf.compat.v1.placeholder(tf.float64, [2, 2])
             slopes = {}
             for number, (kind, collective) in enumerate(COLLECTIVES.items()):
-                y = collective(frontend, x * (1.0 + context.rank), kind if number % 2 else None)
+                y = collective(frontend, x * (1.0 + frontend.rank()), kind if number % 2 else None)
                 slopes[kind] = [tf.gradients(y * factor, x)[0] for factor in (1.0, 5.0)]
             with tf.compat.v1.Session(config=session_config()) as session:
                 for kind, several in slopes.items():
@@ -375,17 +368,15 @@ def test_gradients_through_one_collective_are_told_apart_in_a_session(ranks: Ran
                         for slope, factor in zip(others, (5.0,), strict=True):
                             np.testing.assert_allclose(slope, first * factor, err_msg=kind)
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
 
 
 @pytest.mark.parametrize("way", ["function", "session"])
-def test_there_may_be_more_collectives_than_threads(ranks: Ranks, way: str) -> None:
+def test_there_may_be_more_collectives_than_threads(ranks: MakeWorld, way: str) -> None:
     """A session has one thread for operators here, and starts with any: no rank may be stuck where others are not."""
     rows = 5.0 * np.ones((2, 3))
 
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
-
+    def rank_body(frontend: Frontend[Any]) -> None:
         def every(x: Any) -> list[Any]:
             made = [collective(frontend, x, kind) for kind, collective in COLLECTIVES.items()]
             summed = [frontend.allreduce(x + k, op=ReduceOp.SUM, name=f"plain.{k}") for k in range(10)]
@@ -397,24 +388,23 @@ def test_there_may_be_more_collectives_than_threads(ranks: Ranks, way: str) -> N
             for k in range(10):
                 np.testing.assert_array_equal(results[k], 2 * (rows + k))
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
 
 
 def test_a_stall_report_tells_that_all_of_tensorflows_threads_wait(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture
+    ranks: MakeWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Functions that several Python threads call: rank 0's hold all threads, and rank 1's do not get one."""
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     submitted = threading.Semaphore(0)
     held = threading.Barrier(threads)
 
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         start = frontend.start
 
         def started(*args: Any, **kwargs: Any) -> Any:
             # The time until the report begins with the first submission, so none is made before every thread is held.
-            if context.rank == 0:
+            if frontend.rank() == 0:
                 held.wait(timeout=30)
             pending = start(*args, **kwargs)
             submitted.release()
@@ -426,17 +416,13 @@ def test_a_stall_report_tells_that_all_of_tensorflows_threads_wait(
             with pytest.raises(StallError):
                 run("function", lambda x: frontend.allreduce(x, name=f"{number}"), np.ones(2))
 
-        if context.rank == 1:
+        if frontend.rank() == 1:
             for _ in range(threads):
                 assert submitted.acquire(timeout=30)
-        callers = [threading.Thread(target=call, args=(number,)) for number in range(threads)]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join()
+        at_once(*(partial(call, number) for number in range(threads)))
 
     with caplog.at_level(logging.WARNING, "hvdgloo"):
-        ranks(2, stall_warning_time=0.5, stall_shutdown_time=3.0).run(rank_body)
+        ranks(2, stall_warning_time=0.5, stall_shutdown_time=3.0).run(rank_body, frontend_of)
     (report, *_) = [text for text in caplog.messages if text.startswith("Stalled")]
     rank = report.partition("is here:")[2].splitlines()
     assert rank[1].strip() == (
@@ -463,7 +449,7 @@ def test_the_number_of_tensorflows_threads_is_what_tensorflow_makes_of_the_setti
 
 
 @way
-def test_a_disagreement_is_an_error_of_tensorflows_too_and_the_job_goes_on(ranks: Ranks, way: str) -> None:
+def test_a_disagreement_is_an_error_of_tensorflows_too_and_the_job_goes_on(ranks: MakeWorld, way: str) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         calls: dict[str, tuple[Callable[[Any], Any], Any]] = {
@@ -484,7 +470,7 @@ def test_a_disagreement_is_an_error_of_tensorflows_too_and_the_job_goes_on(ranks
 
 
 @way
-def test_a_wrong_argument_is_an_error_of_tensorflows_too(ranks: Ranks, way: str) -> None:
+def test_a_wrong_argument_is_an_error_of_tensorflows_too(ranks: MakeWorld, way: str) -> None:
     frontend = frontend_of(ranks(1).contexts[0])
     with pytest.raises(tf.errors.InvalidArgumentError, match="2 splits were given for 1 ranks") as caught:
         run(way, lambda x: public(frontend.alltoall)(x, [1, 1])[0], np.ones(2))
@@ -502,7 +488,7 @@ def test_a_wrong_argument_is_an_error_of_tensorflows_too(ranks: Ranks, way: str)
     ids=["reduction", "type of entries", "type"],
 )
 def test_nothing_of_a_mixed_group_is_sent_if_a_part_of_it_cannot_be(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, bad: Any, options: dict[str, Any], error: type[Exception]
+    ranks: MakeWorld, monkeypatch: pytest.MonkeyPatch, bad: Any, options: dict[str, Any], error: type[Exception]
 ) -> None:
     frontend = frontend_of(ranks(1).contexts[0])
     monkeypatch.setattr(_ops, "FRONTEND", frontend)
@@ -525,7 +511,7 @@ def test_functions_of_the_modules_raise_tensorflows_errors(module: Any, name: st
     assert isinstance(wrong.value, ValueError)
 
 
-def test_an_error_of_a_graph_is_ours_and_tensorflows_and_has_its_facts(ranks: Ranks) -> None:
+def test_an_error_of_a_graph_is_ours_and_tensorflows_and_has_its_facts(ranks: MakeWorld) -> None:
     frontend = frontend_of(ranks(1).contexts[0])
     lost = PeerLostError("rank 3 was lost", rank=3, host="h2")
 
@@ -548,16 +534,15 @@ def test_an_error_of_a_graph_is_ours_and_tensorflows_and_has_its_facts(ranks: Ra
     assert not isinstance(other.value, HorovodInternalError)
 
 
-def test_numbers_that_a_graph_asks_for_each_time(ranks: Ranks) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+def test_numbers_that_a_graph_asks_for_each_time(ranks: MakeWorld) -> None:
+    def rank_body(frontend: Frontend[Any]) -> None:
         for way in WAYS:
             (number,) = run(way, lambda: frontend.reads(frontend.rank))
-            assert (number.dtype, number.tolist()) == (np.int32, context.rank)
+            assert (number.dtype, number.tolist()) == (np.int32, frontend.rank())
         last = run("function", lambda: frontend.reads(frontend.join))
         assert last[0].tolist() in (0, 1)
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
 
 
 def _branch(body: Callable[[Any], Any], x: Any) -> Any:
@@ -581,10 +566,8 @@ def _loop_of_branch(body: Callable[[Any], Any], x: Any) -> Any:
 
 
 @pytest.mark.parametrize("within", [_branch, _case, _loop, _branch_of_loop, _loop_of_branch])
-def test_gradients_within_branches_and_loops(ranks: Ranks, within: Callable[..., Any]) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
-
+def test_gradients_within_branches_and_loops(ranks: MakeWorld, within: Callable[..., Any]) -> None:
+    def rank_body(frontend: Frontend[Any]) -> None:
         def body(x: Any) -> Any:
             every = [
                 frontend.allreduce(x, op=ReduceOp.SUM),
@@ -597,25 +580,24 @@ def test_gradients_within_branches_and_loops(ranks: Ranks, within: Callable[...,
             ]
             return tf.add_n([tf.reduce_sum(each**2) for each in every])
 
-        value = np.array([1.0, 2.0, -3.0, 1.5]) * (1.0 + context.rank)
+        value = np.array([1.0, 2.0, -3.0, 1.5]) * (1.0 + frontend.rank())
         expected = differentiate("function", True, body, value, np.float64(1))
         got = differentiate("function", True, lambda x: within(body, x), value, np.float64(1))
         np.testing.assert_allclose(got, expected)
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
 
 
-def test_splits_that_are_no_whole_numbers(ranks: Ranks) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+def test_splits_that_are_no_whole_numbers(ranks: MakeWorld) -> None:
+    def rank_body(frontend: Frontend[Any]) -> None:
         for way in WAYS:
             with pytest.raises((InvalidArgumentError, tf.errors.OpError), match="splits are"):
                 run(way, lambda x: frontend.alltoall(x, [1.7, 1.2])[0], np.ones(3))
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
 
 
-def test_wrong_calls_are_refused_while_the_graph_is_made(ranks: Ranks) -> None:
+def test_wrong_calls_are_refused_while_the_graph_is_made(ranks: MakeWorld) -> None:
     frontend = frontend_of(ranks(1).contexts[0])
     with pytest.raises(InvalidArgumentError, match="complex128"):
         run("function", frontend.allreduce, np.array([1j]))
@@ -668,7 +650,7 @@ def traced_by_keras(call: Callable[[Any], Any], value: Any) -> Any:
     ids=["op", "complex", "strings", "process set"],
 )
 def test_a_wrong_argument_met_while_tracing_can_be_printed_and_pickled(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, where: Any, value: Any, options: dict[str, Any], text: str
+    ranks: MakeWorld, monkeypatch: pytest.MonkeyPatch, where: Any, value: Any, options: dict[str, Any], text: str
 ) -> None:
     monkeypatch.setattr(_ops, "FRONTEND", frontend_of(ranks(1).contexts[0]))
     with pytest.raises(InvalidArgumentError) as caught:
@@ -695,7 +677,7 @@ def test_an_error_met_while_tracing_keeps_its_facts(where: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_an_error_that_tensorflow_has_no_class_for_stays_what_it_is_while_tracing(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    ranks: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_ops, "FRONTEND", frontend_of(ranks(1).contexts[0]))
 
@@ -708,7 +690,7 @@ def test_an_error_that_tensorflow_has_no_class_for_stays_what_it_is_while_tracin
         traced(hvdgloo.keras.allreduce, tf.ones([1, 1]))
 
 
-def test_memory_is_shared_where_it_can_be(ranks: Ranks) -> None:
+def test_memory_is_shared_where_it_can_be(ranks: MakeWorld) -> None:
     """A tensor's own memory goes to the engine, and what comes back is a tensor without a copy."""
     frontend = frontend_of(ranks(1).contexts[0])
     adapter = frontend.adapter
@@ -740,7 +722,7 @@ def test_memory_is_shared_where_it_can_be(ranks: Ranks) -> None:
     ]
 
 
-def test_a_dead_rank_is_told_to_those_who_wait_in_a_graph(ranks: Ranks) -> None:
+def test_a_dead_rank_is_told_to_those_who_wait_in_a_graph(ranks: MakeWorld) -> None:
     two = ranks(2)
 
     def rank_body(context: Context) -> None:
@@ -755,7 +737,7 @@ def test_a_dead_rank_is_told_to_those_who_wait_in_a_graph(ranks: Ranks) -> None:
 
 
 @way
-def test_numbers_travel_compressed_as_numbers(ranks: Ranks, way: str) -> None:
+def test_numbers_travel_compressed_as_numbers(ranks: MakeWorld, way: str) -> None:
     def rank_body(context: Context) -> None:
         frontend, rank = frontend_of(context), context.rank
         (mean,) = run(way, lambda x: frontend.allreduce(x, compression=Compression.fp16), np.float32(rank))

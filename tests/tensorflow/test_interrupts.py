@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +16,9 @@ from hvdgloo.tensorflow._gradients import GradientSync, _interrupted
 from hvdgloo.types import ReduceOp
 from tests.support.interrupting import Line, at_each_line, interrupted_at
 from tests.support.selection import extended
+from tests.support.threads import Task
 from tests.support.ways import frontend_of
-from tests.support.world import World
-
-Ranks = Callable[..., World]
+from tests.support.world import MakeWorld, World
 
 DENSE, SPARSE = ("one", "two"), ("table", "two")
 CASES: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
@@ -63,12 +61,10 @@ class Training:
             for step in range(len(calls)):
                 self.step(1, step, plainly)
 
-        thread = threading.Thread(target=other, daemon=True)
-        thread.start()
+        thread = Task(other)
         for step, call in enumerate(calls):
             self.step(0, step, call)
-        thread.join(20)
-        assert not thread.is_alive()
+        thread.result(20)
         ours, theirs = [[weight.numpy() for weight in weights] for weights in self.weights]
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -83,7 +79,7 @@ def plainly(compute: Callable[[], list[Any]]) -> list[Any]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["the first step", "the second step", "a later step"])
 def test_a_reduction_that_is_repeated_after_ctrl_c_is_made_once(
-    ranks: Ranks, case: str, which: int, stride: int
+    ranks: MakeWorld, case: str, which: int, stride: int
 ) -> None:
     two = ranks(2, stall_warning_time=1.0, stall_shutdown_time=2.0)
     expected = Training(two, case).run([plainly] * 4)
@@ -110,7 +106,7 @@ def test_a_reduction_that_is_repeated_after_ctrl_c_is_made_once(
 
 
 @pytest.mark.parametrize("stride", [211, *extended(23)])
-def test_a_step_that_is_not_repeated_is_brought_to_its_end(ranks: Ranks, stride: int) -> None:
+def test_a_step_that_is_not_repeated_is_brought_to_its_end(ranks: MakeWorld, stride: int) -> None:
     """As with one of two models, when the program goes on with the other one."""
     two = ranks(2, stall_warning_time=1.0, stall_shutdown_time=2.0)
     frontends = [frontend_of(context) for context in two.contexts]
@@ -127,15 +123,13 @@ def test_a_step_that_is_not_repeated_is_brought_to_its_end(ranks: Ranks, stride:
         def other() -> None:
             theirs.extend(reduced(1, which, value) for which, value in ((0, 1.0), (1, 2.0), (0, 3.0), (1, 4.0)))
 
-        thread = threading.Thread(target=other, daemon=True)
-        thread.start()
+        thread = Task(other)
         made: list[float] = []
         interrupted_at(line, lambda: made.append(reduced(0, 0, 10.0)))
         if not made and two.contexts[0] not in _interrupted:  # it came before anything was sent
             reduced(0, 0, 10.0)
         ours = [reduced(0, which, value) for which, value in ((1, 20.0), (0, 30.0), (1, 40.0))]
-        thread.join(20)
-        assert not thread.is_alive()
+        thread.result(20)
         assert theirs == [11.0, 22.0, 33.0, 44.0], f"interrupted at {line}"
         assert ours == [22.0, 33.0, 44.0], f"interrupted at {line}"
 
@@ -143,7 +137,7 @@ def test_a_step_that_is_not_repeated_is_brought_to_its_end(ranks: Ranks, stride:
 
 
 @pytest.mark.parametrize("stride", [397, *extended(31)])
-def test_an_optimizer_of_tensorflow_1_goes_on(ranks: Ranks, stride: int) -> None:
+def test_an_optimizer_of_tensorflow_1_goes_on(ranks: MakeWorld, stride: int) -> None:
     two = ranks(2, stall_warning_time=1.0, stall_shutdown_time=2.0)
 
     def trial(line: Line) -> None:
@@ -163,15 +157,13 @@ def test_an_optimizer_of_tensorflow_1_goes_on(ranks: Ranks, stride: int) -> None
             for _ in range(3):
                 optimizers[1].apply_gradients(computed(1))
 
-        thread = threading.Thread(target=other, daemon=True)
-        thread.start()
+        thread = Task(other)
         found: list[list[Any]] = []
         interrupted_at(line, lambda: found.append(computed(0)))
         optimizers[0].apply_gradients(found[0] if found else computed(0))
         for _ in range(2):
             optimizers[0].apply_gradients(computed(0))
-        thread.join(20)
-        assert not thread.is_alive()
+        thread.result(20)
         for weight in weights:
             np.testing.assert_allclose(weight.numpy(), [0.55, 1.55], rtol=1e-6, err_msg=f"interrupted at {line}")
 

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import warm
-from tests.support.launching import launcher_in
+from tests.support.launching import launcher_in, run_command
 
 PATIENCE = 240.0
 """Seconds for a job of all cases, which takes about 30: it stands for a hundred tests, and machines may be busy."""
@@ -88,11 +87,11 @@ def test_three_ranks_on_jax_are_equal_to_one_process(tmp_path: Path) -> None:
 def test_what_is_missing_is_named(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import hvdgloo.keras"
     env = os.environ | {"KERAS_BACKEND": missing}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    done = run_command([sys.executable, "-c", code], env=env)
     assert f"MissingDependencyError: Keras is set to use {missing}, which is not installed" in done.stderr
 
 
 def test_keras_2_is_refused_at_import() -> None:
     code = "import sys, types; sys.modules['keras'] = types.SimpleNamespace(__version__='2.15.0'); import hvdgloo.keras"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_command([sys.executable, "-c", code])
     assert "MissingDependencyError: hvdgloo.keras needs Keras 3, and Keras 2.15.0 is installed" in done.stderr

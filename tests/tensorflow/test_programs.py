@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import warm
-from tests.support.launching import Launcher, launcher_in
+from tests.support.examples import check_elastic_demo, check_learned
+from tests.support.launching import Launcher
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -425,42 +421,18 @@ print("trained", hvd.rank(), flush=True)
 """
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    with launcher_in(tmp_path) as made:
-        yield made
-
-
 @pytest.mark.parametrize("example", ["tensorflow2_digits", "tensorflow1_session_digits", "keras_digits"])
 def test_examples_learn_to_read(launcher: Launcher, example: str) -> None:
     env = {"TF_CPP_MIN_LOG_LEVEL": "3"}
     program = str(EXAMPLES / f"{example}.py")
     done = launcher.run("-np", "2", "--", warm.python(*warm.TENSORFLOW, **env), program, env=env, timeout=58)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (accuracy,) = re.findall(r"test accuracy averaged over 2 ranks: ([\d.]+)%", done.stdout)
-    assert float(accuracy) >= 96.0
-    assert len(re.findall("all ranks hold identical parameters", done.stdout)) == 1
+    check_learned(done)
 
 
 @pytest.mark.timeout(90)  # on a busy machine TensorFlow alone takes 20 s to be imported
 def test_the_elastic_example_loses_a_worker_and_gains_others() -> None:
-    """This is `make demo-elastic` with torch's example: it reaches the fixed job's accuracy all the same."""
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    python = warm.python(*warm.TENSORFLOW, **quiet)
-    arguments = ("--python", python, "--training", str(EXAMPLES / "keras_digits_elastic.py"), "--epochs", "12")
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "demo_elastic.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **quiet},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"was killed by signal 9 \(SIGKILL\); 1 of 2 workers went on", done.stdout)) == 2
-    assert re.search(r"workers? went on, with \d new one", done.stdout)
-    (accuracy,) = re.findall(r"test accuracy averaged over \d ranks: ([\d.]+)%", done.stdout)
-    assert float(accuracy) >= 96.0
-    assert len(re.findall("all ranks hold identical parameters", done.stdout)) == 1
+    check_elastic_demo("keras_digits_elastic.py", warm.python(*warm.TENSORFLOW, **quiet), quiet)
 
 
 def test_a_program_of_horovods_runs_without_an_edit(launcher: Launcher) -> None:

@@ -17,11 +17,10 @@ from hvdgloo.tensorflow._gradients import GradientSync
 from hvdgloo.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from hvdgloo.types import ReduceOp
 from tests.support.ways import frontend_of
-from tests.support.world import World
+from tests.support.world import MakeWorld
 
 tf_keras = pytest.importorskip("tf_keras")
 
-Ranks = Callable[..., World]
 Pairs = list[tuple[Any, Any]]
 
 new, old = tf_keras.optimizers.SGD, tf_keras.optimizers.legacy.SGD
@@ -122,7 +121,7 @@ WAYS = [eagerly, in_one_function, by_the_private_method, computed_in_a_function,
     + [pytest.param("new", in_either_branch, id="new, in_either_branch")],
 )
 def test_gradients_clipped_before_the_step_come_from_all_ranks_and_are_reduced_once(
-    ranks: Ranks, kind: str, clip: Callable[[Training], None]
+    ranks: MakeWorld, kind: str, clip: Callable[[Training], None]
 ) -> None:
     optimizers = [legacy.wrap(OPTIMIZERS[kind](), KerasOptions(op=ReduceOp.SUM)) for _ in range(2)]
 
@@ -136,7 +135,7 @@ def test_gradients_clipped_before_the_step_come_from_all_ranks_and_are_reduced_o
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_all_other_steps_reduce_the_gradients_that_they_are_given(ranks: Ranks, kind: str) -> None:
+def test_all_other_steps_reduce_the_gradients_that_they_are_given(ranks: MakeWorld, kind: str) -> None:
     optimizers = [legacy.wrap(OPTIMIZERS[kind](), KerasOptions(op=ReduceOp.SUM)) for _ in range(2)]
 
     def rank_body(context: Context) -> None:
@@ -165,7 +164,7 @@ def test_all_other_steps_reduce_the_gradients_that_they_are_given(ranks: Ranks, 
     ranks(2).run(rank_body)
 
 
-def test_passes_that_add_up_are_reduced_in_the_last_one(ranks: Ranks) -> None:
+def test_passes_that_add_up_are_reduced_in_the_last_one(ranks: MakeWorld) -> None:
     optimizers = [legacy.wrap(new(1.0), KerasOptions(op=ReduceOp.SUM)) for _ in range(2)]
 
     def rank_body(context: Context) -> None:
@@ -183,7 +182,7 @@ def test_passes_that_add_up_are_reduced_in_the_last_one(ranks: Ranks) -> None:
     ranks(2).run(rank_body)
 
 
-def test_a_legacy_optimizers_get_gradients_is_reduced_too(ranks: Ranks) -> None:
+def test_a_legacy_optimizers_get_gradients_is_reduced_too(ranks: MakeWorld) -> None:
     optimizers = [legacy.wrap(old(1.0), KerasOptions(op=ReduceOp.SUM)) for _ in range(2)]
 
     def rank_body(context: Context) -> None:
@@ -200,7 +199,7 @@ def test_a_legacy_optimizers_get_gradients_is_reduced_too(ranks: Ranks) -> None:
     ranks(2).run(rank_body)
 
 
-def test_the_factor_that_only_legacy_optimizers_take_is_refused_in_a_sentence(ranks: Ranks) -> None:
+def test_the_factor_that_only_legacy_optimizers_take_is_refused_in_a_sentence(ranks: MakeWorld) -> None:
     train = Training(ranks(1).contexts[0], legacy.wrap(new(1.0), KerasOptions()))
     with pytest.raises(InvalidArgumentError, match=r"grad_loss= is for tf_keras.optimizers.legacy"):
         train.optimizer._compute_gradients(train.loss, [train.variable], grad_loss=tf.ones([]))

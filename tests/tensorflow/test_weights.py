@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdgloo._collectives.frontend import Frontend
 from hvdgloo._job.context import Context
 from hvdgloo._training import weights
 from hvdgloo._training.options import GradientOptions
@@ -19,9 +20,8 @@ from hvdgloo.tensorflow._gradients import GradientSync
 from hvdgloo.tensorflow._weights import checksum_of
 from hvdgloo.types import ReduceOp
 from tests.support.ways import frontend_of, session_config
-from tests.support.world import World
+from tests.support.world import MakeWorld
 
-Ranks = Callable[..., World]
 way = pytest.mark.parametrize("way", ["eager", "function"])
 
 
@@ -57,7 +57,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 @way
 @pytest.mark.parametrize("check", [True, False])
 def test_ranks_that_start_from_different_weights_are_told(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, way: str, check: bool
+    ranks: MakeWorld, caplog: pytest.LogCaptureFixture, way: str, check: bool
 ) -> None:
     def rank_body(context: Context) -> None:
         training = Training(context, way, start=float(context.rank == 1))
@@ -76,7 +76,7 @@ def test_ranks_that_start_from_different_weights_are_told(
 
 @way
 def test_weights_that_are_broadcast_after_the_first_step_are_equal(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, way: str
+    ranks: MakeWorld, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     def rank_body(context: Context) -> None:
         training = Training(context, way, start=float(context.rank))
@@ -90,7 +90,7 @@ def test_weights_that_are_broadcast_after_the_first_step_are_equal(
     assert told(caplog) == []
 
 
-def test_weights_that_hosts_round_differently_are_equal(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_hosts_round_differently_are_equal(ranks: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     def rank_body(context: Context) -> None:
         training = Training(context, "eager", start=1.0)
         for _ in range(3):
@@ -100,7 +100,7 @@ def test_weights_that_hosts_round_differently_are_equal(ranks: Ranks, caplog: py
     assert told(caplog) == []
 
 
-def test_weights_are_not_compared_before_they_have_changed(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_are_not_compared_before_they_have_changed(ranks: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     """A program may add up the gradients of several batches itself, step once, and broadcast then."""
 
     def rank_body(context: Context) -> None:
@@ -115,7 +115,7 @@ def test_weights_are_not_compared_before_they_have_changed(ranks: Ranks, caplog:
     assert told(caplog) == []
 
 
-def test_weights_that_never_change_are_compared_in_the_end(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_never_change_are_compared_in_the_end(ranks: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     def rank_body(context: Context) -> None:
         training = Training(context, "eager", start=float(context.rank))
         for _ in range(12):
@@ -127,7 +127,7 @@ def test_weights_that_never_change_are_compared_in_the_end(ranks: Ranks, caplog:
 
 @way
 def test_a_broadcast_that_a_callback_is_going_to_make_is_awaited(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, way: str
+    ranks: MakeWorld, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     """With ``steps_per_execution``, Keras calls it after several steps only."""
 
@@ -146,7 +146,9 @@ def test_a_broadcast_that_a_callback_is_going_to_make_is_awaited(
 
 
 @way
-def test_variables_of_a_rank_s_own_are_not_compared(ranks: Ranks, caplog: pytest.LogCaptureFixture, way: str) -> None:
+def test_variables_of_a_rank_s_own_are_not_compared(
+    ranks: MakeWorld, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
     def rank_body(context: Context) -> None:
         training = Training(context, way, start=float(context.rank))
         training.variables[0].assign(tf.zeros(3))
@@ -159,7 +161,9 @@ def test_variables_of_a_rank_s_own_are_not_compared(ranks: Ranks, caplog: pytest
 
 
 @way
-def test_only_ranks_that_share_gradients_are_compared(ranks: Ranks, caplog: pytest.LogCaptureFixture, way: str) -> None:
+def test_only_ranks_that_share_gradients_are_compared(
+    ranks: MakeWorld, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
     def rank_body(context: Context) -> None:
         groups = [frontend_of(context).add_process_set(ranks) for ranks in ([0, 2], [1, 3])]
         training = Training(context, way, start=float(context.rank % 2), process_set=groups[context.rank % 2])
@@ -171,22 +175,21 @@ def test_only_ranks_that_share_gradients_are_compared(ranks: Ranks, caplog: pyte
 
 
 def test_a_tape_s_sources_that_are_no_variables_are_not_compared(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture
+    ranks: MakeWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def rank_body(context: Context) -> None:
-        frontend = frontend_of(context)
+    def rank_body(frontend: Frontend[Any]) -> None:
         for step in range(3):
-            given = tf.constant([float(context.rank + step)])
+            given = tf.constant([float(frontend.rank() + step)])
             with tf.GradientTape() as plain:
                 plain.watch(given)
                 loss = tf.reduce_sum(given * given)
             tape.wrap(frontend, plain, GradientOptions()).gradient(loss, [given])
 
-    ranks(2).run(rank_body)
+    ranks(2).run(rank_body, frontend_of)
     assert told(caplog) == []
 
 
-def test_a_new_tape_in_each_step_counts_steps_all_the_same(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_tape_in_each_step_counts_steps_all_the_same(ranks: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     def rank_body(context: Context) -> None:
         frontend, weight = frontend_of(context), tf.Variable([1.0 + context.rank])
         for _ in range(3):
@@ -199,7 +202,7 @@ def test_a_new_tape_in_each_step_counts_steps_all_the_same(ranks: Ranks, caplog:
     assert len(told(caplog)) == 1
 
 
-def test_a_rank_that_has_joined_is_not_compared(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_has_joined_is_not_compared(ranks: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     def rank_body(context: Context) -> None:
         training = Training(context, "eager", start=float(context.rank == 2))
         for _ in range(3 if context.rank else 1):
@@ -214,7 +217,7 @@ def test_a_rank_that_has_joined_is_not_compared(ranks: Ranks, caplog: pytest.Log
 @pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.ADASUM])
 @pytest.mark.parametrize("way", ["eager", "session"])
 def test_equal_weights_under_an_optimizer_of_tensorflow_1_are_equal(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, op: ReduceOp, way: str
+    ranks: MakeWorld, caplog: pytest.LogCaptureFixture, op: ReduceOp, way: str
 ) -> None:
     """Adasum reduces changes, when each rank's own step has changed its weights already."""
 
@@ -249,7 +252,7 @@ def test_equal_weights_under_an_optimizer_of_tensorflow_1_are_equal(
     assert told(caplog) == []
 
 
-def test_each_job_compares_again(caplog: pytest.LogCaptureFixture, ranks: Ranks) -> None:
+def test_each_job_compares_again(caplog: pytest.LogCaptureFixture, ranks: MakeWorld) -> None:
     def rank_body(context: Context) -> None:
         for start in (0.0, 0.0):
             training = Training(context, "eager", start=start + context.rank)

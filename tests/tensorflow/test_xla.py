@@ -23,9 +23,8 @@ from hvdgloo.tensorflow import _xla as xla
 from hvdgloo.tensorflow._frontend import TensorFlowFrontend
 from hvdgloo.tensorflow._gradients import GradientSync
 from tests.support.ways import frontend_of
-from tests.support.world import World
+from tests.support.world import MakeWorld
 
-Ranks = Callable[..., World]
 LIBRARIES = ["keras", "tf_keras"]
 library = pytest.mark.parametrize("library", LIBRARIES)
 
@@ -120,7 +119,7 @@ def by_evaluating(model: Any, x: Any, y: Any) -> None:
 )
 @pytest.mark.parametrize("running", [by_fit, by_batches, by_evaluating], ids=lambda each: each.__name__)
 def test_a_model_that_reduces_gradients_itself_trains_without_xla_and_says_so(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, library: str, reducing: Any, running: Any
+    ranks: MakeWorld, caplog: pytest.LogCaptureFixture, library: str, reducing: Any, running: Any
 ) -> None:
     keras = library_of(library)
     size = 2
@@ -173,7 +172,7 @@ def test_a_model_without_collectives_is_compiled_by_xla_as_ever(library: str) ->
 
 
 @pytest.mark.parametrize("within", ["", "a function", "a branch"])
-def test_a_collective_that_xla_is_to_compile_is_refused_in_a_sentence(ranks: Ranks, within: str) -> None:
+def test_a_collective_that_xla_is_to_compile_is_refused_in_a_sentence(ranks: MakeWorld, within: str) -> None:
     frontend = frontend_of(ranks(1).contexts[0])
 
     def body(x: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 import hvdgloo
 import hvdgloo.numpy as hvd
 from hvdgloo.common import basics, process_sets, util
+from tests.support.launching import run_command
 
 
 def test_what_was_built_is_what_a_front_end_says() -> None:
@@ -26,7 +26,7 @@ def test_the_questions_need_no_framework() -> None:
         "from hvdgloo.common.util import extension_available, gloo_built, gpu_available, mpi_built\n"
         "print(extension_available('numpy'), extension_available('torch'), gpu_available('torch'), mpi_built())\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True)
+    done = run_command([sys.executable, "-c", program], timeout=50, check=True)
     assert done.stdout == "True False False False\n"
 
 

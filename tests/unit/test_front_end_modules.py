@@ -7,7 +7,6 @@ import importlib.util
 import os
 import pickle
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 
 from hvdgloo._collectives.frontend import Frontend
 from tests.support.frameworks import need
+from tests.support.launching import run_command
 
 
 @pytest.fixture(params=["numpy", "torch", "mxnet"])
@@ -123,7 +123,7 @@ def test_a_missing_framework_says_what_to_install(name: str, text: str) -> None:
         "import hvdgloo.numpy as hvd, numpy\n"
         "hvd.init(); print(hvd.allreduce(numpy.ones(2)))\n"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=50)
+    done = run_command([sys.executable, "-W", "error", "-c", program], timeout=50)
     assert f"MissingDependencyError {text}" in done.stdout, done.stderr
     assert "[1. 1.]" in done.stdout, done.stderr
 
@@ -131,12 +131,10 @@ def test_a_missing_framework_says_what_to_install(name: str, text: str) -> None:
 def test_a_numpy_that_is_too_new_for_mxnet_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "mxnet.py").write_text("import numpy\ndel numpy.bool_\nnumpy.bool_\n")  # as MXNet does with others
     program = "try:\n    import hvdgloo.mxnet\nexcept ImportError as error:\n    print(type(error).__name__, error)"
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", program],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        capture_output=True,
-        text=True,
         timeout=50,
         check=True,
     )
@@ -145,7 +143,7 @@ def test_a_numpy_that_is_too_new_for_mxnet_says_what_to_install(tmp_path: Path) 
 
 def test_importing_the_numpy_front_end_imports_no_framework() -> None:
     program = "import sys, hvdgloo.numpy; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True)
+    done = run_command([sys.executable, "-c", program], timeout=50, check=True)
     assert done.stdout == "False\n"
 
 

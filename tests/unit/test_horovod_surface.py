@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import inspect
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -19,6 +18,7 @@ from hvdgloo._collectives.compression import NoneCompressor
 from hvdgloo._collectives.process_sets import global_process_set
 from hvdgloo.types import ReduceOp
 from tests.support.frameworks import need
+from tests.support.launching import run_command
 
 REDUCTION = "average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=all"
 REDUCED = (
@@ -363,7 +363,7 @@ def test_submodules_need_no_import_of_their_own() -> None:
     pytest.importorskip("torch")
     submodules = ["compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"]
     program = f"import hvdgloo.torch as hvd; print([name for name in {submodules} if not hasattr(hvd, name)])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True)
+    done = run_command([sys.executable, "-c", program], timeout=50, check=True)
     assert done.stdout == "[]\n"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -23,6 +22,8 @@ from hvdgloo.ray._settings import Demand, create_settings, demand
 from hvdgloo.ray._workers import Call, Workers, by_node, visible_gpus, words
 from hvdgloo.ray.elastic import RayHostDiscovery, _Actors
 from hvdgloo.runner.inbound.task import Invitation
+from tests.support.launching import run_command
+from tests.support.threads import Task
 
 
 def _demand(**given: Any) -> Demand:
@@ -40,7 +41,7 @@ def _demand(**given: Any) -> Demand:
 def test_actors_and_workers_import_nothing_of_the_launcher() -> None:
     """Each of them is a process of its own, which starts the later the more it imports."""
     code = "import sys, hvdgloo.ray._actor, hvdgloo.ray._worker; print(*sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = run_command([sys.executable, "-c", code], check=True)
     imported = set(done.stdout.split())
     assert "hvdgloo.ray._worker" in imported
     assert not imported & {"hvdgloo.ray.elastic", "hvdgloo.ray.runner", "hvdgloo.runner.launch", "ray", "yaml"}
@@ -161,23 +162,20 @@ def test_rays_advice_is_left_out() -> None:
 
 def _connected() -> tuple[_calls.Connection, _calls.Connection]:
     listener = _calls.Listener()
-    ends: list[_calls.Connection] = []
-    thread = threading.Thread(target=lambda: ends.append(listener.accept()))
-    thread.start()
+    accepting = Task(listener.accept)
     worker = _calls.connect(listener.name)
-    thread.join(30)
+    actor = accepting.result(30)
     listener.close()
-    return ends[0], worker
+    return actor, worker
 
 
 def test_messages_arrive_whole_whatever_their_size() -> None:
     actor, worker = _connected()
     big = np.arange(3_000_000, dtype=np.float64)
     with actor, worker:
-        thread = threading.Thread(target=actor.send, args=([b"", b"few", big.data, b""],))
-        thread.start()
+        thread = Task(lambda: actor.send([b"", b"few", big.data, b""]))
         received = worker.receive()
-        thread.join(30)
+        thread.result(30)
         assert received is not None
         assert [len(part) for part in received] == [0, 3, big.nbytes, 0]
         np.testing.assert_array_equal(np.frombuffer(received[2]), big)
@@ -198,33 +196,21 @@ def test_other_users_are_not_talked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = _calls.Listener()
     monkeypatch.setattr("hvdgloo._net.abstract.user_of_peer", lambda sock: 12345)
     monkeypatch.setattr("os.geteuid", lambda: 54321)
-    ended = threading.Event()
-
-    def wait() -> None:
-        with pytest.raises(OSError, match=r"Invalid argument|Bad file"):
-            listener.accept()
-        ended.set()
-
-    threading.Thread(target=wait, daemon=True).start()
+    waiting = Task(listener.accept)
     for _ in range(300):  # more than the listener turns away at once
         with pytest.raises(PermissionError, match="different users"):
             _calls.connect(listener.name)
     listener.close()
-    assert ended.wait(30)
+    with pytest.raises(OSError, match=r"Invalid argument|Bad file"):
+        waiting.result(30)
 
 
 def test_a_listener_that_is_closed_lets_go_of_who_waits() -> None:
     listener = _calls.Listener()
-    ended = threading.Event()
-
-    def wait() -> None:
-        with pytest.raises(OSError, match=r"Invalid argument|Bad file"):
-            listener.accept()
-        ended.set()
-
-    threading.Thread(target=wait, daemon=True).start()
+    waiting = Task(listener.accept)
     listener.close()
-    assert ended.wait(30)
+    with pytest.raises(OSError, match=r"Invalid argument|Bad file"):
+        waiting.result(30)
     with socket.socket(socket.AF_UNIX) as probe, pytest.raises(ConnectionRefusedError):
         probe.connect(f"\0{listener.name}")
 

@@ -24,7 +24,9 @@ class GpuWorld(World):
         self._gpus = gpus
         super().__init__(size, **options)
 
-    def run(self, function: Callable[[Context], T], deadline: float = DEADLINE) -> list[T]:
+    def run(
+        self, function: Callable[[Any], T], made: Callable[[Context], Any] | None = None, deadline: float = DEADLINE
+    ) -> list[T]:
         """As World's.
 
         Raises:
@@ -36,12 +38,12 @@ class GpuWorld(World):
         def knowing(context: Context) -> T:  # a thread that begins, and one that ends, has told the other what it knew
             machine.knowledge.join(known)
             try:
-                return function(context)
+                return function(context if made is None else made(context))
             finally:
                 with machine.lock:
                     known.join(machine.knowledge)
 
-        results = super().run(knowing, deadline)
+        results = super().run(knowing, deadline=deadline)
         machine.knowledge.join(known)
         machine.check()
         return results

@@ -43,7 +43,7 @@ import psutil
 from tests.support import warm
 from tests.support.hosts.firewall import everything_to, opening_connections_to
 from tests.support.hosts.plan import HostPlan, HostSpec, Nic, Plan, as_data, make_plan
-from tests.support.launching import clean_environment, wait_for
+from tests.support.launching import clean_environment, run_command, wait_for
 
 __all__ = ["Bed", "Host", "HostProcess", "HostSpec", "Nic", "available"]
 
@@ -422,7 +422,7 @@ class Bed:
     def _in_switches(self, argv: Sequence[str], text: str = "") -> str:
         assert self._keeper is not None
         enter = ["nsenter", "--target", str(self._keeper.pid), "-n", "--"]
-        done = subprocess.run([*enter, *argv], input=text, capture_output=True, text=True, check=False, timeout=10)
+        done = run_command([*enter, *argv], input=text, timeout=10)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
         return done.stdout

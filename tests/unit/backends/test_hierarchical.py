@@ -17,6 +17,7 @@ from hvdgloo._backends.hierarchical import HierarchicalBackend, Layout, Threshol
 from hvdgloo._backends.local import LocalBackend, LocalGroup
 from hvdgloo.errors import BackendError, ConnectError
 from hvdgloo.types import Buffer, DType, ReduceOp
+from tests.support.backends import finish
 
 LAYOUTS = [(2, 2), (2, 1), (3, 1, 2), (1, 3), (2, 2, 2)]
 CHUNK = 48
@@ -111,11 +112,6 @@ class Ranks:
             raise failures[0]
 
 
-def wait(work: Work) -> None:
-    while not work.completes_within(5.0):
-        pass
-
-
 def values(rank: int, count: int, dtype: DType) -> np.ndarray:
     small = (np.arange(count) + rank) % 3
     if dtype is DType.BFLOAT16:
@@ -141,7 +137,7 @@ def test_allreduce(ranks: Ranks, dtype: DType) -> None:
         for count in (1, 5, 100):
             array = values(rank, count, dtype)
             expected = kernels.reduce([values(r, count, dtype) for r in range(ranks.size)], dtype, ReduceOp.SUM)
-            wait(backend.allreduce(Buffer.of_array(array, dtype), ReduceOp.SUM))
+            finish(backend.allreduce(Buffer.of_array(array, dtype), ReduceOp.SUM))
             assert array.tolist() == expected.tolist(), count
 
     ranks.run(body)
@@ -153,7 +149,7 @@ def test_other_reductions(ranks: Ranks, op: ReduceOp) -> None:
     def body(rank: int, backend: HierarchicalBackend) -> None:
         array = values(rank, 9, DType.INT32)
         expected = kernels.reduce([values(r, 9, DType.INT32) for r in range(ranks.size)], DType.INT32, op)
-        wait(backend.allreduce(Buffer.of_array(array), op))
+        finish(backend.allreduce(Buffer.of_array(array), op))
         assert array.tolist() == expected.tolist()
 
     ranks.run(body)
@@ -164,7 +160,7 @@ def test_broadcast_from_everyone(ranks: Ranks) -> None:
     def body(rank: int, backend: HierarchicalBackend) -> None:
         for root in range(ranks.size):
             array = np.arange(77) + 1000 * rank
-            wait(backend.broadcast(Buffer.of_array(array), root))
+            finish(backend.broadcast(Buffer.of_array(array), root))
             assert array.tolist() == (np.arange(77) + 1000 * root).tolist()
 
     ranks.run(body)
@@ -178,18 +174,18 @@ def test_what_moves_rows(ranks: Ranks, counts: Callable[[int], int]) -> None:
     def body(rank: int, backend: HierarchicalBackend) -> None:
         own = np.arange(counts(rank)) + 100 * rank
         gathered = np.empty(sum(nbytes) // 8, np.int64)
-        wait(backend.allgather(Buffer.of_array(own), Buffer.of_array(gathered), nbytes))
+        finish(backend.allgather(Buffer.of_array(own), Buffer.of_array(gathered), nbytes))
         assert gathered.tolist() == whole.tolist()
         given = whole * (rank + 1)
         before = given.copy()
         part = np.empty(counts(rank), np.int64)
-        wait(backend.reducescatter(Buffer.of_array(given), Buffer.of_array(part), nbytes, ReduceOp.SUM))
+        finish(backend.reducescatter(Buffer.of_array(given), Buffer.of_array(part), nbytes, ReduceOp.SUM))
         assert part.tolist() == (own * (ranks.size * (ranks.size + 1) // 2)).tolist()
         assert given.tolist() == before.tolist()
         sent = np.arange(ranks.size) + 10 * rank
         received = np.empty(ranks.size, np.int64)
         eights = [8] * ranks.size
-        wait(backend.alltoall(Buffer.of_array(sent), Buffer.of_array(received), eights, eights))
+        finish(backend.alltoall(Buffer.of_array(sent), Buffer.of_array(received), eights, eights))
         assert received.tolist() == [10 * source + rank for source in range(ranks.size)]
 
     ranks.run(body)
@@ -201,11 +197,11 @@ def test_operations_are_executed_in_the_order_in_which_they_began_wherever_they_
             first, second = np.full(40, rank + 1), np.full(30, 2.0 * rank)
             works = [backend.allreduce(Buffer.of_array(first), ReduceOp.SUM)]
             if (rank + turn) % 2:
-                wait(works[0])
+                finish(works[0])
             works.append(backend.allreduce(Buffer.of_array(second), ReduceOp.SUM))
             works.append(backend.broadcast(Buffer.of_array(third := np.full(20, rank)), 0))
             for work in works if (rank + turn) % 3 else reversed(works):
-                wait(work)
+                finish(work)
             total = sum(range(ranks.size))
             assert first.tolist() == [total + ranks.size] * 40
             assert second.tolist() == [2.0 * total] * 30
@@ -240,7 +236,7 @@ def test_each_takes_its_share_across_and_no_more(sizes: tuple[int, ...]) -> None
             ),
         }.items():
             before = ranks.crossed(rank)
-            wait(call())
+            finish(call())
             taken, expected = ranks.crossed(rank) - before, share(rank, operation)
             assert abs(taken - expected) <= 0.05 * expected + 1, operation
 
@@ -249,7 +245,7 @@ def test_each_takes_its_share_across_and_no_more(sizes: tuple[int, ...]) -> None
 
 def test_what_is_reduced_crosses_where_it_lies(ranks: Ranks) -> None:
     arrays = [np.full(60, float(rank)) for rank in range(ranks.size)]
-    ranks.run(lambda rank, backend: wait(backend.allreduce(Buffer.of_array(arrays[rank]), ReduceOp.SUM)))
+    ranks.run(lambda rank, backend: finish(backend.allreduce(Buffer.of_array(arrays[rank]), ReduceOp.SUM)))
     for array, notes in zip(arrays, ranks.notes, strict=True):
         begin = array.ctypes.data
         assert notes
@@ -259,7 +255,7 @@ def test_what_is_reduced_crosses_where_it_lies(ranks: Ranks) -> None:
 def test_one_chunk_is_in_memory_while_others_are_on_the_wire() -> None:
     ranks = Ranks((2, 2))
     arrays = [np.zeros(5 * CHUNK // 8) for _ in range(4)]
-    ranks.run(lambda rank, backend: wait(backend.allreduce(Buffer.of_array(arrays[rank]), ReduceOp.SUM)))
+    ranks.run(lambda rank, backend: finish(backend.allreduce(Buffer.of_array(arrays[rank]), ReduceOp.SUM)))
     away, back = ["local reducescatter", "cross allreduce"], ["local allgather"]
     for rank in range(4):
         steps = [what for what, _, _ in ranks.notes[rank]]
@@ -273,13 +269,13 @@ def test_of_small_tensors_only_the_hosts_leaders_go_across(limits: Thresholds) -
     def body(rank: int, backend: HierarchicalBackend) -> None:
         for count in (10, 15):  # 80 and 120 bytes, of all ranks together
             array = np.full(count, rank)
-            wait(backend.allreduce(Buffer.of_array(array), ReduceOp.SUM))
+            finish(backend.allreduce(Buffer.of_array(array), ReduceOp.SUM))
             assert array.tolist() == [10] * count
-            wait(backend.broadcast(Buffer.of_array(array), 4))
+            finish(backend.broadcast(Buffer.of_array(array), 4))
             part, blocks = np.zeros(count // 5, np.int64), [8 * count // 5] * 5
-            wait(backend.reducescatter(Buffer.of_array(array), Buffer.of_array(part), blocks, ReduceOp.SUM))
+            finish(backend.reducescatter(Buffer.of_array(array), Buffer.of_array(part), blocks, ReduceOp.SUM))
             assert part.tolist() == [50] * (count // 5)
-            wait(backend.allgather(Buffer.of_array(part), Buffer.of_array(array), blocks))
+            finish(backend.allgather(Buffer.of_array(part), Buffer.of_array(array), blocks))
             assert array.tolist() == [50] * count
 
     ranks.run(body)
@@ -311,7 +307,7 @@ def test_few_ranks_send_what_is_small_to_each_other_at_once() -> None:
             sent, received, eights = np.arange(4) + 10 * rank, np.zeros(4, np.int64), [8] * 4
             works.append(backend.alltoall(Buffer.of_array(sent), Buffer.of_array(received), eights, eights))
             for work in reversed(works):
-                wait(work)
+                finish(work)
             assert array.tolist() == [6] * count
             assert rows.tolist() == [24] * count
             assert received.tolist() == [10 * source + rank for source in range(4)]
@@ -333,7 +329,7 @@ def test_the_flat_group_is_opened_by_the_first_alltoall_and_only_once() -> None:
         assert not ranks.noted(rank, "flat")
         works = [backend.alltoall(Buffer.of_array(sent), Buffer.of_array(each), eights, eights) for each in received]
         for work in reversed(works):
-            wait(work)
+            finish(work)
         assert all(each.tolist() == [rank, 10 + rank, 20 + rank] for each in received)
 
     ranks.run(body)
@@ -350,7 +346,7 @@ def test_a_flat_group_that_cannot_be_opened_is_a_failure_of_the_alltoall() -> No
     two = Buffer.of_array(np.zeros(2, np.int64))
     work = backend.alltoall(two, Buffer.of_array(np.zeros(2, np.int64)), [8, 8], [8, 8])
     with pytest.raises(ConnectError, match="no rank answers"):
-        wait(work)
+        finish(work)
 
 
 def test_an_abort_gives_up_opening_the_flat_group() -> None:
@@ -371,7 +367,7 @@ def test_an_abort_gives_up_opening_the_flat_group() -> None:
     assert not work.completes_within(0)
     backend.abort()
     with pytest.raises(ConnectError, match="given up"):
-        wait(work)
+        finish(work)
 
 
 @pytest.mark.parametrize(

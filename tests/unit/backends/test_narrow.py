@@ -19,6 +19,7 @@ from hvdgloo._backends.local import LocalBackend, LocalGroup
 from hvdgloo._backends.narrow import Narrow
 from hvdgloo._backends.progress_thread import ProgressThread
 from hvdgloo.types import Buffer, DType, ReduceOp, WireFormat
+from tests.support.backends import finish
 from tests.support.lines import Lines
 from tests.support.selection import extended
 
@@ -218,11 +219,6 @@ class Hosts:
             backend.close()
 
 
-def wait(work: Work) -> None:
-    while not work.completes_within(5.0):
-        pass
-
-
 @pytest.mark.parametrize("thresholds", [ALWAYS, NEVER], ids=["in slices", "whole"])
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("form", [WireFormat.INT8, WireFormat.INT4], ids=str)
@@ -236,7 +232,7 @@ def test_between_hosts_all_ranks_get_the_same_bits_in_every_run(
     def body(rank: int, backend: HierarchicalBackend) -> None:
         for _ in range(2):
             results.append(mine := arrays[rank].copy())
-            wait(backend.allreduce_encoded(Buffer.of_array(mine), form))
+            finish(backend.allreduce_encoded(Buffer.of_array(mine), form))
 
     hosts.run(body)
     hosts.close()
@@ -256,7 +252,7 @@ def test_between_hosts_ranks_keep_what_is_missing_from_all_sums(sizes: tuple[int
     def body(rank: int, backend: HierarchicalBackend) -> None:
         for _ in range(rounds):
             mine = arrays[rank].copy()
-            wait(backend.allreduce_encoded(Buffer.of_array(mine), WireFormat.INT4_FEEDBACK, residuals[rank]))
+            finish(backend.allreduce_encoded(Buffer.of_array(mine), WireFormat.INT4_FEEDBACK, residuals[rank]))
             totals[rank] += mine
 
     hosts.run(body)
@@ -274,13 +270,13 @@ def test_between_hosts_only_encoded_bytes_cross_and_other_operations_stay_exact(
     arrays = vectors(hosts.size, count)
 
     def body(rank: int, backend: HierarchicalBackend) -> None:
-        wait(backend.allreduce_encoded(Buffer.of_array(arrays[rank].copy()), WireFormat.INT8))
+        finish(backend.allreduce_encoded(Buffer.of_array(arrays[rank].copy()), WireFormat.INT8))
         for op, combine in ((ReduceOp.MAX, np.max), (ReduceOp.MIN, np.min)):
-            wait(backend.allreduce(Buffer.of_array(mine := arrays[rank].copy()), op))
+            finish(backend.allreduce(Buffer.of_array(mine := arrays[rank].copy()), op))
             assert (mine == combine(arrays, 0)).all()
-        wait(backend.allreduce(Buffer.of_array(mine := np.full(count, rank / 2, np.float32)), ReduceOp.SUM))
+        finish(backend.allreduce(Buffer.of_array(mine := np.full(count, rank / 2, np.float32)), ReduceOp.SUM))
         assert (mine == sum(range(hosts.size)) / 2).all()
-        wait(backend.broadcast(Buffer.of_array(mine := arrays[rank].copy()), 0))
+        finish(backend.broadcast(Buffer.of_array(mine := arrays[rank].copy()), 0))
         assert (mine == arrays[0]).all()
 
     hosts.run(body)

@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdgloo._backends.plane_reason import why
-from hvdgloo.topology import Host, Topology, Worker
-
-
-def topology(*slots: int) -> Topology:
-    hosts = tuple(Host(f"h{number}", f"identity{number}") for number, _ in enumerate(slots, 1))
-    places = [(host, local) for host, count in enumerate(slots) for local in range(count)]
-    workers = tuple(Worker(rank, *place, 1, "127.0.0.1", 0) for rank, place in enumerate(places))
-    return Topology(0, hosts, workers)
+from tests.support.topologies import on_hosts
 
 
 @pytest.mark.parametrize(
@@ -31,4 +24,4 @@ def topology(*slots: int) -> Topology:
     ],
 )
 def test_the_reason_names_what_decided(name: str, slots: tuple[int, ...], device: str, reason: str) -> None:
-    assert why(name, topology(*slots), range(sum(slots)), device) == reason
+    assert why(name, on_hosts(*slots, first=1), range(sum(slots)), device) == reason

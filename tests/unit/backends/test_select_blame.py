@@ -12,10 +12,9 @@ from hvdgloo._backends.shm import backend as shm
 from hvdgloo.config import Config
 from hvdgloo.errors import ConnectError
 from hvdgloo.rendezvous import MemoryStore
-from hvdgloo.topology import Host, Topology, Worker
+from tests.support.topologies import on_hosts
 
-HOSTS = (Host("h0", "identity 0"), Host("h1", "identity 1"))
-TOPOLOGY = Topology(0, HOSTS, tuple(Worker(rank, rank // 2, rank % 2, 1, "127.0.0.1", 0) for rank in range(4)))
+TOPOLOGY = on_hosts(2, 2)
 
 
 def planes(rank: int) -> Planes:

@@ -19,7 +19,7 @@ from hvdgloo.config import Config
 from hvdgloo.errors import ConfigError, MissingDependencyError
 from hvdgloo.rendezvous import MemoryStore
 from hvdgloo.runner.cli.build_report import build_table
-from hvdgloo.topology import Host, Topology, Worker
+from tests.support.topologies import on_hosts
 
 
 def test_a_helper_that_may_not_have_a_connection_for_each_rank_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,11 +72,7 @@ def test_a_folder_without_code_is_no_package(tmp_path: Path, monkeypatch: pytest
 
 def _open(config: Config, decided: Config, hosts: int = 2) -> None:
     """Act as rank 1, on the last host, after rank 0 has decided."""
-    topology = Topology(
-        0,
-        (Host("h1", "one"), Host("h2", "two"))[:hosts],
-        tuple(Worker(rank, rank % hosts, rank // hosts, 7, "127.0.0.1", 0) for rank in range(2)),
-    )
+    topology = on_hosts(*[2 // hosts] * hosts, first=1)
     planes = Planes(config, plane_settings(decided), topology, 1, MemoryStore(), "t/", "127.0.0.1")
     planes.open(0, range(2))
 

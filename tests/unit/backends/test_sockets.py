@@ -10,7 +10,7 @@ import pytest
 
 from hvdgloo._backends import sockets
 from hvdgloo._backends.sockets import Connections, Ends, encode_address, shut_down
-from tests.support.rendezvous import Task
+from tests.support.threads import Task
 
 
 def test_a_connection_is_ended_for_both_of_its_ends() -> None:

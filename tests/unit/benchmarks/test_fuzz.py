@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from contextlib import nullcontext
 from random import Random
@@ -11,6 +10,7 @@ import pytest
 
 from hvdgloo._net.framing import FrameDecoder
 from tests.support import fuzzing
+from tests.support.launching import run_command
 from tests.support.pages import ROOT
 
 SEED = 1
@@ -57,7 +57,7 @@ def test_a_reader_that_believes_a_length_is_found(monkeypatch: pytest.MonkeyPatc
 
 def test_the_command_tries_as_many_as_there_is_time_for() -> None:
     command = [sys.executable, "benchmarks/fuzz.py", "--target", "probes", "--target", "control", "--seconds", "0.4"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
+    done = run_command(command, cwd=ROOT, timeout=50)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["seed", "probes", "control"]

@@ -13,7 +13,7 @@ import pytest
 from hvdgloo.elastic import _leaving as leaving
 from hvdgloo.elastic._leaving import leaving_on_sigterm
 from hvdgloo.errors import RendezvousError
-from tests.support.rendezvous import Task
+from tests.support.threads import Task
 
 
 @dataclass

@@ -13,19 +13,7 @@ from hvdgloo._observe.counters import Counters
 from hvdgloo.errors import PeerLostError, WaitTimeoutError
 from hvdgloo.types import Buffer
 from tests.support.interrupting import Line, at_each_line, interrupted_at
-
-
-def in_threads(count: int, function: object) -> list[threading.Thread]:
-    threads = [threading.Thread(target=function, daemon=True) for _ in range(count)]  # type: ignore[arg-type]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def join_all(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
+from tests.support.threads import Task, at_once
 
 
 @pytest.mark.parametrize("timeout", [0, 0.02, -1])
@@ -42,19 +30,17 @@ def test_a_wait_ends_at_its_deadline_and_the_handle_stays_pending(timeout: float
 
 def test_an_endless_timeout_is_a_timeout() -> None:
     handle = Handle("x")
-    threads = in_threads(1, lambda: handle.wait(float("inf")))
+    waiting = Task(lambda: handle.wait(float("inf")))
     handle.resolve()
-    join_all(threads)
+    assert waiting.result() == ()
 
 
 def test_everyone_who_waits_gets_the_result() -> None:
     handle = Handle("x")
     output = Buffer.of_array(np.zeros(3))
-    results: list[tuple[Buffer, ...]] = []
-    threads = in_threads(5, lambda: results.append(handle.wait(10)))
+    waiting = [Task(lambda: handle.wait(10)) for _ in range(5)]
     assert handle.resolve([output])
-    join_all(threads)
-    assert results == [(output,)] * 5
+    assert [task.result() for task in waiting] == [(output,)] * 5
     assert handle.error is None
     assert handle.outputs == (output,)
 
@@ -62,19 +48,10 @@ def test_everyone_who_waits_gets_the_result() -> None:
 def test_everyone_who_waits_gets_the_error_again_and_again() -> None:
     handle = Handle("x")
     error = PeerLostError("rank 1 was lost", rank=1)
-    caught: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            handle.wait(10)
-        except PeerLostError as raised:
-            caught.append(raised)
-
-    threads = in_threads(4, wait)
+    waiting = [Task(lambda: handle.wait(10)) for _ in range(4)]
     handle.resolve(error=error)
-    join_all(threads)
-    wait()
-    assert [one is error for one in caught] == [True] * 5
+    waiting.append(Task(lambda: handle.wait(10)))
+    assert [task.failure() is error for task in waiting] == [True] * 5
     assert handle.error is error
 
 
@@ -104,14 +81,12 @@ def test_many_resolvers_one_wins() -> None:
     for _ in range(50):
         handle = Handle("x")
         barrier = threading.Barrier(3)
-        won: list[bool] = []
 
-        def resolve(handle: Handle = handle, barrier: threading.Barrier = barrier, won: list[bool] = won) -> None:
+        def resolve(handle: Handle = handle, barrier: threading.Barrier = barrier) -> bool:
             barrier.wait(10)
-            won.append(handle.resolve())
+            return handle.resolve()
 
-        join_all(in_threads(3, resolve))
-        assert sorted(won) == [False, False, True]
+        assert sorted(at_once(*[resolve] * 3)) == [False, False, True]
 
 
 def test_callbacks_see_a_handle_that_is_done_whenever_they_were_added() -> None:
@@ -144,10 +119,10 @@ def test_no_callback_is_lost_or_called_twice_in_a_race() -> None:
             for number in range(20):
                 handle.add_done_callback(lambda _, number=number: calls.append(number))  # type: ignore[misc]
 
-        threads = in_threads(1, add)
+        adding = Task(add)
         barrier.wait(10)
         handle.resolve()
-        join_all(threads)
+        adding.result()
         assert sorted(calls) == list(range(20))
 
 

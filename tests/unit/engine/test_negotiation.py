@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hvdgloo._engine.member import Member
-from hvdgloo._engine.messages import Execute, Request, Resend, Response, Submit, decode, encode
+from hvdgloo._engine.messages import Execute, Request, Response, Submit
 from hvdgloo._engine.negotiation import Negotiator, Waiting, agree, format_ranks
 from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo.errors import (
@@ -24,6 +23,7 @@ from hvdgloo.errors import (
     MismatchError,
 )
 from hvdgloo.types import Collective, DType, ReduceOp, TensorSpec
+from tests.support.negotiation import Negotiation
 
 
 def spec(*shape: int, dtype: DType = DType.FLOAT32, device: str = "cpu") -> TensorSpec:
@@ -430,21 +430,11 @@ class TestMember:
         assert member.drain() == Submit((), (reduce("a", 1),))
 
 
-class Net:
-    """Members and a Negotiator joined by queues that keep order on each link and deliver in any order otherwise.
-
-    Every message goes through its bytes.
-    """
-
+class Net(Negotiation):
     def __init__(self, size: int, capacity: int, rng: random.Random) -> None:
-        self.size = size
+        super().__init__(size, capacity)
         self.rng = rng
-        self.members = [Member(rank, {0: range(size)}, 0) for rank in range(size)]
-        self.negotiator = negotiator(size, capacity)
-        self.up: list[deque[bytes]] = [deque() for _ in range(size)]
-        self.down: list[deque[bytes]] = [deque() for _ in range(size)]
         self.executed: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(size)]
-        self.resends = 0
 
     def submit(self, rank: int, request: Request) -> Submission:
         op = operation(request)
@@ -453,46 +443,13 @@ class Net:
 
     def step(self) -> bool:
         """Do one thing that can be done; False if there is none."""
-        actions: list[tuple[Callable[[int], None], int]] = []
-        for rank in range(self.size):
-            if self.members[rank]._new:
-                actions.append((self._drain, rank))
-            if self.up[rank]:
-                actions.append((self._absorb, rank))
-            if self.down[rank]:
-                actions.append((self._deliver, rank))
-        if self.negotiator.has_ready:
-            actions.append((self._release, 0))
+        actions = self.actions()
         if not actions:
             return False
-        action, rank = self.rng.choice(actions)
-        action(rank)
+        self.rng.choice(actions)()
         return True
 
-    def _drain(self, rank: int) -> None:
-        submission = self.members[rank].drain()
-        assert submission is not None
-        self.up[rank].append(encode(submission))
-
-    def _absorb(self, rank: int) -> None:
-        submission = decode(self.up[rank].popleft())
-        assert isinstance(submission, Submit)
-        unknown = self.negotiator.absorb(rank, submission, 0.0)
-        if unknown:
-            self.down[rank].append(encode(Resend(tuple(unknown))))
-
-    def _release(self, _: int) -> None:
-        items, forgotten = taken(self.negotiator)
-        for queue in self.down:
-            queue.append(encode(Execute(items, forgotten)))
-
-    def _deliver(self, rank: int) -> None:
-        message = decode(self.down[rank].popleft())
-        if isinstance(message, Resend):
-            self.resends += 1
-            self.up[rank].append(encode(self.members[rank].resend(message.signatures)))
-            return
-        assert isinstance(message, Execute)
+    def execute(self, rank: int, message: Execute) -> None:
         for response, op in self.members[rank].accept(message):
             assert response.request.key == op.request.key
             own = op.request.tensors[0].shape

@@ -8,8 +8,8 @@ or forgotten, and when a rank is lost every handle ends.
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,12 +17,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdgloo._engine.handle import Handle
-from hvdgloo._engine.member import Member
-from hvdgloo._engine.messages import Execute, Request, Resend, Submit, decode, encode
-from hvdgloo._engine.negotiation import Negotiator
+from hvdgloo._engine.messages import Execute, Request
 from hvdgloo._engine.submission import PersistentRequest, Submission
 from hvdgloo.errors import MismatchError, PeerLostError
 from hvdgloo.types import Buffer, Collective, DType, TensorSpec
+from tests.support.negotiation import Negotiation
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Round:
 
 
 @dataclass
-class Job:
+class Job(Negotiation):
     """The model's state."""
 
     size: int
@@ -54,14 +53,9 @@ class Job:
     executed: list[list[tuple[tuple[int, ...], str, int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        everyone = {0: tuple(range(self.size))}
-        self.members = [Member(rank, everyone, self.inline) for rank in range(self.size)]
-        self.negotiator = Negotiator(everyone, self.capacity)
-        self.up: list[deque[bytes]] = [deque() for _ in range(self.size)]
-        self.down: list[deque[bytes]] = [deque() for _ in range(self.size)]
+        super().__init__(self.size, self.capacity, self.inline)
         self.executed = [[] for _ in range(self.size)]
         self.handles: list[Handle] = []
-        self.inlined = 0
 
     # What a rank's program does.
 
@@ -124,47 +118,6 @@ class Job:
     def wait(handles: list[Handle]) -> Iterator[None]:
         while not all(handle.done() for handle in handles):
             yield
-
-    # What the network does.
-
-    def actions(self) -> list[Callable[[], None]]:
-        found: list[Callable[[], None]] = []
-        for rank in range(self.size):
-            if self.members[rank]._new:
-                found.append(lambda rank=rank: self.drain(rank))
-            if self.up[rank]:
-                found.append(lambda rank=rank: self.absorb(rank))
-            if self.down[rank]:
-                found.append(lambda rank=rank: self.deliver(rank))
-        if self.negotiator.has_ready:
-            found.append(self.release)
-        return found
-
-    def drain(self, rank: int) -> None:
-        submission = self.members[rank].drain()
-        assert submission is not None
-        self.up[rank].append(encode(submission))
-
-    def absorb(self, rank: int) -> None:
-        submission = decode(self.up[rank].popleft())
-        assert isinstance(submission, Submit)
-        unknown = self.negotiator.absorb(rank, submission, 0.0)
-        if unknown:
-            self.down[rank].append(encode(Resend(tuple(unknown))))
-
-    def release(self) -> None:
-        message = self.negotiator.take()
-        self.inlined += len(message.results)
-        for queue in self.down:
-            queue.append(encode(message))
-
-    def deliver(self, rank: int) -> None:
-        message = decode(self.down[rank].popleft())
-        if isinstance(message, Resend):
-            self.up[rank].append(encode(self.members[rank].resend(message.signatures)))
-            return
-        assert isinstance(message, Execute)
-        self.execute(rank, message)
 
     def execute(self, rank: int, message: Execute) -> None:
         for response, operation in self.members[rank].accept(message, 0.0):

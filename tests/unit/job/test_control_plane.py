@@ -16,8 +16,10 @@ from hvdgloo._job.control_plane import ControlPlane, World, tree_position_of
 from hvdgloo._net.handshake import Handshake, Link, listen
 from hvdgloo.config import Config
 from hvdgloo.errors import ConnectError
-from hvdgloo.rendezvous import MemoryStore, RendezvousClient
-from hvdgloo.topology import Host, Topology, Worker
+from hvdgloo.rendezvous import RendezvousClient
+from hvdgloo.topology import Topology
+from tests.support.rendezvous import InProcess
+from tests.support.topologies import on_hosts
 
 SECRET = bytes(range(32))
 Found = tuple[dict[int, Link], dict[str, Any]]
@@ -28,31 +30,19 @@ def topology(slots: Sequence[int], fanin: int = 16, tree_ranks: int = 2, strange
     Args:
         strange: hosts whose ranks do not agree on where they are.
     """
-    hosts = tuple(Host(f"h{number}", "" if number in strange else f"identity {number}") for number in range(len(slots)))
-    places = [(host, local) for host, count in enumerate(slots) for local in range(count)]
-    workers = (Worker(rank, *place, 100 + rank, "127.0.0.1", 0) for rank, place in enumerate(places))
-    return Topology(0, hosts, tuple(workers), fanin, tree_ranks)
+    identities = ["" if number in strange else f"identity {number}" for number in range(len(slots))]
+    return on_hosts(*slots, identities=identities, pid=100, control_fanin=fanin, control_tree_ranks=tree_ranks)
 
 
 class _AbsentError(Exception):
     """This rank died after it had registered."""
 
 
-class _Client:
-    """The rendezvous service, in this process."""
-
-    def __init__(self) -> None:
-        self.kept = MemoryStore()
-
-    def store(self, scope: str, *, timeout: float) -> MemoryStore:
-        return self.kept
-
-
 def met(
     there: Topology, configs: Sequence[Config], *, known: bool = True, absent: Sequence[int] = ()
 ) -> list[Found | BaseException]:
     """Return each rank's findings, or the reason for its failure."""
-    client = cast(RendezvousClient, _Client())
+    client = cast(RendezvousClient, InProcess())
     key = f"0.0.{os.urandom(4).hex()}"
     with ExitStack() as stack:
         listener = stack.enter_context(listen("127.0.0.1", None))
@@ -160,7 +150,7 @@ def test_a_leader_that_has_registered_is_waited_for_no_longer_than_for_a_connect
 def test_a_leader_that_does_not_come_is_named_by_its_host_s_other_ranks() -> None:
     there = topology((1, 2, 1))
     hurried = Config(secret=SECRET, connect_timeout=0.2, start_timeout=0.2)
-    client = cast(RendezvousClient, _Client())
+    client = cast(RendezvousClient, InProcess())
     control_plane = ControlPlane(hurried, SECRET, None, client, World(2, there, "alone"), "127.0.0.1")
     with pytest.raises(
         ConnectError, match=r"rank 2 \(host h1, .* not connect to rank 1 \(host h1.* same host"

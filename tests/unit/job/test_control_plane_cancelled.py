@@ -24,11 +24,13 @@ from hvdgloo._net.tls import Tls
 from hvdgloo.config import Config
 from hvdgloo.errors import BackendError
 from hvdgloo.rendezvous import MemoryStore, RendezvousClient
-from hvdgloo.topology import Host, Topology, Worker
-from tests.support.rendezvous import SECRET, Task
+from tests.support.rendezvous import SECRET, InProcess
+from tests.support.threads import Task
+from tests.support.topologies import on_hosts
 
 HANDSHAKE = Handshake(SECRET, 0, 0)
 NEVER = 60.0
+TREE = {"control_fanin": 1, "control_tree_ranks": 2}
 
 
 class Event:
@@ -43,30 +45,13 @@ class Event:
         return self.said.is_set()
 
 
-class Client:
-    """The rendezvous service, in this process."""
-
-    def __init__(self) -> None:
-        self.kept = MemoryStore()
-
-    def store(self, scope: str, *, timeout: float) -> MemoryStore:
-        return self.kept
-
-
 def describe(rank: int) -> str:
     return f"rank {rank}"
 
 
-def topology(hosts: int, of_each: int) -> Topology:
-    ranks = range(hosts * of_each)
-    workers = [Worker(rank, rank // of_each, rank % of_each, 1, "127.0.0.1", 0) for rank in ranks]
-    named = tuple(Host(f"h{number}", f"identity {number}") for number in range(hosts))
-    return Topology(0, named, tuple(workers), control_fanin=1, control_tree_ranks=2)
-
-
 def control_plane(world: World, cancelled: Event, config: Config | None = None) -> ControlPlane:
     patient = config or Config(secret=SECRET, connect_timeout=NEVER, start_timeout=NEVER)
-    client = cast(RendezvousClient, Client())
+    client = cast(RendezvousClient, InProcess())
     return ControlPlane(patient, SECRET, None, client, world, "127.0.0.1", cancelled=cancelled)
 
 
@@ -122,11 +107,11 @@ def for_an_answer_on_the_host(stack: ExitStack, event: Event) -> object:
 
 
 def for_an_endpoint(stack: ExitStack, event: Event) -> object:
-    return control_plane(World(1, topology(1, 2), "a"), event).connect(None, None, [])
+    return control_plane(World(1, on_hosts(2, **TREE), "a"), event).connect(None, None, [])
 
 
 def for_ranks_below_in_a_tree(stack: ExitStack, event: Event) -> object:
-    there = topology(3, 2)
+    there = on_hosts(2, 2, 2, **TREE)
     world = World(1, there, f"b{os.getpid()}")
     return control_plane(world, event).connect(tree_position_of(1, there), None, [])
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from hvdgloo._net.event_loop import EventLoop, WakeUp
+from tests.support.threads import Task
 
 
 @pytest.fixture
@@ -29,15 +30,14 @@ def test_another_thread_has_it_call_something(loop: EventLoop) -> None:
         assert entered.wait(10)
         loop.call_soon(lambda: called.append(threading.get_ident()))
 
-    thread = threading.Thread(target=other)
-    thread.start()
+    thread = Task(other)
     entered.set()
     begun = time.monotonic()
     while not called:
         loop.turn(begun + 60)
     assert time.monotonic() - begun < 30
     assert called == [threading.get_ident()]
-    thread.join(10)
+    thread.result(10)
 
 
 def test_a_signal_handler_has_it_call_something(loop: EventLoop) -> None:

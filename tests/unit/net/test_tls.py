@@ -33,7 +33,9 @@ from hvdgloo.errors import AuthenticationError, ConfigError, ConnectError, Missi
 from hvdgloo.rendezvous import RendezvousClient, RendezvousServer
 from hvdgloo.rendezvous._client.connection import HttpConnection
 from tests.support.certificates import authority
-from tests.support.rendezvous import SECRET, Task, info, until
+from tests.support.launching import run_command
+from tests.support.rendezvous import SECRET, info, until
+from tests.support.threads import Task
 
 
 def describe(rank: int) -> str:
@@ -443,10 +445,12 @@ class TestSettings:
         encryption = BestAvailableEncryption(b"a password")
         Path(key).write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
         script = "import sys; from hvdgloo._net.tls import Tls; Tls(*sys.argv[1:]).check_listener()"
-        done = subprocess.run(
+        done = run_command(
             [sys.executable, "-c", script, certificate, key],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            timeout=20,
+            start_new_session=True,
+        )
         assert "ConfigError: HVDGLOO_TLS_CERT, HVDGLOO_TLS_KEY: " in done.stderr
         assert "cannot be used: the private key is encrypted, and there is no way to ask" in done.stderr
 

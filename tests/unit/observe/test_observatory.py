@@ -30,6 +30,7 @@ from hvdgloo._observe.samples import (
     Steps,
 )
 from tests.support.observed import EVIL, MIB, SimulatedJob
+from tests.support.threads import Task
 
 DEADLINE = 30.0
 
@@ -750,14 +751,10 @@ def test_a_reader_waits_no_longer_than_until_there_is_something_new() -> None:
     observatory = watched()
     reader = observatory.subscribe()
     reader.next()
-    got: list[object] = []
-    thread = threading.Thread(target=lambda: got.append(reader.next(DEADLINE)))
-    thread.start()
+    waiting = Task(lambda: reader.next(DEADLINE))
     observatory.event("warning", "x")
     observatory.tick()
-    thread.join(DEADLINE)
-
-    assert [type(value) for value in got] == [view.Update]
+    assert type(waiting.result(DEADLINE)) is view.Update
 
 
 def test_its_own_thread_tells_what_comes_in_and_sleeps_while_nothing_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from hvdgloo._observe.outlets import AgentOutlet, ServerOutlet
 from hvdgloo._observe.reporter import RankInEpoch, Reporter, Sampler
 from hvdgloo._observe.tracing import LONGEST_SECONDS, PATIENCE, STEPLESS_SECONDS, StepTracer
 from hvdgloo.errors import ConfigError, RendezvousError
+from tests.support.threads import Task
 
 DEADLINE = 30.0
 
@@ -259,8 +260,7 @@ def test_a_working_rank_is_reported_on_no_more_than_once_per_interval(
         while not stop.is_set():
             work(counters)
 
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
+    thread = Task(body)
     try:
         began = time.monotonic()
         begun(counters, agent.path, Rank(1), interval)
@@ -271,7 +271,7 @@ def test_a_working_rank_is_reported_on_no_more_than_once_per_interval(
         assert 1 < count <= (time.monotonic() - began) / interval + 2
     finally:
         stop.set()
-        thread.join(DEADLINE)
+        thread.result(DEADLINE)
 
 
 def test_an_idle_rank_sleeps_and_is_woken_by_what_it_does(agent: Agent, begun: Callable[..., Reporter]) -> None:

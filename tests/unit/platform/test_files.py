@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from hvdgloo._platform import files
 from hvdgloo.errors import ConfigError
 from hvdgloo.runner.console.console import make_directory
 from hvdgloo.runner.console.writer import FileTarget
+from tests.support.threads import Task
 
 ANOTHER = 65534
 
@@ -123,13 +123,10 @@ def test_devices_and_pipes_are_written_to_as_they_are(shared: Path) -> None:
     os.close(files.overwrite(os.devnull, private=True))
     assert stat.S_IMODE(os.stat(os.devnull).st_mode) & 0o002
     os.mkfifo(shared / "pipe")
-    read: list[bytes] = []
-    reader = threading.Thread(target=lambda: read.append((shared / "pipe").read_bytes()))
-    reader.start()
+    reader = Task((shared / "pipe").read_bytes)
     with os.fdopen(files.overwrite(str(shared / "pipe"), private=True), "wb") as file:
         file.write(b"x")
-    reader.join(30)
-    assert read == [b"x"]
+    assert reader.result(30) == b"x"
 
 
 def test_output_is_for_this_user_alone_even_where_another_had_made_the_file(

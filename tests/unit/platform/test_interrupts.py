@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from hvdgloo._platform import interrupts
+from tests.support.threads import Task
 
 
 @pytest.fixture(autouse=True)
@@ -76,11 +76,7 @@ def test_another_signal_s_handler_that_raises_meanwhile_leaves_ctrl_c_as_it_was(
 
 
 def test_other_threads_have_nothing_to_hold() -> None:
-    found = []
-    thread = threading.Thread(target=lambda: found.append(interrupts.hold()))
-    thread.start()
-    thread.join(10)
-    assert found == [None]
+    assert Task(interrupts.hold).result() is None
 
 
 def test_a_forked_child_is_interrupted_as_ever() -> None:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from hvdgloo._platform.queues import take_within
+from tests.support.threads import Task
 
 
 def test_a_deadline_holds_however_short_it_is_and_whatever_came_before() -> None:
@@ -25,10 +26,7 @@ def test_a_deadline_holds_however_short_it_is_and_whatever_came_before() -> None
                 take_within(items, 1e-9)
                 pytest.fail("nothing was there")
 
-    user = threading.Thread(target=use, daemon=True)
-    user.start()
-    user.join(20)
-    assert not user.is_alive()
+    Task(use).result()
 
 
 def test_what_is_there_and_what_comes_in_time_is_taken() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 
@@ -11,6 +10,7 @@ import pytest
 
 from hvdgloo._platform.temporary_variables import TemporaryVariables
 from tests.support.environment import LIBC, entries, seen_by_c
+from tests.support.launching import run_command
 
 
 @pytest.fixture
@@ -120,12 +120,5 @@ print("done")
 
 def test_other_threads_may_read_the_environment_meanwhile() -> None:
     large = {f"FILLS_{number}": "" for number in range(20000)}  # getenv reads for long, and its array is easily moved
-    done = subprocess.run(
-        [sys.executable, "-c", READING],
-        env={**os.environ, **large},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    done = run_command([sys.executable, "-c", READING], env={**os.environ, **large}, timeout=50)
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr

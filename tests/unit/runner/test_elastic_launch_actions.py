@@ -18,7 +18,8 @@ from hvdgloo.runner.elastic_launch import ElasticJob
 from hvdgloo.runner.job.spec import ElasticSpec, LaunchSpec
 from hvdgloo.runner.supervise.supervisor import Supervisor
 from tests.support.elastic_clients import Workers
-from tests.support.rendezvous import SECRET, Task, until
+from tests.support.rendezvous import SECRET, until
+from tests.support.threads import Task
 from tests.unit.runner.test_elastic_launch import Nothing
 
 

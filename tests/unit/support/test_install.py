@@ -7,9 +7,7 @@ import io
 import re
 import shlex
 import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +16,9 @@ import pytest
 from hvdgloo.runner.cli.flags import build_parser
 from hvdgloo.runner.cli.main import command_line, split_all
 from tests.support import install
+from tests.support.launching import run_command
 from tests.support.pages import ROOT
+from tests.support.threads import Task
 
 SMALL, LARGE = "Downloading tqdm-4.67-py3-none-any.whl (78 kB)", "Downloading torch-2.13.0-cp311-linux.whl (191.8 MB)"
 PIP = """\
@@ -120,11 +120,10 @@ def index(tmp_path: Path) -> Iterator[str]:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+        thread = Task(server.serve_forever)
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-        thread.join(10)
+        thread.result(10)
 
 
 def test_an_index_is_asked_whether_it_has_torch(index: str) -> None:
@@ -150,10 +149,9 @@ def test_what_is_no_web_server_is_no_index() -> None:
                 connection.recv(65536)  # closed with the request unread, the connection would be reset
                 connection.sendall(b"220 mail.example ESMTP\r\n")
 
-        thread = threading.Thread(target=speak, daemon=True)
-        thread.start()
+        thread = Task(speak)
         assert not install.answers(f"http://127.0.0.1:{server.getsockname()[1]}", timeout=10)
-        thread.join(10)
+        thread.result(10)
 
 
 def test_every_installation_goes_through_it_and_says_how_much_there_is_to_fetch() -> None:
@@ -179,14 +177,14 @@ def test_an_extra_s_requirements_include_the_extras_that_it_names(tmp_path: Path
 
 def test_the_demo_installs_no_tool_of_the_tests(tmp_path: Path) -> None:
     command = ["make", "--dry-run", "--no-print-directory", f"VENV={tmp_path / 'venv'}", "demo"]
-    recipe = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    recipe = run_command(command, cwd=ROOT, timeout=30, check=True).stdout
     installed = [shlex.split(line)[3:] for line in recipe.replace("\\\n", "").splitlines() if "install.py" in line]
     packages = [argument for line in installed for argument in line[1:] if not argument.startswith("-")]
     assert packages == ["https://download.pytorch.org/whl/cpu", "torch==2.13.0", ".[examples]"]
     (job,) = (line for line in recipe.splitlines() if "hvdgloo-run -np" in line)
     assert shlex.split(job)[1:] == ["-np", "2", "--page", "--report", "build/demo.html", "examples/torch_digits.py"]
     (shows,) = (line for line in recipe.splitlines() if "docs/after-the-demo.txt" in line)
-    said = subprocess.run(shlex.split(shows), cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    said = run_command(shlex.split(shows), cwd=ROOT, timeout=30, check=True).stdout
     assert f"source {tmp_path}/venv/bin/activate" in said
     assert f"  {tmp_path}/venv/bin/hvdgloo-run doctor" in said
     last = (ROOT / "docs/after-the-demo.txt").read_text(encoding="utf-8").splitlines()[-1]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hvdgloo.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
@@ -22,7 +21,9 @@ from hvdgloo.runner.elastic.discovery import (
     host_entry,
 )
 from hvdgloo.runner.job.spec import HostEntry
-from tests.support.rendezvous import Task, until
+from tests.support.launching import is_running
+from tests.support.rendezvous import until
+from tests.support.threads import Task
 
 Script = Callable[[str], str]
 
@@ -60,13 +61,6 @@ def trouble(path: str, **options: Any) -> str:
     text = str(caught.value)
     assert text.startswith(f"host discovery script {path}: ")
     return text.removeprefix(f"host discovery script {path}: ")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class TestAScript:
@@ -131,7 +125,7 @@ class TestAScript:
         with pytest.raises(DiscoveryError, match="killed by signal 9"):
             asking.result()
         for pid in map(int, pids.read_text().split()):
-            until(lambda pid=pid: not alive(pid), "the script and its child to be ended")
+            until(lambda pid=pid: not is_running(pid), "the script and its child to be ended")
 
     def test_it_is_killed(self, script: Script) -> None:
         assert trouble(script("kill -9 $$")) == "it was killed by signal 9 (SIGKILL)"
@@ -142,7 +136,7 @@ class TestAScript:
         assert trouble(path, timeout=2) == "it did not end within 2 s\n    why"
         assert time.monotonic() - started < 20
         child = int(Path(f"{path}.pid").read_text(encoding="ascii"))
-        until(lambda: not alive(child), "the child to end")
+        until(lambda: not is_running(child), "the child to end")
 
     def test_a_gigabyte(self, script: Script) -> None:
         text = trouble(script("exec head -c 1000000000 /dev/zero"))

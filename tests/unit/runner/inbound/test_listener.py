@@ -20,6 +20,7 @@ from hvdgloo.runner.inbound.listener import TaskListener, entries
 from hvdgloo.runner.inbound.task import Invitation, bring_agent
 from hvdgloo.runner.job.spec import assign
 from tests.support.inbound import PATIENCE, arrival, eventually, visit
+from tests.support.threads import Task
 
 
 @pytest.fixture
@@ -282,11 +283,9 @@ def test_a_task_goes_on_to_the_address_that_leads_to_the_launcher() -> None:
         closed = ("127.0.0.1", 1)
         endpoints = (closed, ("name.invalid", 1), other.getsockname(), *listener.invitation.endpoints)
         invitation = Invitation(endpoints, listener.secret)
-        bringing = threading.Thread(target=bring_agent, args=(invitation, 0), daemon=True)
-        bringing.start()
+        bringing = Task(lambda: bring_agent(invitation, 0))
         assert len(listener.gather()) == 1
-    bringing.join(PATIENCE)
-    assert not bringing.is_alive()
+    bringing.result(PATIENCE)
 
 
 @pytest.mark.usefixtures("unknown_name")
@@ -312,11 +311,9 @@ def test_a_task_that_was_sent_away_in_a_crowd_tries_again(monkeypatch: pytest.Mo
             yield from real(self, sock, listener)
 
         monkeypatch.setattr(listener._visitors, "_converse", lambda *each: converse(listener, *each))
-        bringing = threading.Thread(target=bring_agent, args=(listener.invitation, 0), daemon=True)
-        bringing.start()
+        bringing = Task(lambda: bring_agent(listener.invitation, 0))
         assert len(listener.gather()) == 1
-    bringing.join(PATIENCE)
-    assert not bringing.is_alive()
+    bringing.result(PATIENCE)
 
 
 def test_an_agent_that_ends_before_it_is_told_anything_is_an_error() -> None:

@@ -27,6 +27,7 @@ from hvdgloo.runner.observing.job_observer import JobObserver
 from hvdgloo.runner.protocol.frames import Observe, Observed, TraceSteps, Tracing
 from hvdgloo.runner.supervise.observers import PlacedWorker
 from tests.support.launching import wait_for
+from tests.support.threads import Task
 
 EXITED = JobOutcome(Failure(1, "h2", 3, "exited with status 3"))
 SEATS = [PlacedWorker(0, 0, "h1", 0), PlacedWorker(1, 1, "h2", 0)]
@@ -181,12 +182,11 @@ def test_the_supervisor_goes_on_while_what_is_shown_is_imported(stage: Stage, mo
     monkeypatch.setattr("hvdgloo.runner.observing.job_observer._versions", versions)
     with stage.show() as job_observer:
         stage.start(job_observer)
-        asking = threading.Thread(target=stage.ask, args=("/v1/job",))
-        asking.start()
+        asking = Task(lambda: stage.ask("/v1/job"))
         assert begun.wait(60)
         job_observer.host("h2", "lost")
         went_on.set()
-        asking.join()
+        asking.result()
         assert in_time == [True]
         assert [host.state for host in snapshot(job_observer).hosts] == ["up", "lost"]
 

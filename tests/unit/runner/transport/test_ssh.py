@@ -7,7 +7,6 @@ tests/processes/test_hosts_ssh.py.
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -17,6 +16,7 @@ from hvdgloo.runner.processes.bootstrap import agent_argv
 from hvdgloo.runner.transport.failures import Cause, Ending, Retry
 from hvdgloo.runner.transport.ssh import diagnose, ssh_argv
 from hvdgloo.version import __version__
+from tests.support.launching import run_command
 
 HOST = HostEntry("h2", 2)
 PYTHON = "/opt/env/bin/python"
@@ -212,9 +212,7 @@ class TestTheCommandLine:
     @pytest.mark.parametrize("shell", ["sh", "bash"])
     def test_a_login_shell_hands_the_words_on_as_they_are(self, shell: str) -> None:
         command = ssh_argv(HOST, Reach(python="/a b/$HOME'x/python"))[-1]
-        words = subprocess.run(
-            [shell, "-c", command.replace("exec ", "printf '%s\\0' ", 1)], capture_output=True, text=True, check=True
-        ).stdout
+        words = run_command([shell, "-c", command.replace("exec ", "printf '%s\\0' ", 1)], check=True).stdout
         assert tuple(words.split("\0")[:-1]) == agent_argv("/a b/$HOME'x/python")
 
     def test_the_agent_s_words_survive_other_shells(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from hvdgloo.errors import AuthenticationError
 from hvdgloo.runner.worker import function_task
-from tests.support.launching import clean_environment
+from tests.support.launching import clean_environment, run_command
 
 HERE = ["/opt/py/lib/python3.11", "/opt/py/lib/python3.11/site-packages"]
 THERE = ["/usr/lib/python3.11", "/usr/lib/python3/dist-packages"]
@@ -47,12 +46,10 @@ def test_a_function_of_another_python_is_refused_in_a_line(
         patch.setattr(function_task, "python_version", lambda: version)
         (tmp_path / "function").write_bytes(function_task.pack_function(int, (), {}, SECRET))
     with open(tmp_path / "function", "rb") as function, open(tmp_path / "outcome", "wb") as outcome:
-        done = subprocess.run(
+        done = run_command(
             [*function_task.command(sys.executable), str(function.fileno()), str(outcome.fileno())],
             pass_fds=(function.fileno(), outcome.fileno()),
             env={**clean_environment(), "HVDGLOO_SECRET": SECRET.hex(), "HVDGLOO_RANK": "3"},
-            capture_output=True,
-            text=True,
             timeout=30,
         )
     assert done.returncode == 1

@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 from hvdgloo.torch.elastic import _behind as behind  # noqa: E402
 from hvdgloo.torch.elastic.state import TorchState  # noqa: E402
 from tests.support.gpus import GpuTensor, Schedule, on_gpu, simulated  # noqa: E402
-from tests.support.rendezvous import Task  # noqa: E402
+from tests.support.threads import Task  # noqa: E402
 
 
 @pytest.fixture
