@@ -110,8 +110,8 @@ def run_fn(
     def elastic(state: State, *args: Any, **kwargs: Any) -> T:
         if not isinstance(state, State):
             raise InvalidArgumentError(
-                f"a function under elastic.run takes a State first, not a {type(state).__name__}: an "
-                "hvd.elastic.ObjectState, or the state class of your framework"
+                f"a function under elastic.run takes a State first, not a {type(state).__name__}: the state class of "
+                "your framework, such as hvd.elastic.TorchState, or hvdgloo.elastic.ObjectState"
             )
         job = process.membership()
         if job is None:

@@ -379,7 +379,7 @@ def test_in_a_job_of_fixed_size_errors_pass_through(context: Context) -> None:
 
 
 def test_a_function_is_given_a_state() -> None:
-    with pytest.raises(InvalidArgumentError, match="takes a State first, not a dict"):
+    with pytest.raises(InvalidArgumentError, match=r"first, not a dict: .* or hvdgloo\.elastic\.ObjectState"):
         run_fn(lambda state: None)({})
 
 
