@@ -40,7 +40,7 @@ class Departures:
         if worker is None:
             return
         fits = self._pool.fits(worker)
-        del self._pool.workers[worker.id]
+        self._pool.remove(worker)
         if self._pool.ran and worker.stage is not Stage.FINISHED and not worker.out:
             self.mention(f"{worker} {event.reason}")
         if not self._rules.launched and self._phases.phase is Phase.RUNNING and worker.stage is Stage.MEMBER:
@@ -78,7 +78,7 @@ class Departures:
         lost = [worker for worker in self._pool.workers.values() if worker.host == event.host]
         blamed = [worker for worker in lost if not worker.out and self._pool.fits(worker)]
         for worker in lost:
-            del self._pool.workers[worker.id]
+            self._pool.remove(worker)
         for worker in blamed:
             if worker.stage is Stage.STARTING:
                 self._causes.could_not_start(worker, event)
@@ -108,7 +108,7 @@ class Departures:
                 if self._rules.launched or worker.out:
                     self.drop(worker, reason)
                 else:  # no launcher can end it: if it returns after all, it is a new worker
-                    del self._pool.workers[worker.id]
+                    self._pool.remove(worker)
                     self.mention(f"{worker} is no longer waited for: {reason}")
 
     def count(self, host: str, reason: str, *, at_once: bool = False) -> None:

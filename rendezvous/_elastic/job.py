@@ -109,7 +109,8 @@ class ElasticJob:
         self._attempts = ConnectionAttempts()
         self._held_up_at = math.inf  # time since which the first worker that returned from training has waited
         self._began_at = -math.inf  # begin of the last training
-        self._next_return = math.inf
+        self._ends_at = self._settled_at = self._next_return = math.inf  # as of the last event that was not routine
+        self._owing: set[str] | None = None  # members that owe what the next phase waits for, if that is known
 
     # Queries.
 
@@ -132,7 +133,7 @@ class ElasticJob:
         """Time at which to feed ``TimePassed`` if nothing else happens; infinite if time alone changes nothing."""
         if self.final:
             return math.inf
-        times = [self._phases.say_at, self._phases.limit, *(worker.end_by for worker in self._pool.workers.values())]
+        times = [self._phases.say_at, self._phases.limit, self._ends_at]
         waits = self.phase in (P.WAITING, P.DRAINING) and not self._unused
         if waits or (self._departures.ending and self.phase is P.RUNNING):
             # In WAITING nothing is decided before both are over.
@@ -143,7 +144,7 @@ class ElasticJob:
         if self.phase is P.WAITING and self._phases.not_before > self._pool.now:
             times.append(self._phases.not_before)
         if self.phase is P.RUNNING and not self._newcomers.announced & Update.ADDED:
-            times.append(self._pool.settled_at())
+            times.append(self._settled_at)
         return min(times)
 
     def feed(self, event: Event, now: float) -> tuple[Action, ...]:
@@ -183,23 +184,43 @@ class ElasticJob:
                 self._newcomers.silent(event)
             case TimePassed():
                 self._departures.end_the_late()
-        before = self.phase
+        if not self._is_routine(event):
+            self._decide()
+        return tuple(self._out)
+
+    def _decide(self) -> None:
+        """Do all that follows from the last event. This looks at every worker."""
         while self._step():
             pass
-        if not self.final and (self.phase is not before or not self._is_routine(event)):
+        if not self.final:
             self._newcomers.spawn()
             self._departures.dismiss_spares()
             self._newcomers.announce()
             if text := self._phases.notice():
                 self._out.append(Tell(text))
-        self._next_return = self._pool.hosts.next_return(now)
-        return tuple(self._out)
+        self._ends_at = min((worker.end_by for worker in self._pool.workers.values()), default=math.inf)
+        self._settled_at = self._pool.settled_at()
+        self._next_return = self._pool.hosts.next_return(self._now)
 
     def _is_routine(self, event: Event) -> bool:
-        """Return whether an event, which each worker of an epoch causes once, changes nothing but that worker."""
-        if isinstance(event, Synced):
-            return not all(worker.synced for worker in self._pool.members())
-        return isinstance(event, Up)
+        """Return whether nothing follows from an event yet, since other workers owe the same: at the start of thousands
+        of workers, only the last one makes a difference.
+        """
+        worker = self._pool.workers.get(event.worker) if isinstance(event, Registered | Up | Synced) else None
+        if worker is not None and not self._departures.ending:
+            if isinstance(event, Registered) and (event.after >= 0 or not self._pool.stays(worker)):
+                pass
+            elif isinstance(event, Registered) and self.phase is P.WAITING and not self.rules.launched:
+                return not self._has_state and len(self._pool.workers) < self._pool.needed
+            elif isinstance(event, _OWED.get(self.phase, ())):
+                if self._owing is None:
+                    self._owing = {other.id for other in self._phases.missing()}
+                if not self._phases.owes(worker):
+                    self._owing.discard(worker.id)
+                if self._owing:
+                    return True
+        self._owing = None
+        return False
 
     @property
     def assignment(self) -> Assignment:
@@ -330,8 +351,6 @@ class ElasticJob:
             worker.stage = Stage.FINISHED
             self._departures.finish(worker, "has finished its training")
 
-    # Failures.
-
     # Phases.
 
     def _step(self) -> bool:
@@ -392,18 +411,16 @@ class ElasticJob:
             self._phases.limit = self._now + 3 * self.rules.connect_timeout
             self._phases.go(P.CONNECTING)
         elif self._now >= self._phases.limit:
-            for worker in members:
-                if not worker.pending:
-                    reason = f"has not called hvd.init() within {self.rules.start_timeout:g} s (--start-timeout)"
-                    self._causes.blame(worker, None, reason)
-                    self._departures.count(worker.host, f"{worker} {reason}")
-                    self._departures.drop(worker, f"it {reason}")
+            for worker in self._phases.missing():
+                reason = f"has not called hvd.init() within {self.rules.start_timeout:g} s (--start-timeout)"
+                self._causes.blame(worker, None, reason)
+                self._departures.count(worker.host, f"{worker} {reason}")
+                self._departures.drop(worker, f"it {reason}")
             self._gather()
 
     def _connect(self) -> None:
         """Wait until all are connected, unless one cannot be (CONNECTING)."""
-        members = self._pool.members()
-        unconnected = [worker for worker in members if not worker.up and worker.stage is not Stage.FINISHED]
+        members, unconnected = self._pool.members(), self._phases.missing()
         if self._pool.doomed():
             tried = len(members) == self.assignment.size and not any(worker.out for worker in members)
         elif not unconnected:
@@ -446,8 +463,7 @@ class ElasticJob:
 
     def _drain(self) -> None:
         """Wait until every member is accounted for (DRAINING)."""
-        members = self._pool.members()
-        awaited = [worker for worker in members if not self._pool.accounted(worker)]
+        members, awaited = self._pool.members(), self._phases.missing()
         if not awaited:
             # Members that have not been heard from may be on the way to this server.
             self._phases.not_before = self._now + RETURN_TIME if self._pool.unheard else -math.inf
@@ -510,8 +526,9 @@ class ElasticJob:
         else:
             self._out.append(Dismissed(event.worker, Fate.FAILED, self._failed))
 
-    # New workers, and workers that leave.
 
+_OWED: Mapping[Phase, type[Event]] = {P.FORMING: Registered, P.CONNECTING: Up, P.RUNNING: Synced}
+"""Event that each member of a new epoch owes in a phase."""
 
 _STEPS: Mapping[Phase, Callable[[ElasticJob], None]] = {
     P.WAITING: ElasticJob._wait,

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 
 from hvdgloo.rendezvous._elastic.pool import Pool, listed
+from hvdgloo.rendezvous._elastic.worker import Stage, Worker
 
 SAY_AFTER = 10.0
 """Seconds after which a line says which workers are waited for; then again after twice as long."""
@@ -99,14 +100,29 @@ class PhaseTracker:
 
     def awaited(self) -> str:
         """Describe what the workers wait for; empty if they do not wait, or nothing more is known."""
-        members = self._pool.members()
+        missing = self.missing()
         match self.phase:
             case P.WAITING:
                 return f"workers: {self._pool.there()}"
-            case P.FORMING if any(worker.pending for worker in members):
-                return f"{listed([worker for worker in members if not worker.pending])} to call hvd.init()"
+            case P.FORMING if len(missing) < len(self._pool.members()):
+                return f"{listed(missing)} to call hvd.init()"
             case P.CONNECTING:
-                return f"{listed([worker for worker in members if not worker.up])} to be connected with the others"
-            case P.DRAINING if awaited := [worker for worker in members if not self._pool.accounted(worker)]:
-                return f"{listed(awaited)} to come back to elastic.run"
+                return f"{listed(missing)} to be connected with the others"
+            case P.DRAINING if missing:
+                return f"{listed(missing)} to come back to elastic.run"
         return ""
+
+    def missing(self) -> list[Worker]:
+        """Return the members that owe what the next phase waits for."""
+        return [worker for worker in self._pool.members() if self.owes(worker)]
+
+    def owes(self, worker: Worker) -> bool:
+        """Return whether a member has not done what the next phase waits for."""
+        match self.phase:
+            case P.FORMING:
+                return not worker.pending
+            case P.CONNECTING:
+                return not worker.up and worker.stage is not Stage.FINISHED
+            case P.RUNNING:
+                return not worker.synced
+        return self.phase is P.DRAINING and not self._pool.accounted(worker)

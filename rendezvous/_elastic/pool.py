@@ -56,6 +56,7 @@ class Pool:
         self.well: set[str] = set()
         self.now = now
         self._numbers = 0
+        self._taken: dict[str, set[int]] = {}  # slots of workers, by host
         self._rests: dict[tuple[str, int], tuple[int, float]] = {}  # slot: failures in a row, end of rest
 
     def create(self, host: str, slot: int) -> Worker:
@@ -63,22 +64,28 @@ class Pool:
         self._numbers += 1
         place = (self.hosts.order(host), slot)
         machine = self.hosts.machine(host)
-        worker = Worker(f"{host}/{slot}/{self._numbers}", host, slot, place, machine, host_name=host)
-        self.workers[worker.id] = worker
-        return worker
+        return self._add(Worker(f"{host}/{slot}/{self._numbers}", host, slot, place, machine, host_name=host))
 
     def meet(self, event: Registered | Recalled) -> Worker:
         """Add a worker that registered without having been announced."""
-        taken = {worker.slot for worker in self.workers.values() if worker.host == event.host}
+        taken = self._taken.get(event.host, ())
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         host_name = event.host_name or event.host
         self.hosts.note(event.host, host_name)
         self._numbers += 1
         index = event.index if isinstance(event, Registered) else None
         place = (self._numbers if index is None else index, 0)
-        worker = Worker(event.worker, event.host, slot, place, pid=event.pid, host_name=host_name)
+        return self._add(Worker(event.worker, event.host, slot, place, pid=event.pid, host_name=host_name))
+
+    def _add(self, worker: Worker) -> Worker:
         self.workers[worker.id] = worker
+        self._taken.setdefault(worker.host, set()).add(worker.slot)
         return worker
+
+    def remove(self, worker: Worker) -> None:
+        """Remove a worker whose process has ended, or that does not count any more."""
+        del self.workers[worker.id]
+        self._taken[worker.host].remove(worker.slot)
 
     def recall(self, event: Recalled) -> bool:
         """Record a member of an epoch that an earlier server formed; return False if it is too late."""
@@ -101,7 +108,7 @@ class Pool:
     def forget(self) -> None:
         """Forget the epoch that an earlier server formed, and its members."""
         for worker in self.members():
-            del self.workers[worker.id]
+            self.remove(worker)
         self.assignment, self.is_recalled = NO_MEMBERS, False
 
     def is_free(self, rank: int | None) -> bool:
@@ -207,14 +214,13 @@ class Pool:
         room = math.inf
         if self.rules.largest is not None:
             room = self.rules.largest - sum(self.stays(worker) for worker in self.workers.values())
-        taken = {(worker.host, worker.slot) for worker in self.workers.values()}
-        taken |= {slot for slot, (_, until) in self._rests.items() if until > self.now}
+        resting = {slot for slot, (_, until) in self._rests.items() if until > self.now}
         free: list[tuple[str, int]] = []
         for host, slots in self.hosts.usable(self.now):
             for slot in range(slots):
                 if len(free) >= room:
                     return free
-                if (host, slot) not in taken:
+                if slot not in self._taken.get(host, ()) and (host, slot) not in resting:
                     free.append((host, slot))
         return free
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,19 +21,21 @@ from hvdgloo.rendezvous._elastic.events import (
     Fate,
     Finished,
     HostLost,
+    HostsListed,
     Identified,
     Join,
     Leaving,
     Recalled,
     Registered,
     Rules,
+    Spawn,
     Synced,
     TimePassed,
     Up,
     Update,
 )
 from hvdgloo.rendezvous._elastic.hosts import cooldown_time
-from hvdgloo.rendezvous._elastic.job import RETURN_TIME
+from hvdgloo.rendezvous._elastic.job import RETURN_TIME, ElasticJob
 from hvdgloo.rendezvous._elastic.phases import NEXT, Phase
 from hvdgloo.rendezvous._membership.assignment import NO_STATE, Assignment, Candidate, choose
 from hvdgloo.topology import Host, Topology, Worker
@@ -799,7 +802,39 @@ class TestHowLongItStood:
         assert bed.changes[-1].stood == 1.5
 
 
+def calls_at_the_start(size: int, *, launched: bool) -> int:
+    """Return the number of functions that the job calls until ``size`` workers are in training."""
+    job = ElasticJob(Rules(size=size, smallest=1, launched=launched), 0.0)
+    hosts = [f"h{number}" for number in range(size // 8)]
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        spawned = job.feed(HostsListed(tuple((host, 8) for host in hosts)), 0.0) if launched else ()
+        workers = [order.worker for order in spawned if isinstance(order, Spawn)] or [str(n) for n in range(size)]
+        for number, worker in enumerate(workers):
+            job.feed(Registered(worker, host="" if launched else hosts[number // 8]), 0.0)
+            assert job.deadline > 0
+        for event in (Up, Synced):
+            for worker in workers:
+                job.feed(event(worker, 0), 0.0)
+                assert job.deadline > 0
+    finally:
+        sys.setprofile(None)
+    assert (job.phase, job.assignment.size) == (Phase.RUNNING, size)
+    return calls
+
+
 class TestTheStart:
+    @pytest.mark.parametrize("launched", [True, False])
+    def test_twice_as_many_workers_are_twice_the_work(self, launched: bool) -> None:
+        few, many = (calls_at_the_start(size, launched=launched) for size in (128, 256))
+        assert many < 2.2 * few
+
     def test_it_waits_for_np_slots_and_uses_all_there_are(self) -> None:
         bed = Bed(Rules(size=3, smallest=1), (("h1", 2),))
         assert not bed.actors
