@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import msgspec
+
 from hvdgloo.errors import ConfigError
 from hvdgloo.rendezvous._elastic.messages import CurrentEpoch, Register
 from hvdgloo.rendezvous._membership.assignment import Assignment
@@ -96,12 +98,11 @@ class Rules:
 # Events.
 
 
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """An event that a job is fed."""
 
 
-@dataclass(frozen=True)
-class HostsListed(Event):
+class HostsListed(Event, frozen=True):
     """The list of hosts that can be used from now on: (name, slots), in the order in which they are filled.
 
     Hosts that are parts of one machine form one host of an epoch: (name, machine).
@@ -111,16 +112,14 @@ class HostsListed(Event):
     machines: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True)
-class Identified(Event):
+class Identified(Event, frozen=True):
     """The machine, pod or container behind a host's name. A different one than before starts with a clean record."""
 
     host: str
     identity: str
 
 
-@dataclass(frozen=True)
-class Leaving(Event):
+class Leaving(Event, frozen=True):
     """Notice that a host, or a worker without a launcher, is about to be given back or preempted.
 
     Exactly one of the two is given.
@@ -130,8 +129,7 @@ class Leaving(Event):
     worker: str = ""
 
 
-@dataclass(frozen=True)
-class HostLost(Event):
+class HostLost(Event, frozen=True):
     """Loss of a host: it cannot be reached, or its agent died or could not be started. Its workers are gone."""
 
     host: str
@@ -170,31 +168,27 @@ class Recalled(CurrentEpoch, Event, frozen=True):
     pid: int = 0
 
 
-@dataclass(frozen=True)
-class Up(Event):
+class Up(Event, frozen=True):
     """Connection of a worker with all others of its epoch."""
 
     worker: str
     epoch: int
 
 
-@dataclass(frozen=True)
-class Synced(Event):
+class Synced(Event, frozen=True):
     """Receipt of the epoch's state by a worker, which has entered ``elastic.run``."""
 
     worker: str
     epoch: int
 
 
-@dataclass(frozen=True)
-class Finished(Event):
+class Finished(Event, frozen=True):
     """End of a worker's training."""
 
     worker: str
 
 
-@dataclass(frozen=True)
-class Gone(Event):
+class Gone(Event, frozen=True):
     """End of a worker's process or, without a launcher, of its last connection.
 
     Attributes:
@@ -207,29 +201,25 @@ class Gone(Event):
     reason: str
 
 
-@dataclass(frozen=True)
-class Silent(Event):
+class Silent(Event, frozen=True):
     """Silence of a worker whose process exists but has not asked for news for ``seconds``."""
 
     worker: str
     seconds: float
 
 
-@dataclass(frozen=True)
-class TimePassed(Event):
+class TimePassed(Event, frozen=True):
     """Expiry of the job's deadline."""
 
 
 # Actions.
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(msgspec.Struct, frozen=True):
     """An action for the server or the launcher."""
 
 
-@dataclass(frozen=True)
-class Spawn(Action):
+class Spawn(Action, frozen=True):
     """Start a worker. ``plan`` is the epoch that it would belong to if all started workers arrived."""
 
     worker: str
@@ -238,24 +228,21 @@ class Spawn(Action):
     plan: Assignment
 
 
-@dataclass(frozen=True)
-class Stop(Action):
+class Stop(Action, frozen=True):
     """End a worker, which is no longer part of the job."""
 
     worker: str
     reason: str
 
 
-@dataclass(frozen=True)
-class Formed(Action):
+class Formed(Action, frozen=True):
     """Reply to every member of the assignment, or only to ``again``, which missed the reply."""
 
     assignment: Assignment
     again: str = ""
 
 
-@dataclass(frozen=True)
-class Alone(Action):
+class Alone(Action, frozen=True):
     """Reply to a new worker that is not ready: continue alone. ``plan`` has the place that it will probably get."""
 
     worker: str
@@ -270,8 +257,7 @@ class Fate(enum.Enum):
     FAILED = "failed"  # the job has failed
 
 
-@dataclass(frozen=True)
-class Dismissed(Action):
+class Dismissed(Action, frozen=True):
     """Reply to a worker that is in no further epoch."""
 
     worker: str
@@ -288,16 +274,14 @@ class Update(enum.IntFlag):
     MIXED = 3
 
 
-@dataclass(frozen=True)
-class Announce(Action):
+class Announce(Action, frozen=True):
     """Tell all members what will change at their next commit; NONE withdraws an announcement."""
 
     serial: int
     update: Update
 
 
-@dataclass(frozen=True)
-class Voided(Action):
+class Voided(Action, frozen=True):
     """Tell the members of an epoch that it is over or was given up, so that they stop waiting for each other: one of
     them cannot be reached, or they do not connect.
     """
@@ -306,8 +290,7 @@ class Voided(Action):
     reason: str
 
 
-@dataclass(frozen=True)
-class Tell(Action):
+class Tell(Action, frozen=True):
     """A line for the user.
 
     Attributes:
@@ -318,8 +301,7 @@ class Tell(Action):
     left_out: tuple[str, str] | None = None
 
 
-@dataclass(frozen=True)
-class Changed(Action):
+class Changed(Action, frozen=True):
     """Record for the summary that workers are in training (again).
 
     Attributes:
@@ -334,8 +316,7 @@ class Changed(Action):
     stood: float
 
 
-@dataclass(frozen=True)
-class Failing:
+class Failing(msgspec.Struct, frozen=True):
     """A failure that the job could not survive.
 
     Attributes:
@@ -351,8 +332,7 @@ class Failing:
     told: str = ""
 
 
-@dataclass(frozen=True)
-class Ended(Action):
+class Ended(Action, frozen=True):
     """End the job and everything that still runs. Without a ``failure`` the job succeeded."""
 
     text: str

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from hvdgloo.topology import abbreviated
 
@@ -22,8 +23,7 @@ def cooldown_time(failures: int, cooldown: tuple[float, float], chance: float) -
     return min(longest, max(shortest, doubled + chance * shortest))
 
 
-@dataclass
-class _Host:
+class _Host(msgspec.Struct):
     """A listed host.
 
     Attributes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from hvdgloo.rendezvous._elastic.events import Fate
 from hvdgloo.rendezvous._membership.assignment import NO_STATE, Candidate
@@ -27,8 +28,7 @@ PENDING = frozenset({Stage.ARRIVED, Stage.STANDBY, Stage.RETURNED})
 """Stages in which a worker waits for an answer."""
 
 
-@dataclass
-class Worker:
+class Worker(msgspec.Struct):
     """A worker whose process is alive as far as is known.
 
     Attributes:
