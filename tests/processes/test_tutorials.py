@@ -39,7 +39,7 @@ def test_the_tutorial_of_torch_distributed(section: str, tmp_path: Path) -> None
     for step in steps((ROOT / DISTRIBUTED).read_text(encoding="utf-8")):
         if isinstance(step, File):  # sections run the programs of earlier ones, too
             (tmp_path / step.name).write_text(step.text)
-    follow(DISTRIBUTED, tmp_path, warm.python(), section=section)
+    follow("docs/tutorial-torch-distributed.md", tmp_path, warm.python(), section=section)
 
 
 @pytest.mark.timeout(300)
