@@ -286,7 +286,7 @@ class Supervisor:
     def _next(self, now: float, deadline: float | None) -> float:
         """Return the latest time at which there is something to do."""
         times = [self._last_beat + self._beat_interval, deadline, self._observer.tick(), self._hard_deadline]
-        times += [self.agents.next(now), self.policy.next, self._orders.next, self.visits.next(now)]
+        times += [self.agents.next(now), self.policy.next, self.visits.next(now)]
         times.append(self._announcement[0] if self._announcement is not None else None)
         times.append(self.admission.next if self.admission is not None else None)
         if self._observer.congested:

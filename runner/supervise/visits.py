@@ -191,12 +191,10 @@ class Orders:
     Attributes:
         patient: True if the job goes on without hosts that cannot be used.
         policy: the consequences of workers' ends.
-        next: time at which ``keep_time`` has something to do.
     """
 
     patient = False
     policy: type[Policy] = Policy
-    next = math.inf
 
     def keep_time(self, now: float) -> None:
         """Do what is due. Called in each turn of the loop, until the end is decided."""
