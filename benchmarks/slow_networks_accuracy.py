@@ -79,6 +79,7 @@ def ways() -> dict[str, Callable[[Any, Any], Any]]:
         **dict.fromkeys((*BY_SETTING, COARSE), every_step),
         "LocalSGD 8": local(8),
         "LocalSGD 8, int8": local(8, compression=hvd.Compression.int8),
+        "LocalSGD 8, int8, 2 fragments, overlap 3": local(8, compression=hvd.Compression.int8, fragments=2, overlap=3),
         "LocalSGD 16": local(16),
         "LocalSGD 16, 4 fragments, overlap 2": local(16, fragments=4, overlap=2),
         "LocalSGD 64": local(64),
