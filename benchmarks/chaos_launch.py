@@ -6,7 +6,7 @@ starts a job of two workers per host whose workers have offspring, waits for a r
 launcher is killed, an agent hangs, the launcher is interrupted, a host's network is cut. Then all processes of the
 job, listening sockets and shared-memory segments must be gone from all hosts within 5 seconds; within 10 where the
 only sign is silence (a network that was cut, an agent that hangs). Agents that have no workers yet wait longer for a
-launcher that is silent: where its host is cut off so early, there are 65 seconds. A connection that is lost before
+launcher that is silent: where a host is cut off so early, there are 65 seconds. A connection that is lost before
 its agent was there is retried, so a job may survive an accident during start-up: it then has another one.
 
 Two accidents together leave no process that could do anything, and do not occur: agent and watchdog of a host are
@@ -200,8 +200,7 @@ class Accidents:
         host = self._chance.choice([host for host in self._job.bed if host not in self.cut])
         host.cut()
         self.cut.append(host)
-        launcher = next(iter(self._job.bed))
-        early = host is launcher and not any(self._job.folder.glob("ready*"))
+        early = not any(self._job.folder.glob("ready*"))
         self.limit = max(self.limit, BEFORE_START_LIMIT if early else SILENCE_LIMIT)
         return f"{host.name} cut off"
 
