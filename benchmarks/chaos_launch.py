@@ -39,6 +39,8 @@ from tests.support.hosts import Bed, Host, available
 from tests.support.hosts_job import STUBBORN, STUBBORN_BECOMES, HostsJob, inner_pid, leftovers, occupied
 
 LIMIT, SILENCE_LIMIT = 5.0, 10.0
+START_LIMIT = 30.0
+"""Seconds within which a job that survives an accident during its start is expected to run."""
 BEFORE_START_LIMIT = heartbeat.BEFORE_START + 5.0
 SLOTS = 2
 _LAUNCHER = "hvdgloo.runner"
@@ -257,11 +259,11 @@ def stage(job: HostsJob) -> str:
     return RUNNING if ready == job.size else f"{ready} of {job.size} up"
 
 
-def got_over(job: HostsJob) -> bool:
-    """Tell whether the job has survived an accident during its start."""
+def ending(job: HostsJob) -> bool:
+    """Tell whether a job has ended or is about to. One that survives an accident during its start is not."""
     assert job.process is not None
     ends = ("stopping", "failed", "passed on to the workers", "killing the workers")
-    return stage(job) == RUNNING and job.process.poll() is None and not any(text in job.error for text in ends)
+    return job.process.poll() is not None or any(text in job.error for text in ends)
 
 
 def one_trial(number: int, bed: Bed, folder: Path, chance: random.Random) -> Trial:
@@ -281,8 +283,11 @@ def one_trial(number: int, bed: Bed, folder: Path, chance: random.Random) -> Tri
         happened.append(accidents.have_one())
         since = time.monotonic()
     left = leftovers(bed)
-    while left and time.monotonic() - since < accidents.limit + 1:
-        if reached != RUNNING and got_over(job):
+    while left:
+        starting = reached != RUNNING and not ending(job) and time.monotonic() - started < START_LIMIT
+        if time.monotonic() - since > accidents.limit + 1 and not starting:
+            break
+        if starting and stage(job) == RUNNING:
             reached = RUNNING
             happened.append(f"then, running: {accidents.have_one()}")
             since = time.monotonic()
