@@ -585,7 +585,7 @@ def test_gradients_within_branches_and_loops(ranks: MakeWorld, within: Callable[
         got = differentiate("function", True, lambda x: within(body, x), value, np.float64(1))
         np.testing.assert_allclose(got, expected)
 
-    ranks(2).run(rank_body, frontend_of)
+    ranks(2).run(rank_body, frontend_of, 45.0)  # building the graphs takes seconds of processor time
 
 
 def test_splits_that_are_no_whole_numbers(ranks: MakeWorld) -> None:
