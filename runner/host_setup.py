@@ -65,7 +65,7 @@ def check_ports(spec: LaunchSpec, spawner: Spawner, hosts: Sequence[HostEntry], 
         if last - first + 1 < needed:
             raise ConfigError(
                 f"--port-range {first}-{last} (HVDGLOO_PORT_RANGE) is too small: host {host.name} needs {needed} "
-                f"ports, for {', '.join(uses[:-1])} and {uses[-1]}"
+                f"ports, for {', '.join(uses[:-1])} and {uses[-1]}; give a wider one"
             )
 
 
