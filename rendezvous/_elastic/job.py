@@ -206,21 +206,22 @@ class ElasticJob:
         """Return whether nothing follows from an event yet, since other workers owe the same: at the start of thousands
         of workers, only the last one makes a difference.
         """
+        owing, self._owing = self._owing, None
         worker = self._pool.workers.get(event.worker) if isinstance(event, Registered | Up | Synced) else None
-        if worker is not None and not self._departures.ending:
-            if isinstance(event, Registered) and (event.after >= 0 or not self._pool.stays(worker)):
-                pass
-            elif isinstance(event, Registered) and self.phase is P.WAITING and not self.rules.launched:
-                return not self._has_state and len(self._pool.workers) < self._pool.needed
-            elif isinstance(event, _OWED.get(self.phase, ())):
-                if self._owing is None:
-                    self._owing = {other.id for other in self._phases.missing()}
-                if not self._phases.owes(worker):
-                    self._owing.discard(worker.id)
-                if self._owing:
-                    return True
-        self._owing = None
-        return False
+        if worker is None or self._departures.ending:
+            return False
+        if isinstance(event, Registered) and (event.after >= 0 or not self._pool.stays(worker)):
+            return False
+        if isinstance(event, Registered) and self.phase is P.WAITING and not self.rules.launched:
+            return not self._has_state and len(self._pool.workers) < self._pool.needed
+        if not isinstance(event, _OWED.get(self.phase, ())):
+            return False
+        if owing is None:
+            owing = {other.id for other in self._phases.missing()}
+        if not self._phases.owes(worker):
+            owing.discard(worker.id)
+        self._owing = owing or None
+        return bool(owing)
 
     @property
     def assignment(self) -> Assignment:
